@@ -1,0 +1,40 @@
+# Everything a newcomer types. Each target installs what it needs into .venv and nothing elsewhere.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+QUICK ?=
+
+.PHONY: run test check bench format install clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, then covey and its tools, into $(VENV) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(STAMP)
+	$(BIN)/covey run -n 4 --log-dir covey_logs examples/01_digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 4 --dist worksteal
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m bench.formation $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.scale $(if $(QUICK),--quick)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

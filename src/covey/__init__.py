@@ -1,0 +1,63 @@
+"""covey starts, keeps, scales and heals clusters of training processes.
+
+import covey
+
+covey.init()                                   # joins the cluster, or is a world of one
+rank, world = covey.get_rank(), covey.get_group_size()
+covey.reduce([p.grad for p in model.parameters()])   # the mean of the gradients over all workers
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from covey.context import get_ps_context, reset_ps_context, set_ps_context
+from covey.errors import CoveyError
+from covey.world import get_group_size, get_local_rank, get_local_rank_size, get_rank, group, init, report, set_seed
+
+__version__ = "0.1.0"
+
+
+def all_reduce(array: Any, op: Any = "sum") -> Any:
+    """Reduce a tensor or array over all workers, in place: "sum", "mean", "max", "min" or "product"."""
+    return group().all_reduce(array, op)
+
+
+def reduce(tensors: Any) -> list[Any]:
+    """The mean of gradients over all workers, in place."""
+    return group().reduce(list(tensors))
+
+
+def broadcast(array: Any, root: int = 0) -> Any:
+    """The root's values for every worker, in place."""
+    return group().broadcast(array, root)
+
+
+def all_gather(array: Any) -> list[Any]:
+    """Every worker's array, in order of rank."""
+    return group().all_gather(array)
+
+
+def barrier() -> None:
+    """Return when every worker is here."""
+    group().barrier()
+
+
+__all__ = [
+    "CoveyError",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "get_group_size",
+    "get_local_rank",
+    "get_local_rank_size",
+    "get_ps_context",
+    "get_rank",
+    "init",
+    "reduce",
+    "report",
+    "reset_ps_context",
+    "set_ps_context",
+    "set_seed",
+]

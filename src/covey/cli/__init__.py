@@ -1,0 +1,1 @@
+"""The verbs of `covey`, and how options become settings. Nobody imports this room."""

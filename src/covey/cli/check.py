@@ -1,0 +1,71 @@
+"""`covey check HOST:PORT`: what the seeds use telnet for, with an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from typing import Final
+
+import click
+
+from covey.cli.visit import Visit
+from covey.errors import CoveyError, ExitCode, UsageError
+from covey.node import security
+from covey.node.runtime import Door
+from covey.settings import load
+from covey.wire import address
+
+CONNECT_S: Final = 5.0
+CLOCKS_S: Final = 2.0  # how far clocks may be apart before it is worth a word
+
+
+def check(where: str) -> int:
+    """Say what is there, one finding a line; returns the exit code."""
+    host, port = address.split(where)
+    if not port:
+        raise UsageError(f"{where} has no port: give HOST:PORT")
+    name = address.join(host, port)
+    try:
+        with socket.create_connection((host, port), CONNECT_S):
+            click.echo(f"{name} is reachable")
+    except OSError as error:
+        click.echo(f"{name} is not reachable: {error.strerror or error}")
+        return ExitCode.UNREACHABLE
+    settings = load(os.environ).settings
+    guard = security.find(settings)
+    try:
+        return asyncio.run(_greet(Door(host, port, guard.secret, guard.client)))
+    except CoveyError as error:
+        if guard.client is None and _speaks_tls(host, port):
+            click.echo("TLS is expected there: set COVEY_TLS to the cluster's config.json, and its password")
+        else:
+            click.echo(str(error))
+        return ExitCode.REFUSED
+
+
+async def _greet(door: Door) -> int:
+    before = time.time()
+    async with Visit(door) as visit:
+        after = time.time()
+        click.echo("a covey scheduler answers and takes our secret" if door.secret else "a covey scheduler answers")
+        offset = visit.clock - (before + after) / 2
+        word = "agree" if abs(offset) < CLOCKS_S else "do not agree: set them by NTP, or timestamps will mislead"
+        click.echo(f"the clocks {word} (offset {offset * 1000:+.0f} ms)")
+    return 0
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """A TLS server shows itself in the first bytes of a handshake, even one it then refuses."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), CONNECT_S) as plain, context.wrap_socket(plain):
+            return True
+    except ssl.SSLError as error:
+        return error.reason not in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
+    except OSError:
+        return False

@@ -1,0 +1,119 @@
+"""A plan in words: what `covey run --dry-run` prints."""
+
+from __future__ import annotations
+
+import shlex
+
+from covey.cli.plan import EVERY, RunPlan
+from covey.settings import rendered, rows
+
+
+def describe(plan: RunPlan) -> str:
+    """Who would start what, where, with which environment."""
+    sections = [
+        ("workers", _workers(plan)),
+        ("scheduler", [_scheduler(plan)]),
+        ("REST port", [_rest(plan)]),
+        ("command", [_command(plan)]),
+        ("start", [_start(plan)]),
+        ("logs", [_logs(plan)]),
+        ("console", _console(plan)),
+        ("cores", _cores(plan)),
+        ("journal", [plan.recovery_path] if plan.recovery_path else []),
+        ("TLS", [plan.tls] if plan.tls else []),
+        ("settings", _settings(plan)),
+        ("environment", [f"{name}={value}" for name, value in environment(plan)]),
+        ("remarks", plan.remarks),
+    ]
+    lines: list[str] = []
+    for heading, entries in sections:
+        lines += [f"{heading if index == 0 else '':<12} {entry}".rstrip() for index, entry in enumerate(entries)]
+    return "\n".join(lines) + "\n"
+
+
+def environment(plan: RunPlan) -> list[tuple[str, str]]:
+    """The variables each worker of this host would see, as far as they are known before the cluster forms."""
+    ranks = f"{_span(plan.first_rank, plan.local)}" if plan.first_rank >= 0 else "(dealt out by the scheduler)"
+    host = str(plan.node_rank) if plan.node_rank >= 0 else "(dealt out by the scheduler)"
+    port = str(plan.master_port or "(a free one)")
+    known = [
+        ("MS_ROLE", "MS_WORKER"),
+        ("MS_SCHED_HOST", plan.master_host),
+        ("MS_SCHED_PORT", port),
+        ("MS_WORKER_NUM", str(plan.world)),
+        ("MS_NODE_ID, RANK_ID, RANK", ranks),
+        ("DEVICE_ID, LOCAL_RANK", _span(0, plan.local)),
+        ("RANK_SIZE, WORLD_SIZE", str(plan.world)),
+        ("LOCAL_WORLD_SIZE", str(plan.local)),
+        ("GROUP_RANK", host),
+        ("ROLE_NAME", plan.role_name),
+        ("TORCHELASTIC_MAX_RESTARTS", str(plan.max_restarts)),
+    ]
+    if plan.rank_table_file:
+        known.append(("RANK_TABLE_FILE", plan.rank_table_file))
+    return known
+
+
+def _workers(plan: RunPlan) -> list[str]:
+    if plan.alone:
+        return [f"{plan.world} in all, all on this host"]
+    hosts = f"{plan.nnodes} hosts" if plan.nnodes else "as many hosts as it takes"
+    which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
+    return [f"{plan.world} in all on {hosts}, {plan.local} on this one ({which})"]
+
+
+def _scheduler(plan: RunPlan) -> str:
+    host = f"[{plan.master_host}]" if ":" in plan.master_host else plan.master_host
+    where = "started here" if plan.alone else "started by the host that has this address"
+    wait = f"waits {rendered(plan.topo_timeout_s)} s for all" if plan.topo_timeout_s > 0 else "waits for ever for all"
+    return f"{host}:{plan.master_port or '(a free port)'}, {where}, {wait}"
+
+
+def _rest(plan: RunPlan) -> str:
+    return {-1: "a free one", 0: "none"}.get(plan.manage_port, str(plan.manage_port))
+
+
+def _command(plan: RunPlan) -> str:
+    before = ["python", "-m"] if plan.module else ["python"] if plan.python else []
+    return shlex.join([*before, *plan.command])
+
+
+def _start(plan: RunPlan) -> str:
+    how = "each anew" if plan.start == "exec" else "forked from one template"
+    preload = f", which also imports {', '.join(plan.preload)}" if plan.preload else ""
+    return f"{how}{preload}; {plan.max_restarts} restarts of all; {rendered(plan.grace_s)} s to end"
+
+
+def _logs(plan: RunPlan) -> str:
+    folder = (plan.log_dir or ".").rstrip("/")
+    return f"{folder}/scheduler.log, {folder}/{plan.worker_log_name}_<rank>.log"
+
+
+def _console(plan: RunPlan) -> list[str]:
+    """Whose output is also echoed."""
+    streams = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
+    lines = [f"{streams[which]} of local rank {rank}" for rank, which in plan.tee.items()]
+    if plan.tail_ranks:
+        lines.append("the log of " + ("every rank here" if plan.tail_ranks == [EVERY] else f"ranks {plan.tail_ranks}"))
+    if plan.shown_local_ranks:
+        lines.append(f"only of local ranks {plan.shown_local_ranks}")
+    return lines
+
+
+def _cores(plan: RunPlan) -> list[str]:
+    if isinstance(plan.bind_core, bool):
+        return ["an even share for each worker"] if plan.bind_core else []
+    return [f"{who}: {', '.join(map(str, cores))}" for who, cores in plan.bind_core.items()]
+
+
+def _settings(plan: RunPlan) -> list[str]:
+    """Those that differ from their defaults, with their origin."""
+    return [
+        f"{variable}={value} (from {origin})" if origin != variable else f"{variable}={value}"
+        for variable, value, origin, _ in rows(plan.loaded)
+        if origin != "default"
+    ]
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}..{first + count - 1}"

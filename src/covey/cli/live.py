@@ -1,0 +1,162 @@
+"""What `covey run` shows while it runs: a live table on a terminal, plain lines anywhere else, and the ranks' own output."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from covey.cli.visit import Visit
+from covey.core.model import Role
+from covey.core.view import ClusterView, NodeView
+from covey.errors import PeerError
+from covey.node.runtime import Door
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LOOK_S: Final = 0.1  # how often logs are looked at for new lines
+ROWS_MAX: Final = 32
+PIECE_MAX: Final = 1 << 20
+
+
+class Show:
+    """Follows a cluster until it is closed."""
+
+    def __init__(self, door: Door, *, live: bool) -> None:
+        self._door = door
+        self._terminal = live and sys.stdout.isatty()
+        self._live: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._tails: list[asyncio.Task[None]] = []
+        self._states: dict[str, str] = {}
+        self._phase = ""
+        self._closing = False
+
+    def open(self) -> None:
+        """Begin to follow."""
+        self._task = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Print what is left of the logs and give the terminal back."""
+        self._closing = True
+        for tail in self._tails:
+            await tail
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._live is not None:
+            self._live.stop()
+
+    def line(self, text: str) -> None:
+        """One line for the person at the terminal, above the table where there is one."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def tail(self, path: str, prefix: str) -> None:
+        """Echo a log as it grows."""
+        self._tails.append(asyncio.create_task(follow_file(path, lambda text: self.line(prefix + text), lambda: self._closing)))
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with Visit(self._door) as visit:
+                    async for view in visit.follow():
+                        self._update(view)
+            except PeerError:
+                pass  # the scheduler is starting, or away: the agent says so, and we look again
+            await asyncio.sleep(LOOK_S)
+
+    def _update(self, view: ClusterView) -> None:
+        if not self._terminal:
+            for text in self._changes(view):
+                self.line(f"covey: {text}")
+            return
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(table(view), transient=True, refresh_per_second=8)
+            self._live.start()
+        else:
+            self._live.update(table(view))
+
+    def _changes(self, view: ClusterView) -> Iterable[str]:
+        if view.phase != self._phase:
+            self._phase = view.phase
+            yield f"{view.phase}: {view.reason}"
+        for node in view.nodes:
+            if node.role is not Role.SCHEDULER and self._states.get(node.node_id, "alive") != node.state and node.rank >= 0:
+                yield f"rank {node.rank} on {node.host} is {node.state}"
+            self._states[node.node_id] = node.state
+
+
+def table(view: ClusterView) -> Table:
+    """rank, host, state, step, beat, restarts; at most a screenful, the troubled ones first."""
+    from rich.table import Table
+
+    title = f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {view.reason}"
+    made = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=None)
+    for name in ("rank", "role", "host", "state", "step", "doing", "beat", "restarts"):
+        made.add_column(name, justify="right" if name in ("rank", "step", "beat", "restarts") else "left")
+    nodes = sorted((n for n in view.nodes if n.role is not Role.SCHEDULER), key=lambda n: (n.alive, n.rank))
+    shown = nodes[:ROWS_MAX]
+    for node in sorted(shown, key=lambda n: (n.role, n.rank)):
+        made.add_row(*row(node), style=STYLES.get(node.state, ""))
+    if len(nodes) > len(shown):
+        made.caption = f"and {len(nodes) - len(shown)} more"
+    return made
+
+
+STYLES = {"dead": "red", "suspect": "yellow", "waiting": "dim", "left": "dim"}
+
+
+def row(node: NodeView) -> list[str]:
+    """A node as cells of a table."""
+    return [
+        str(node.rank) if node.rank >= 0 else "-",
+        node.role,
+        node.host,
+        node.state,
+        str(node.step) if node.step >= 0 else "-",
+        node.phase or "-",
+        f"{node.beat_age_s:.1f} s" if node.beat_age_s >= 0 else "-",
+        str(node.restarts),
+    ]
+
+
+class Tail:
+    """New lines of a growing file; a line counts once it is complete, or at the `end`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._position = 0
+        self._rest = b""
+
+    def read(self, *, end: bool = False) -> list[str]:
+        found: list[bytes] = []
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                while piece := file.read(PIECE_MAX):
+                    self._position += len(piece)
+                    *lines, self._rest = (self._rest + piece).split(b"\n")
+                    found += lines
+        if end and self._rest:
+            found.append(self._rest)
+        return [text.decode("utf-8", "replace") for text in found]
+
+
+async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool]) -> None:
+    """Lines of a file as they are written; after `closing`, what is left and then the end."""
+    tail = Tail(path)
+    while True:
+        last = closing()
+        for text in tail.read(end=last):
+            line(text)
+        if last:
+            return
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,150 @@
+"""The verbs that look: status, nodes, logs, env; and how they find the cluster they are asked about."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+import msgspec
+
+from covey.cli.live import follow_file, row, table
+from covey.cli.visit import look
+from covey.core.model import Role
+from covey.core.view import ClusterView
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.node import security
+from covey.node.runtime import Door
+from covey.settings import Settings, load, rows
+from covey.store import registry
+from covey.store.registry import Entry
+from covey.wire import address
+
+
+def find(master: str) -> Door:
+    """The door of the cluster that is meant: the one named, else this user's only one on this host."""
+    running = registry.running()
+    if master:
+        host, port = address.split(master)
+        if not port:
+            raise UsageError(f"--master {master} has no port: give HOST:PORT")
+        known = next((e for e in running if e.address == address.join(host, port)), None)
+        return door_of(known) if known is not None else _door(Settings(), host, port)
+    if not running:
+        raise UsageError("no cluster of yours runs on this host: give --master HOST:PORT", ExitCode.UNREACHABLE)
+    if len(running) > 1:
+        listed = "\n".join(f"  --master {entry.address}   {entry.job}" for entry in running)
+        raise UsageError(f"several clusters of yours run on this host, choose one:\n{listed}")
+    return door_of(running[0])
+
+
+def door_of(entry: Entry) -> Door:
+    """The door of a cluster in the registry, with the secret it keeps for us."""
+    host, port = address.split(entry.address)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return _door(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
+
+
+def _door(given: Settings, host: str, port: int) -> Door:
+    settings = load(os.environ).settings
+    settings = msgspec.structs.replace(
+        settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
+    )
+    guard = security.find(settings)
+    return Door(host, port, guard.secret, guard.client)
+
+
+def status(master: str, as_json: bool) -> None:
+    """One cluster in full; without --master, all of this user's, as far as they answer."""
+    running = registry.running()
+    if master or len(running) == 1:
+        return _print_status(asyncio.run(look(find(master))), as_json)
+    if not running:
+        raise UsageError("no cluster of yours runs on this host: give --master HOST:PORT", ExitCode.UNREACHABLE)
+    for entry in running:
+        try:
+            _print_status(asyncio.run(look(door_of(entry))), as_json)
+        except PeerError as error:
+            click.echo(f"{entry.address}: {error}")
+    return None
+
+
+def _print_status(view: ClusterView, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(view).decode())
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(table(view))
+    console.print(f"scheduler at {view.address}, generation {view.generation}, up {view.now - view.started_at:.0f} s")
+
+
+def nodes(master: str, as_json: bool) -> None:
+    """One line per node, made for grep."""
+    view = asyncio.run(look(find(master)))
+    if as_json:
+        click.echo(msgspec.json.encode(view.nodes).decode())
+        return
+    for node in view.nodes:
+        click.echo("  ".join([f"{node.role}:{node.node_id}", *row(node), f"pid {node.pid}" if node.pid else ""]).rstrip())
+
+
+def logs(master: str, rank: int | None, follow: bool) -> None:
+    """Logs that lie on this host; for others the sentence says where they lie."""
+    view = asyncio.run(look(find(master)))
+    workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
+    if not workers:
+        raise UsageError(f"there is no rank {rank}: ranks go from 0 to {view.worker_num - 1}")
+    paths: dict[int, str] = {}
+    for node in workers:
+        if not node.log:
+            click.echo(f"rank {node.rank} was not started by covey run: its output is where you sent it", err=True)
+        elif node.host != socket.gethostname() or not Path(node.log).exists():
+            click.echo(f"rank {node.rank} runs on {node.host}: its log is {node.log} there", err=True)
+        else:
+            paths[node.rank] = node.log
+    asyncio.run(_print_logs(paths, follow))
+
+
+async def _print_logs(paths: dict[int, str], follow: bool) -> None:
+    async with asyncio.TaskGroup() as group:
+        for rank, path in paths.items():
+            echo = partial(_echo, f"[{rank}] " if len(paths) > 1 else "")
+            group.create_task(follow_file(path, echo, lambda: not follow))
+
+
+def _echo(prefix: str, text: str) -> None:
+    click.echo(prefix + text)
+
+
+def settings(as_json: bool) -> None:
+    """Every setting with its value and origin."""
+    found = rows(load(os.environ))
+    if as_json:
+        click.echo(
+            msgspec.json.encode([dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in found]).decode()
+        )
+        return
+    width = max(len(name) for name, *_ in found)
+    for name, value, origin, what in found:
+        click.echo(f"{name:<{width}}  {value or '-':<12}  {origin:<24}  {what}")
+
+
+def make_tls(folder: str, names: tuple[str, ...], days: int, password: str) -> None:
+    """The files of `covey tls init`."""
+    from covey.wire.certificates import make_authority
+
+    password = password or os.environ.get("COVEY_TLS_PASSWORD", "")
+    if not password:
+        if not sys.stdin.isatty():
+            raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
+        password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=True)
+    everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
+    for path in make_authority(Path(folder), names=everyone, days=days, password=password):
+        click.echo(path)
+    click.echo(f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py")

@@ -1,0 +1,400 @@
+"""The options of `covey run`: one table, from which the command line is read and `--help` is written.
+
+The table is a superset of msrun's and torchrun's options. A long option may be written with dashes or underscores, its
+value after a space or after "=". Options end at the script: what follows belongs to the script.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import textwrap
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from covey.cli.describe import describe
+from covey.cli.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
+from covey.errors import UsageError
+from covey.settings import (
+    COUNT,
+    COUNT_OR_NONE,
+    HOST,
+    NODES_MAX,
+    PATH,
+    PORT,
+    POSITIVE,
+    TABLE,
+    TEXT,
+    Given,
+    Kind,
+    load,
+    name,
+    one_of,
+    shown,
+    whole,
+)
+
+__all__ = ["OPTIONS", "RunPlan", "describe", "help_text", "parse"]
+
+CORES_MAX = 4096
+RANKS_MAX = 4096  # how many ranks an option may name
+
+# -- kinds of values only these options have -------------------------------------------------------------------------
+
+
+def _per_host(text: str) -> PerHost:
+    words: dict[str, PerHost] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
+    return words[text] if text in words else COUNT.read(text)
+
+
+def _hosts(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    hosts = COUNT.read(low), COUNT.read(high if ":" in text else low)
+    if hosts[0] > hosts[1]:
+        raise ValueError(text)
+    return hosts
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """Host and port; 0 where no port is given. An IPv6 address needs its brackets, or its end could be a port."""
+    found = re.fullmatch(r"(\[[^][]*\]|[^][:]+)(?::([0-9]+))?", text)
+    if not found:
+        raise ValueError(text)
+    port = found[2] or "0"
+    return HOST.read(found[1]), 0 if port == "0" else PORT.read(port)
+
+
+def _truth(text: str) -> bool:
+    return bool(one_of({"true": True, "1": True, "false": False, "0": False})(text.lower()))
+
+
+def _cores(text: str) -> Cores:
+    """True, False or {"device0": ["0-10", "12"], "scheduler": ["11"]}."""
+    if not text.startswith("{"):
+        return _truth(text)
+    try:
+        ranges = msgspec.json.decode(text, type=dict[str, list[str]])
+    except (msgspec.DecodeError, RecursionError):
+        raise ValueError(text) from None
+    if not all(re.fullmatch(r"device[0-9]{1,6}|scheduler", key) and spans for key, spans in ranges.items()):
+        raise ValueError(text)
+    return {key: [core for span in spans for core in _span(span)] for key, spans in ranges.items()}
+
+
+def _span(text: str) -> range:
+    low, _, high = text.partition("-")
+    cores = range(whole(0, CORES_MAX)(low), whole(0, CORES_MAX)(high or low) + 1)
+    if not cores:
+        raise ValueError(text)
+    return cores
+
+
+def _streams(text: str) -> Streams:
+    """ "3" for every local rank, or "0:1,1:2" for each."""
+    stream = whole(0, 3)
+    if ":" not in text:
+        return {EVERY: stream(text)}
+    pairs = [pair.split(":") for pair in text.split(",", RANKS_MAX)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(text)
+    return {whole(0, NODES_MAX)(rank): stream(which) for rank, which in pairs}
+
+
+def _ranks(text: str) -> list[int]:
+    ranks = [whole(-1, NODES_MAX)(rank) for rank in text.split(",", RANKS_MAX)]
+    return [EVERY] if EVERY in ranks else sorted(set(ranks))
+
+
+def _local_ranks(text: str) -> list[int]:
+    return sorted({whole(0, NODES_MAX)(rank) for rank in text.split(",", RANKS_MAX)})
+
+
+def _modules(text: str) -> list[str]:
+    modules = text.split(",")
+    if not all(part.isidentifier() for module in modules for part in module.split(".")):
+        raise ValueError(text)
+    return modules
+
+
+def _log_name(text: str) -> str:
+    rest = text.replace("{ip}", "").replace("{hostname}", "")
+    if not text or "{" in rest or "}" in rest:
+        raise ValueError(text)
+    return name(text)
+
+
+PER_HOST = Kind(_per_host, "a number of workers, auto, cpu or gpu is")
+HOSTS = Kind(_hosts, "a number of hosts, or a range such as 2:4, is")
+HOST_RANK = Kind(whole(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is")
+ENDPOINT = Kind(_endpoint, "HOST or HOST:PORT, with a port from 1024 to 65535 and an IPv6 address in brackets, is")
+TRUTH = Kind(_truth, "True or False is")
+CORES = Kind(_cores, 'True, False or cores such as {"device0": ["0-10"]} is')
+STREAMS = Kind(_streams, "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or these per local rank such as 0:3,1:2, is")
+RANKS = Kind(_ranks, "a list of ranks such as 0,3, or -1 for all, is")
+LOCAL_RANKS = Kind(_local_ranks, "a list of local ranks such as 0,1 is")
+MODULES = Kind(_modules, "a list of modules such as numpy,torch.optim is")
+LOG_NAME = Kind(_log_name, 'a name without "/", with no placeholder but {ip} and {hostname}, is')
+START = Kind(one_of({"fork": "fork", "exec": "exec"}), "fork or exec is")
+BACKEND = Kind(one_of({"c10d": "", "static": ""}), "c10d or static is, and both mean covey's own scheduler")
+METHOD = Kind(one_of({"spawn": "", "fork": "", "forkserver": ""}), "spawn, fork or forkserver is")
+NO_SIMULATION = Kind(whole(-1, -1), "only -1 (off) is, as covey has no simulation of a graph on one process")
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """One option. `says` is the field of `Asked` it fills, or of `Settings` when `kind` is left to the setting."""
+
+    names: str
+    value: str  # what follows it, as help shows it; "" for a switch, in brackets where it may be left away
+    says: str
+    text: str
+    kind: Kind | None = None
+    remark: str = ""  # accepted, but this is what it means here
+    refusal: str = ""  # not accepted, and why
+
+
+OPTIONS: dict[str, list[Option]] = {
+    "covey's own": [
+        Option("-n", "N", "worker_num", "workers of the whole cluster (default 1, or MS_WORKER_NUM)"),
+        Option("--local", "N", "local", "workers on this host (default: all)", COUNT),
+        Option("--master", "HOST:PORT", "master", "where the scheduler is; on that host it is started", ENDPOINT),
+        Option("--master-addr", "HOST", "sched_host", "the same, host and port apart"),
+        Option("--master-port", "PORT", "sched_port", "(default: a free one; 8118 for several hosts)"),
+        Option("--node-rank", "N", "node_rank", "which host this is (default: the scheduler decides)", HOST_RANK),
+        Option("--start", "fork|exec", "start", "fork workers from a template (default), or start each anew", START),
+        Option("--preload", "A,B", "preload", "modules the template imports beside those it finds", MODULES),
+        Option("-m --module", "", "module", "run a module, as python -m does"),
+        Option("--no-python", "", "no_python", "run a program that is no Python script"),
+        Option("--max-restarts", "N", "max_restarts", "how often to start all workers again (default 0)", COUNT_OR_NONE),
+        Option("--recovery-path", "DIR", "recovery_path", "keep a journal there, so that the scheduler can come back"),
+        Option("--log-dir", "DIR", "logs", "folder of scheduler.log and worker_<rank>.log (default: this one)", PATH),
+        Option("--grace", "SECONDS", "grace_s", "time to end before being killed (default 10)"),
+        Option("--tls", "FILE", "tls", "config.json of the certificates", PATH),
+        Option("--manage-port", "PORT", "manage_port", "the REST port (default: a free one; 0: none)"),
+        Option("--no-live", "", "no_live", "plain lines instead of the live table"),
+        Option("--dry-run", "", "dry_run", "say what would be started, and start nothing"),
+        Option("-h --help", "", "help", "show this"),
+    ],
+    "msrun's spellings": [
+        Option("--worker_num", "N", "worker_num", "the same as -n"),
+        Option("--local_worker_num", "N", "local", "the same as --local", COUNT),
+        Option("--join", "[True|False]", "join", "stay and watch over the workers (default True)", TRUTH),
+        Option("--cluster_time_out", "SECONDS", "topo_timeout_s", "how long to wait for all (1800; negative: for ever)"),
+        Option("--bind_core", "[True|CORES]", "bind_core", 'share the cores, or as {"device0":["0-10"]}', CORES),
+        Option("--worker_log_name", "NAME", "worker_log_name", "instead of worker; may have {ip}, {hostname}", LOG_NAME),
+        Option("--tail_worker_log", "RANKS", "tail_ranks", "ranks whose log is echoed; -1: all of this host", RANKS),
+        Option("--rank_table_file", "FILE", "rank_table_file", "passed on as RANK_TABLE_FILE", PATH),
+        Option("--sim_level", "-1", "", "only -1 (off)", NO_SIMULATION),
+        Option("--sim_rank_id", "N", "", "nothing without a simulation", HOST_RANK, remark="there is no simulation"),
+    ],
+    "torchrun's spellings": [
+        Option("--nproc-per-node", "N|auto|cpu|gpu", "per_host", "workers on each host", PER_HOST),
+        Option("--nnodes", "N|MIN:MAX", "nnodes", "hosts (default 1); a range forms with MIN", HOSTS),
+        Option("--standalone", "", "standalone", "this host alone, whatever else is said"),
+        Option("--rdzv-endpoint", "HOST:PORT", "master", "the same as --master", ENDPOINT),
+        Option("--rdzv-id", "NAME", "job", "the job's name"),
+        Option("--local-addr", "ADDRESS", "worker_ip", "the address by which others reach this host"),
+        Option("--role", "NAME", "role_name", "the workers' ROLE_NAME", Kind(name, 'a name without "/" is')),
+        Option("-t --tee", "STREAMS", "tee", "to console and log: 1 stdout, 2 stderr, 3 both; 0:3,1:2 by rank", STREAMS),
+        Option("-r --redirects", "STREAMS", "redirects", "to the log only, in the same form", STREAMS),
+        Option("--local-ranks-filter", "RANKS", "shown_local_ranks", "echo only these local ranks", LOCAL_RANKS),
+        Option("--shutdown-timeout", "SECONDS", "grace_s", "the same as --grace"),
+        Option("--run-path", "", "", "nothing: a script runs in the forked interpreter anyway"),
+        Option(
+            *("--rdzv-backend", "NAME", "", "c10d or static; both mean covey's scheduler", BACKEND),
+            remark="covey's own scheduler brings the workers together",
+        ),
+        Option(
+            *("--rdzv-conf", "KEY=VALUE,...", "", "nothing", TEXT),
+            remark="covey's own scheduler brings the workers together; --cluster_time_out says how long it waits",
+        ),
+        Option(
+            *("--monitor-interval", "SECONDS", "", "nothing: a death is an event", POSITIVE),
+            remark="a death is noticed when it happens, nothing is polled",
+        ),
+        Option(
+            *("--start-method", "NAME", "", "nothing for scripts; see --start", METHOD),
+            remark="scripts are not started by multiprocessing; --start fork or exec chooses",
+        ),
+        Option(
+            *("--numa-binding", "NAME", "", "nothing; see --bind_core", TEXT), remark="not there, --bind_core shares the cores"
+        ),
+        Option(
+            *("--signals-to-handle", "NAMES", "", "nothing: SIGTERM and SIGINT end the run in order", TEXT),
+            remark="SIGTERM and SIGINT end the run in order, others are not passed on",
+        ),
+        Option(*("--event-log-handler", "NAME", "", "nothing", TEXT), remark="events go to scheduler.log"),
+        Option(*("--logs-specs", "NAME", "", "nothing", TEXT), remark="logs go where --log-dir says"),
+        Option("--virtual-local-rank", "", "", "not supported", refusal="every worker here has its true LOCAL_RANK"),
+        Option("--duplicate-stdout-filters", "", "", "not supported", refusal="grep the logs below --log-dir"),
+        Option("--duplicate-stderr-filters", "", "", "not supported", refusal="grep the logs below --log-dir"),
+    ],
+}
+
+
+def _canonical(word: str) -> str:
+    return word.replace("_", "-") if word.startswith("--") else word
+
+
+BY_NAME: dict[str, Option] = {
+    _canonical(word): option for options in OPTIONS.values() for option in options for word in option.names.split()
+}
+
+# -- reading a command line ------------------------------------------------------------------------------------------
+
+
+class Reading:
+    """What a command line said so far: each option as typed, and the values of those that are no settings."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, Given] = {}
+        self.values: dict[str, Any] = {}
+        self.remarks: list[str] = []
+        self.help = False
+
+    def note(self, option: Option, typed: str, text: str) -> None:
+        """Take in one option with its value ("" for a switch)."""
+        if option.refusal:
+            raise UsageError(f"{typed} is not supported: {option.refusal}.")
+        value = self._value(option, typed, text)
+        if option.remark:
+            self.remarks.append(f"{typed} is accepted without effect: {option.remark}.")
+        if option.says == "help":
+            self.help = True
+        elif option.says == "master":
+            host, port = value
+            self._say("sched_host", Given(host, typed))
+            if port:
+                self._say("sched_port", Given(port, typed))
+        elif option.says == "sched_port" and text == "0":
+            self.said.pop("sched_port", None)
+        elif option.says in TABLE:
+            self._say(option.says, Given(text, typed))
+        elif option.says:
+            self._say(option.says, Given(text, typed))
+            self.values[option.says] = value
+
+    def _value(self, option: Option, typed: str, text: str) -> Any:
+        if option.kind is None:
+            return True
+        try:
+            return option.kind.read(text)
+        except ValueError:
+            raise UsageError(f"{typed} {shown(text)} is not allowed: {option.kind.allowed}.") from None
+
+    def _say(self, field: str, new: Given) -> None:
+        """The last word counts, unless two different options contradict each other."""
+        old = self.said.get(field)
+        if old and _canonical(old.flag) != _canonical(new.flag) and str(old.value) != str(new.value):
+            one, other = (f"{given.flag} says {shown(str(given.value))}" for given in (old, new))
+            raise UsageError(f"{one} but {other}: give one of them.")
+        self.said[field] = new
+
+
+def parse(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    cpu_count: int,
+    gpu_count: int,
+    file: Path | None = None,
+) -> RunPlan:
+    """The plan that a command line asks for. Everything that cannot be is a UsageError."""
+    words = deque(argv)
+    reading = Reading()
+    while words and words[0].startswith("-") and words[0] != "-":
+        word = words.popleft()
+        if word == "--":
+            break
+        typed, option, text = _split(word)
+        reading.note(option, typed, _following(option, typed, words) if text is None else text)
+        if reading.help:
+            return RunPlan(help=True)
+    settings = {field: given for field, given in reading.said.items() if field in TABLE}
+    plan = decide(
+        Asked(**reading.values),
+        reading.said,
+        load(environ, flags=settings, file=file),
+        list(words),
+        environ,
+        cpu_count=cpu_count,
+        gpu_count=gpu_count,
+    )
+    return msgspec.structs.replace(plan, remarks=reading.remarks + plan.remarks)
+
+
+def _split(word: str) -> tuple[str, Option, str | None]:
+    """The option a word names, as it was typed, and the value that is part of the word."""
+    if word.startswith("--"):
+        typed, equals, after = word.partition("=")
+        text = after if equals else None
+    else:
+        typed, after = word[:2], word[2:].removeprefix("=")
+        text = after if len(word) > 2 else None
+    option = BY_NAME.get(_canonical(typed))
+    if option is None:
+        close = difflib.get_close_matches(_canonical(typed), BY_NAME, n=1)
+        hint = f"{close[0]} is the nearest" if close else "covey run --help shows them"
+        raise UsageError(f"There is no option {shown(typed)}: {hint}.")
+    if not option.value and text is not None:
+        raise UsageError(f"{shown(word)} is not allowed: {typed} takes no value.")
+    return typed, option, text
+
+
+def _following(option: Option, typed: str, words: deque[str]) -> str:
+    """The value after the option, taken off the words."""
+    if not option.value:
+        return ""
+    if option.value.startswith("["):
+        return words.popleft() if words and _fits(option, words[0]) else "True"
+    if not words or (words[0].startswith("-") and not re.match(r"-[0-9]", words[0])):
+        raise UsageError(f"{typed} needs a value: {typed} {option.value}.")
+    return words.popleft()
+
+
+def _fits(option: Option, word: str) -> bool:
+    """Whether a word can be the value that may also be left away."""
+    if option.kind is None:
+        return False
+    try:
+        option.kind.read(word)
+    except ValueError:
+        return word.startswith("{")
+    return True
+
+
+# -- help ------------------------------------------------------------------------------------------------------------
+
+EXAMPLES = """\
+  covey run -n 8 train.py --lr 0.1
+  covey run -n 8 --local 4 --master node1:8118 train.py        on each of two hosts
+  covey run --nproc-per-node auto -m package.train             as with torchrun
+  covey run --worker_num 8 --local_worker_num 8 train.py       as with msrun
+  srun --ntasks-per-node=1 covey run -n 16 train.py            inside Slurm
+"""
+
+
+def help_text() -> str:
+    """What `covey run --help` shows."""
+    lines = [
+        "covey run [options] SCRIPT [its arguments]",
+        "",
+        "Start a cluster of workers that run SCRIPT, and stay with it until it ends. Options end at SCRIPT. A long option may",
+        'be written with dashes or underscores, and its value after a space or after "=".',
+        "",
+        "Examples:",
+        *EXAMPLES.splitlines(),
+    ]
+    for heading, options in OPTIONS.items():
+        lines += ["", f"{heading}:"]
+        for option in options:
+            left = "  " + " ".join([", ".join(option.names.split()), option.value]).rstrip()
+            lines += textwrap.wrap(
+                option.text, width=118, initial_indent=f"{left:<36}  ", subsequent_indent=" " * 38, break_long_words=False
+            )
+    return "\n".join(lines) + "\n"

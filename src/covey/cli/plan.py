@@ -1,0 +1,376 @@
+"""From what was asked to what `covey run` will do: how many workers where, who is the master, what each of them runs.
+
+`decide` is a pure function of the options, the settings and the environment. What cannot be is one sentence; what is
+accepted but means something else here than elsewhere is a remark in the plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from covey.cli import slurm
+from covey.errors import UsageError
+from covey.settings import NODES_MAX, Given, Loaded, load, shown
+
+LOOPBACK = "127.0.0.1"
+SEED_PORT = 8118  # where several hosts meet when nobody names a port, as with msrun
+FREE = 0  # a master port that is chosen at start
+ANY_FREE = -1  # a REST port that is chosen at start; 0 means none there
+EVERY = -1
+LOCAL_MAX = 4096  # what an agent may register
+
+PerHost = int | Literal["auto", "cpu", "gpu"]
+Cores = bool | dict[str, list[int]]
+Streams = dict[int, int]  # local rank, or EVERY, → 1 stdout, 2 stderr, 3 both
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that are no settings, read but not yet weighed against each other."""
+
+    local: int | None = None
+    per_host: PerHost | None = None
+    nnodes: tuple[int, int] | None = None
+    node_rank: int = -1
+    standalone: bool = False
+    logs: str = ""
+    join: bool = True
+    bind_core: Cores = False
+    max_restarts: int = 0
+    tee: Streams = {}
+    redirects: Streams = {}
+    tail_ranks: list[int] = []
+    shown_local_ranks: list[int] = []
+    worker_log_name: str = "worker"
+    start: Literal["fork", "exec"] | None = None
+    preload: list[str] = []
+    module: bool = False
+    no_python: bool = False
+    dry_run: bool = False
+    no_live: bool = False
+    tls: str = ""
+    role_name: str = "default"
+    rank_table_file: str = ""
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `covey run` will do on this host. A port above 0 was agreed on, so it is strict."""
+
+    world: int = 1
+    local: int = 1  # workers on this host
+    nnodes: int = 1  # hosts; 0 where they are of unequal size and only their workers are counted
+    node_rank: int = 0  # which host this is; -1 where the scheduler decides
+    master_host: str = LOOPBACK
+    master_port: int = FREE
+    manage_port: int = ANY_FREE
+    start: Literal["fork", "exec"] = "fork"
+    preload: list[str] = []
+    module: bool = False  # command[0] is a module, as after python -m
+    python: bool = True  # command[0] is Python's, not a program of its own
+    command: list[str] = []
+    max_restarts: int = 0
+    join: bool = True
+    log_dir: str = ""  # "" is the current folder
+    worker_log_name: str = "worker"  # the start of a worker's log's name; "_<rank>.log" follows
+    tee: Streams = {}  # for each local rank named: which streams also go to the console
+    redirects: Streams = {}
+    tail_ranks: list[int] = []  # ranks whose log is echoed; [-1]: every rank of this host
+    shown_local_ranks: list[int] = []  # the only local ranks whose output is echoed; []: no such limit
+    bind_core: Cores = False  # True: an even share of the cores each; or cores for "device<local rank>", "scheduler"
+    topo_timeout_s: float = 1800.0
+    grace_s: float = 10.0
+    recovery_path: str = ""  # "": no recovery
+    job: str = ""
+    role_name: str = "default"
+    rank_table_file: str = ""
+    tls: str = ""
+    live: bool = True
+    dry_run: bool = False
+    help: bool = False  # only --help was asked: nothing else here counts
+    remarks: list[str] = []
+    loaded: Loaded = load({})  # all settings, with the options laid over the environment
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this host's first worker, where --node-rank or Slurm settles it; else -1."""
+        return self.node_rank * self.local if self.node_rank >= 0 else -1
+
+    @property
+    def alone(self) -> bool:
+        """No other host takes part."""
+        return self.world == self.local
+
+
+class Size(msgspec.Struct, frozen=True):
+    """How many workers in all and here, on how many hosts, and which host this is."""
+
+    world: int
+    local: int
+    nnodes: int
+    node_rank: int
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Everything a plan follows from."""
+
+    asked: Asked
+    said: Mapping[str, Given]  # each option that was given, as it was typed
+    loaded: Loaded
+    step: slurm.Step | None
+    cpu_count: int
+    gpu_count: int
+
+    def words(self, field: str) -> str:
+        """An option as the user typed it, for a sentence."""
+        return f"{self.said[field].flag} {shown(str(self.said[field].value))}"
+
+    def given(self, field: str) -> bool:
+        return self.loaded.origins[field] != "default"
+
+
+def decide(
+    asked: Asked,
+    said: Mapping[str, Given],
+    loaded: Loaded,
+    command: list[str],
+    environ: Mapping[str, str],
+    *,
+    cpu_count: int,
+    gpu_count: int,
+) -> RunPlan:
+    """Weigh all that was said, and settle it or say in one sentence why not."""
+    apart = asked.standalone or loaded.origins["sched_host"] != "default"
+    step = None if apart else slurm.step(environ)
+    if step and asked.nnodes and asked.nnodes[0] != step.agents:
+        step = None
+    request = Request(asked, said, loaded, step, cpu_count, gpu_count)
+    size = _size(request)
+    master_host, master_port = _master(request, size)
+    words, module, python = _command(command, module=asked.module, no_python=asked.no_python)
+    settings = loaded.settings
+    beside = "" if apart or asked.nnodes else slurm.beside_step(environ)
+    return RunPlan(
+        world=size.world,
+        local=size.local,
+        nnodes=size.nnodes,
+        node_rank=size.node_rank,
+        master_host=master_host,
+        master_port=master_port,
+        manage_port=settings.manage_port if request.given("manage_port") else ANY_FREE,
+        start=_start(request, python),
+        preload=asked.preload,
+        module=module,
+        python=python,
+        command=words,
+        max_restarts=asked.max_restarts,
+        join=asked.join,
+        log_dir=asked.logs,
+        worker_log_name=asked.worker_log_name,
+        tee=_streams(request, "tee", asked.tee, size.local),
+        redirects=_streams(request, "redirects", asked.redirects, size.local),
+        tail_ranks=_ranks(request, "tail_ranks", asked.tail_ranks, size.world),
+        shown_local_ranks=_ranks(request, "shown_local_ranks", asked.shown_local_ranks, size.local),
+        bind_core=_cores(request, size.local),
+        topo_timeout_s=settings.topo_timeout_s,
+        grace_s=settings.grace_s,
+        recovery_path=_recovery_path(request),
+        job=settings.job,
+        role_name=asked.role_name,
+        rank_table_file=asked.rank_table_file,
+        tls=asked.tls,
+        live=not asked.no_live,
+        dry_run=asked.dry_run,
+        remarks=[*_remarks(request, size), *([beside] if beside else [])],
+        loaded=loaded,
+    )
+
+
+# -- how many, and where ---------------------------------------------------------------------------------------------
+
+
+def _size(request: Request) -> Size:
+    """Any two of world, workers here and hosts give the third; all three must agree."""
+    world, local, nnodes = _world(request), _local(request), _nnodes(request)
+    if world and local:
+        _check_parts(request, world, local, nnodes)
+        nnodes = nnodes or (world // local if world % local == 0 else 0)
+    elif world:
+        nnodes = nnodes or 1
+        if world % nnodes:
+            raise UsageError(
+                f"{world} workers ({request.loaded.said('worker_num')}) cannot be shared evenly by {nnodes} hosts: say "
+                "with --local how many run here."
+            )
+        local = world // nnodes
+    else:
+        nnodes = nnodes or 1
+        local = local or (request.step.per_agent if request.step else 1)
+        world = local * nnodes
+    if local > LOCAL_MAX or world > NODES_MAX:
+        raise UsageError(
+            f"{local} workers on one host and {world} in all are too many: {LOCAL_MAX} and {NODES_MAX} are the limits."
+        )
+    return Size(world, local, nnodes, _node_rank(request, world, local, nnodes))
+
+
+def _world(request: Request) -> int:
+    """The whole world where it was given, else 0. --nproc-per-node goes before a variable of the environment."""
+    if request.asked.per_host is not None and "worker_num" not in request.said:
+        return 0
+    return request.loaded.settings.worker_num
+
+
+def _local(request: Request) -> int:
+    """The workers of this host where they were given, else 0."""
+    asked = request.asked
+    if asked.per_host is None:
+        return asked.local or 0
+    per_host = asked.per_host
+    if per_host == "gpu" and not request.gpu_count:
+        raise UsageError(f"{request.words('per_host')} needs a GPU and this host has none: auto or cpu would do.")
+    by_word = {"gpu": request.gpu_count, "cpu": request.cpu_count, "auto": request.gpu_count or request.cpu_count}
+    number = per_host if isinstance(per_host, int) else by_word[per_host]
+    if asked.local not in (None, number):
+        raise UsageError(f"{request.words('local')} contradicts {request.words('per_host')}: give one of them.")
+    return number
+
+
+def _nnodes(request: Request) -> int:
+    """The hosts where they were given, else 0."""
+    if request.asked.nnodes is not None:
+        return request.asked.nnodes[0]
+    if request.asked.standalone:
+        return 1
+    return request.step.agents if request.step else 0
+
+
+def _check_parts(request: Request, world: int, local: int, nnodes: int) -> None:
+    whole = request.loaded.said("worker_num")
+    here = request.words("local" if request.asked.per_host is None else "per_host")
+    if local > world:
+        raise UsageError(f"{here} is more than the whole cluster has: {whole}.")
+    hosts = f" on {nnodes} {'host' if nnodes == 1 else 'hosts'}" if nnodes else ""
+    hosts += ", as Slurm started it," if hosts and request.step else ""
+    equal = request.asked.per_host is not None
+    if (equal and world != local * (nnodes or world // local)) or (nnodes == 1 and local != world):
+        total = local * (nnodes or world // local)
+        raise UsageError(f"{whole} contradicts {here}{hosts}, which makes {total} workers.")
+    if nnodes and local + nnodes - 1 > world:
+        raise UsageError(f"{whole} contradicts {here}{hosts}: every host has at least one worker.")
+
+
+def _node_rank(request: Request, world: int, local: int, nnodes: int) -> int:
+    if "node_rank" in request.said:
+        rank, words = request.asked.node_rank, request.words("node_rank")
+    elif request.step:
+        rank, words = request.step.index, f"Slurm's host number {request.step.index}"
+    else:
+        rank, words = -1, ""
+    if world == local and rank < 0:
+        return 0
+    if rank >= 0 and world != local * nnodes:
+        raise UsageError(
+            f"{words} needs hosts of equal size, but {local} workers here and {world} in all are not: leave it away and "
+            "the scheduler deals out the ranks."
+        )
+    if rank >= nnodes > 0:
+        raise UsageError(f"{words} is beyond the last host, {nnodes - 1}: the first one is 0.")
+    return rank
+
+
+def _master(request: Request, size: Size) -> tuple[str, int]:
+    settings, step = request.loaded.settings, request.step
+    several = size.world > size.local
+    if request.asked.standalone:
+        if several:
+            raise UsageError(f"--standalone means this host alone, but of {size.world} workers only {size.local} run here.")
+        return LOOPBACK, FREE
+    if several and step:
+        return step.master, settings.sched_port or step.port
+    if several and not (settings.sched_host or settings.sched_port):
+        raise UsageError(
+            f"{size.local} of {size.world} workers run here, so other hosts take part: say with --master HOST:PORT where "
+            "they meet."
+        )
+    return settings.sched_host or LOOPBACK, settings.sched_port or (SEED_PORT if several else FREE)
+
+
+# -- what runs, and how ----------------------------------------------------------------------------------------------
+
+
+def _command(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:
+    """The command, whether it is a module, and whether it is Python's.
+
+    "python x.py" and "pytest" are seen through; another interpreter, or options for it, make a program of its own.
+    """
+    if not words:
+        raise UsageError("No script is given: covey run [options] train.py [its arguments] would start one.")
+    if module and no_python:
+        raise UsageError("-m contradicts --no-python: a module needs Python.")
+    if no_python or module:
+        return words, module, module
+    if words[0] == "pytest":
+        return words, True, True
+    if not re.fullmatch(r"(.*/)?python([0-9]+(\.[0-9]+)?)?", words[0]):
+        return words, False, True
+    own = words[0] in ("python", "python3")
+    if own and words[1:2] == ["-m"] and len(words) > 2:
+        return words[2:], True, True
+    if own and len(words) > 1 and not words[1].startswith("-"):
+        return words[1:], False, True
+    return words, False, False
+
+
+def _start(request: Request, python: bool) -> Literal["fork", "exec"]:
+    start = request.asked.start or ("fork" if python else "exec")
+    if start == "fork" and not python:
+        raise UsageError("--start fork contradicts a command that is not a Python script: --start exec runs it.")
+    if start == "exec" and request.asked.preload:
+        raise UsageError(f"{request.words('preload')} contradicts starting by exec: only forked workers share imports.")
+    return start
+
+
+def _recovery_path(request: Request) -> str:
+    settings = request.loaded.settings
+    if settings.recovery and not settings.recovery_path:
+        raise UsageError("MS_ENABLE_RECOVERY=1 needs a folder: give --recovery-path or set MS_RECOVERY_PATH.")
+    return settings.recovery_path if settings.recovery or "recovery_path" in request.said else ""
+
+
+def _streams(request: Request, field: str, streams: Streams, local: int) -> Streams:
+    if EVERY in streams:
+        return dict.fromkeys(range(local), streams[EVERY]) if streams[EVERY] else {}
+    _ranks(request, field, list(streams), local)
+    return {rank: which for rank, which in sorted(streams.items()) if which}
+
+
+def _ranks(request: Request, field: str, ranks: list[int], limit: int) -> list[int]:
+    if ranks and max(ranks) >= limit:
+        raise UsageError(f"{request.words(field)} names {max(ranks)}, but there are only 0 to {limit - 1}.")
+    return ranks
+
+
+def _cores(request: Request, local: int) -> Cores:
+    cores = request.asked.bind_core
+    if isinstance(cores, dict):
+        _ranks(request, "bind_core", [int(key[6:]) for key in cores if re.fullmatch(r"device[0-9]+", key)], local)
+    return cores
+
+
+def _remarks(request: Request, size: Size) -> list[str]:
+    asked, said, loaded = request.asked, request.said, request.loaded
+    remarks = list(request.step.remarks) if request.step else []
+    if asked.nnodes and asked.nnodes[1] > asked.nnodes[0]:
+        low, high = asked.nnodes
+        remarks.append(f"{request.words('nnodes')}: the cluster forms with {low} hosts and does not grow to {high}.")
+    variable = loaded.settings.worker_num
+    if asked.per_host is not None and "worker_num" not in said and variable not in (0, size.world):
+        remarks.append(f"{loaded.said('worker_num')} is overruled by {request.words('per_host')}.")
+    if asked.standalone and (loaded.settings.sched_host or loaded.settings.sched_port):
+        remarks.append("--standalone means this host alone, so the given master is not used.")
+    if asked.rank_table_file:
+        remarks.append(f"{request.words('rank_table_file')} is passed on as RANK_TABLE_FILE; ranks are covey's own.")
+    return remarks

@@ -1,0 +1,285 @@
+"""`covey run`: from a plan to a running cluster and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from covey.cli.describe import describe
+from covey.cli.live import Show
+from covey.cli.options import help_text, parse
+from covey.cli.plan import RunPlan
+from covey.core.messages import Start
+from covey.errors import ExitCode, UsageError
+from covey.node import security
+from covey.node.agent import Agent, AgentJob, Outcome
+from covey.node.log import configure
+from covey.node.report import failure_report
+from covey.node.runtime import Door
+from covey.node.scheduler_process import SchedulerProcess
+from covey.node.serve import Sockets, bind_manage
+from covey.wire import address
+
+SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
+
+
+def run(argv: list[str]) -> int:
+    """The whole verb."""
+    plan = parse(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=gpu_count())
+    if plan.help:
+        print(help_text())
+        return 0
+    for remark in plan.remarks:
+        print(f"covey: {remark}", file=sys.stderr)
+    if plan.dry_run:
+        print(describe(plan))
+        return 0
+    _check_command(plan)
+    log_dir = Path(plan.log_dir or ".").resolve()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the log folder {log_dir} cannot be made: {error.strerror}") from None
+    if not plan.join:
+        return _detach(argv, log_dir)
+    configure(plan.loaded.settings, "agent")
+    return asyncio.run(_run(plan, log_dir))
+
+
+async def _run(plan: RunPlan, log_dir: Path) -> int:
+    settings = plan.loaded.settings
+    with contextlib.ExitStack() as undo:
+        sockets = _listen(plan)
+        door, environ = _door(plan, sockets)
+        agent = Agent(_agent_job(plan, log_dir), settings, door, environ)
+        await agent.prepare()  # the template's imports are the longest part: begin with them
+        scheduler = None
+        if sockets is not None:
+            folder = plan.recovery_path or undo.enter_context(
+                tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
+            )
+            variables = _scheduler_environment(plan, environ, folder, log_dir)
+            scheduler = SchedulerProcess(
+                sockets,
+                variables,
+                log_dir / "scheduler.log",
+                over=lambda: agent.over,
+                gave_up=lambda code, reason: agent.settle(Outcome(code, reason)),
+            )
+            (log_dir / "scheduler.log").unlink(missing_ok=True)
+            await scheduler.start()
+            print(f"covey: scheduler at {door.name}{_rest(sockets)}, logs in {log_dir}", flush=True)
+        show = Show(door, live=plan.live)
+        agent.on_start = lambda start: _echo(plan, show, agent, start)
+        interrupted = _take_signals(agent, show)
+        show.open()
+        outcome = await agent.run()
+        await show.close()
+        if scheduler is not None:
+            await scheduler.stop(SCHEDULER_S)
+    return _report(outcome, interrupted)
+
+
+def _report(outcome: Outcome, interrupted: list[int]) -> int:
+    if outcome.code == 0:
+        print(f"covey: {outcome.reason}", flush=True)
+        return 0
+    print(f"covey: the run ended: {outcome.reason}", file=sys.stderr)
+    if outcome.failure is not None:
+        print("\n".join(failure_report(outcome.failure)), file=sys.stderr, flush=True)
+    return 128 + interrupted[0] if interrupted else outcome.code
+
+
+def _listen(plan: RunPlan) -> Sockets | None:
+    """The scheduler's sockets if it belongs on this host, none if the master is elsewhere."""
+    host = address.bare(plan.master_host)
+    try:
+        cluster = address.listen(host, plan.master_port, "--master")
+    except address.NotLocal:
+        if plan.alone:
+            raise
+        return None
+    except UsageError as error:
+        if error.exit_code is ExitCode.PORT_IN_USE and not plan.alone:
+            return None  # another agent on this host was first; if it is not covey that answers, joining will say so
+        raise
+    return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
+
+
+def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str]]:
+    """How this host's processes reach the scheduler, and the environment they start from."""
+    settings = plan.loaded.settings
+    host = address.bare(plan.master_host)
+    port = int(sockets.cluster[0].getsockname()[1]) if sockets is not None else plan.master_port
+    environ = dict(os.environ)
+    if plan.tls:
+        environ["COVEY_TLS"] = str(Path(plan.tls).resolve())
+    guard = security.find(settings, listens_at=host if not address.is_loopback(host) else "")
+    secret = guard.secret
+    if not secret and sockets is not None and plan.alone:
+        secret = secrets.token_hex(16)  # for this run's own processes
+    if secret:
+        environ["COVEY_SECRET"] = secret
+    environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
+    if plan.rank_table_file:
+        environ["RANK_TABLE_FILE"] = plan.rank_table_file
+    return Door(host, port, secret, guard.client), environ
+
+
+def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str], folder: str, log_dir: Path) -> dict[str, str]:
+    return dict(environ) | {
+        "MS_ROLE": "MS_SCHED",
+        "MS_SCHED_HOST": address.bare(plan.master_host),
+        "MS_WORKER_NUM": str(plan.world),
+        "MS_NODE_ID": "sched",
+        "MS_ENABLE_RECOVERY": "1",
+        "MS_RECOVERY_PATH": str(folder),
+        "COVEY_GRACE": f"{plan.grace_s:g}",
+        "COVEY_JOB": plan.job or " ".join(plan.command)[:100].replace("/", "."),
+        "COVEY_MAX_RESTARTS": str(plan.max_restarts),
+        "COVEY_RUN_LOG_DIR": str(log_dir),
+    }
+
+
+def _agent_job(plan: RunPlan, log_dir: Path) -> AgentJob:
+    return AgentJob(
+        command=plan.command,
+        world=plan.world,
+        slots=plan.local,
+        first_rank=plan.first_rank if not plan.alone else 0,
+        module=plan.module,
+        python=plan.python,
+        fork=plan.start == "fork",
+        preload=[*imports_of(plan), *plan.preload],
+        cwd=str(Path.cwd()),
+        log_dir=str(log_dir),
+        log_name=plan.worker_log_name,
+        cores=_cores(plan),
+        job=plan.job,
+        role_name=plan.role_name,
+    )
+
+
+def imports_of(plan: RunPlan) -> list[str]:
+    """What the template imports ahead, judged by the script's text: torch, and what its first optimizer would import."""
+    if not plan.python or plan.start != "fork":
+        return []
+    text = ""
+    if not plan.module:
+        with contextlib.suppress(OSError):
+            text = Path(plan.command[0]).read_text(errors="replace")
+    wanted = ["covey"] if "covey" in text else []
+    if "numpy" in text or "torch" in text:
+        wanted.append("numpy")
+    if "torch" in text:
+        wanted.append("torch")
+    if "torch" in text and "optim" in text:
+        wanted.append("torch._dynamo")
+    return wanted
+
+
+def _cores(plan: RunPlan) -> dict[int, list[int]]:
+    """--bind_core: an even share of the cores for each local rank, or what was named."""
+    if isinstance(plan.bind_core, dict):
+        named = {name: cores for name, cores in plan.bind_core.items() if name.startswith("device")}
+        return {int(name.removeprefix("device")): cores for name, cores in named.items()}
+    if not plan.bind_core:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // plan.local)
+    return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
+
+
+def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
+    """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
+    ranks = {a.rank: a.local_rank for a in start.assignments}
+    if start.generation > 1 or not ranks:
+        return
+    wanted = list(ranks) if plan.tail_ranks == [-1] or plan.tee else [r for r in plan.tail_ranks if r in ranks]
+    if plan.shown_local_ranks:
+        wanted = [rank for rank, local in ranks.items() if local in plan.shown_local_ranks]
+    wanted = wanted or [min(ranks)]
+    for rank in wanted:
+        show.tail(agent.log_path(rank), f"[{rank}] " if len(wanted) > 1 else "")
+
+
+def _take_signals(agent: Agent, show: Show) -> list[int]:
+    """Ctrl-C once ends everything in order, twice at once; SIGTERM is a planned leave of this host."""
+    seen: list[int] = []
+
+    def on(number: int) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            agent.abandon()
+        elif number == signal.SIGINT:
+            show.line("covey: ending in order; Ctrl-C again ends at once")
+            agent.stop("interrupted by Ctrl-C")
+        else:
+            agent.leave(number)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on, number)
+    return seen
+
+
+def _check_command(plan: RunPlan) -> None:
+    if not plan.command:
+        raise UsageError("no script was given: covey run [options] SCRIPT [its arguments]", ExitCode.BAD_SCRIPT)
+    script = plan.command[0]
+    if plan.module:
+        return
+    if not plan.python:
+        if shutil.which(script) is None:
+            raise UsageError(f"the program {script} cannot be found: give its path, or check PATH", ExitCode.BAD_SCRIPT)
+    elif not Path(script).is_file():
+        raise UsageError(f"the script {script} cannot be found from {Path.cwd()}", ExitCode.BAD_SCRIPT)
+
+
+def _detach(argv: list[str], log_dir: Path) -> int:
+    """--join=False: the run goes on in the background, and this command ends."""
+    import subprocess
+
+    path = log_dir / "agent.log"
+    with path.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "covey.cli.main", "run", "--join=True", *without_join(argv)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    print(f"covey: runs in the background as process {child.pid}, see {path}; covey stop ends it")
+    return 0
+
+
+def without_join(argv: list[str]) -> list[str]:
+    """The same words, without the --join that asked not to wait."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--join":
+            next(words, None)
+        elif not word.startswith("--join="):
+            kept.append(word)
+            if not word.startswith("-"):
+                break
+    return [*kept, *words]
+
+
+def gpu_count() -> int:
+    """GPUs of this host as the kernel's driver shows them; torch is not imported for it."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+
+
+def _rest(sockets: Sockets) -> str:
+    return f", REST at http://127.0.0.1:{sockets.manage_port}" if sockets.manage else ""

@@ -1,0 +1,117 @@
+"""Talk to a scheduler from a command: look at the cluster, follow it, stop it, or find out why it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.messages import Ask, Goodbye, Message, StopAsked, Told
+from covey.core.view import ClusterView
+from covey.errors import ExitCode, PeerError
+from covey.node.runtime import Door
+from covey.wire.link import Link, connect
+
+ANSWER_S: Final = 10.0
+
+
+class Visit:
+    """One connection, as an async context manager."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._heard: asyncio.Queue[Any] = asyncio.Queue(maxsize=1000)
+        self._open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._link: Link | None = None
+
+    async def __aenter__(self) -> Visit:
+        door = self._door
+        try:
+            self._link = await connect(
+                door.host,
+                door.port,
+                door.secret,
+                door.context,
+                on_open=self._opened,
+                on_message=lambda _, message: self._put(message),
+                on_close=self._closed,
+            )
+            async with asyncio.timeout(ANSWER_S):
+                await self._open
+        except TimeoutError:
+            raise PeerError(f"{door.name} does not answer: no greeting within {ANSWER_S:g} s", ExitCode.UNREACHABLE) from None
+        except PeerError as error:
+            raise PeerError(f"{door.name} cannot be asked: {error}", ExitCode.UNREACHABLE) from None
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    @property
+    def clock(self) -> float:
+        """The scheduler's wall clock as it greeted."""
+        assert self._link is not None
+        return self._link.clock
+
+    async def ask(self, message: Message) -> Any:
+        """Say something and wait for the answer."""
+        assert self._link is not None
+        self._link.send(message)
+        return await self._next(ANSWER_S)
+
+    async def follow(self) -> AsyncIterator[ClusterView]:
+        """The cluster now, and again as it changes, until it ends."""
+        assert self._link is not None
+        self._link.send(Ask(follow=True))
+        while True:
+            try:
+                told = await self._next(None)
+            except PeerError:
+                return
+            if isinstance(told, Told):
+                yield msgspec.json.decode(told.view, type=ClusterView)
+
+    async def _next(self, timeout_s: float | None) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await self._heard.get()
+        except TimeoutError:
+            raise PeerError(f"{self._door.name} did not answer within {timeout_s:g} s", ExitCode.UNREACHABLE) from None
+        if isinstance(message, PeerError):
+            raise message
+        return message
+
+    def _opened(self, link: Link) -> None:
+        if not self._open.done():
+            self._open.set_result(None)
+
+    def _closed(self, link: Link, reason: str) -> None:
+        error = PeerError(reason, ExitCode.UNREACHABLE)
+        if not self._open.done():
+            self._open.set_exception(error)
+        self._put(error)
+
+    def _put(self, message: Any) -> None:
+        if self._heard.full():
+            self._heard.get_nowait()  # a view that nobody looked at in time
+        self._heard.put_nowait(message)
+
+
+async def look(door: Door) -> ClusterView:
+    """The cluster as it is now."""
+    async with Visit(door) as visit:
+        told = await visit.ask(Ask())
+        if not isinstance(told, Told):
+            raise PeerError(f"{door.name} gave an answer that makes no sense")
+        return msgspec.json.decode(told.view, type=ClusterView)
+
+
+async def stop(door: Door, reason: str) -> None:
+    """Ask the cluster to end, and hear that it was understood."""
+    async with Visit(door) as visit:
+        answer = await visit.ask(StopAsked(reason))
+        if not isinstance(answer, Goodbye):
+            raise PeerError(f"{door.name} gave an answer that makes no sense")

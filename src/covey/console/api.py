@@ -1,0 +1,195 @@
+"""The management port's paths, and the gate every request passes before it reaches one.
+
+Thin: replies come from `replies`, numbers from `metrics`, the decision who may speak from `guard`. Every answer that is not a
+success is the same JSON, `{"error_message": ..., "code": "1"}`, whatever went wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from email.utils import formatdate
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from typing import Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from covey.console import guard, metrics, openapi, replies
+from covey.core.view import ClusterView
+from covey.errors import CoveyError
+
+MAX_BODY = 1 << 20  # bytes
+SHOWN = 100  # characters of a path that a sentence repeats
+
+_TOO_LONG = f"the body is longer than {MAX_BODY} bytes: send less"
+_OPEN = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
+# A proxy's own connection comes from loopback, whoever stands behind it.
+_PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+
+log = logging.getLogger("covey.console")
+
+
+class Source(Protocol):
+    """What the scheduler lends the console: a look, and one verb."""
+
+    def view(self) -> ClusterView: ...
+
+    def stop(self, reason: str) -> None: ...
+
+
+def make_app(source: Source, *, token: str) -> Starlette:
+    """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback."""
+    version = _version()
+    document = msgspec.json.encode(openapi.document(version))
+
+    async def nodes(request: Request) -> Response:
+        return _json(replies.nodes(source.view()))
+
+    async def state(request: Request) -> Response:
+        return _json(replies.state(source.view()))
+
+    async def view(request: Request) -> Response:
+        return _json(source.view())
+
+    async def stop(request: Request) -> Response:
+        reason = replies.stop_reason(await _body(request))
+        log.info("stop asked by %s: %s", request.client.host if request.client else "an unknown peer", reason)
+        source.stop(reason)
+        return _json(replies.Reply("The cluster was asked to end."))
+
+    async def numbers(request: Request) -> Response:
+        return _answer(metrics.render(source.view(), version), metrics.CONTENT_TYPE)
+
+    async def healthz(request: Request) -> Response:
+        return _json(replies.Reply("ok"))
+
+    async def described(request: Request) -> Response:
+        return _answer(document, "application/json")
+
+    answers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "nodes": nodes,
+        "state": state,
+        "view": view,
+        "stop": stop,
+        "metrics": numbers,
+        "healthz": healthz,
+        "openapi": described,
+    }
+    app = Starlette(
+        routes=[Route(op.path, answers[op.name], methods=[op.method]) for op in openapi.OPERATIONS],
+        middleware=[Middleware(Gate, token=token)],
+        exception_handlers={HTTPException: _refused, CoveyError: _unusable},
+    )
+    app.router.redirect_slashes = False  # a redirect would repeat whatever the Host header says
+    return app
+
+
+class Gate:
+    """Asks the guard, refuses a body that announces itself as too long, and turns a bug of ours into a 500."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            await (self._refusal(request) or self._app)(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("%s hung up before the end of its request", request.client)
+        except Exception as bug:
+            # Replies are made whole before they are sent, so nothing has been sent yet.
+            log.error("%s %s failed: %s: %s", request.method, _shown(request), type(bug).__name__, bug)
+            log.debug("where it failed:", exc_info=bug)
+            sentence = f"the scheduler failed to answer {request.method} {_shown(request)}: its log says why"
+            await _error(500, sentence)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> Response | None:
+        headers = request.headers
+        hosts = headers.getlist("host")
+        verdict = guard.allowed(
+            peer=request.client.host if request.client and not any(h in headers for h in _PROXY_HEADERS) else "",
+            host=hosts[0] if len(hosts) == 1 else "",
+            origin=headers.get("origin"),
+            sec_fetch_site=headers.get("sec-fetch-site"),
+            authorization=headers.get("authorization"),
+            method=request.method,
+            token=self._token,
+        )
+        if not verdict.allowed and _path(request) not in _OPEN:
+            log.info("%s %s was refused: %s", request.method, _shown(request), verdict.reason)
+            challenge = {"WWW-Authenticate": 'Bearer realm="covey"'} if verdict.status == 401 else {}
+            return _error(verdict.status, verdict.reason, challenge)
+        if int(headers.get("content-length", 0)) > MAX_BODY:
+            return _error(413, _TOO_LONG, {"Connection": "close"})
+        return None
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body, or a refusal as soon as it grows too long: a chunked one has announced no length."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, _TOO_LONG, {"Connection": "close"})
+    return bytes(body)
+
+
+async def _refused(request: Request, exc: Exception) -> Response:
+    """What the router or an answer refuses, in our JSON."""
+    assert isinstance(exc, HTTPException)
+    headers = dict(exc.headers or {})
+    if exc.status_code == 404:
+        paths = ", ".join(operation.path for operation in openapi.OPERATIONS)
+        return _error(404, f"there is no {_shown(request)} here: the paths are {paths}", headers)
+    if exc.status_code == 405:
+        sentence = f"{_shown(request)} does not answer {request.method}: use {headers['Allow']}"
+        return _error(405, sentence, headers)
+    return _error(exc.status_code, exc.detail, headers)
+
+
+async def _unusable(request: Request, exc: Exception) -> Response:
+    """A sentence for the caller: they can do something about it."""
+    return _error(400, str(exc))
+
+
+def _json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return _answer(msgspec.json.encode(reply), "application/json", status, headers)
+
+
+def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+    return _json(replies.ErrorReply(sentence), status, headers)
+
+
+def _answer(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    always = {"Date": formatdate(usegmt=True), "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    return Response(body, status, {**always, **(headers or {})}, media_type)
+
+
+def _path(request: Request) -> str:
+    """As the router sees it. Not `request.url.path`: that one is made from the Host header too, and a Host can lie."""
+    path: str = request.scope["path"]
+    return path
+
+
+def _shown(request: Request) -> str:
+    path = _path(request)
+    return path if len(path) <= SHOWN and path.isprintable() else repr(path[:SHOWN])
+
+
+def _version() -> str:
+    try:
+        return version_of("covey")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"

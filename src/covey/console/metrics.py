@@ -1,0 +1,74 @@
+"""The cluster as Prometheus reads it. Made from one view per scrape, so the numbers of a scrape belong together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from covey.core.model import NodeState, Phase
+from covey.core.view import ClusterView
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+
+def render(view: ClusterView, version: str) -> bytes:
+    """The whole text of one scrape."""
+    return generate_latest(_Snapshot(view, version))
+
+
+class _Snapshot:
+    """One view in the form prometheus-client collects from."""
+
+    def __init__(self, view: ClusterView, version: str) -> None:
+        self._view = view
+        self._version = version
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view
+        identity = {"version": self._version, "cluster_id": view.cluster_id}
+        yield InfoMetricFamily("covey", "Which covey runs which cluster.", value=identity)
+        yield _nodes(view)
+        yield _phases(view)
+        yield GaugeMetricFamily("covey_generation", "Version of the membership.", value=view.generation)
+        yield from _beat_age(view)
+        yield from _counters(view)
+
+
+def _nodes(view: ClusterView) -> Metric:
+    # Every state of a role that is there, zeros included: a series that vanishes cannot raise an alarm.
+    numbers = Counter((str(node.role), node.state) for node in view.nodes)
+    for name in {str(node.role) for node in view.nodes}:
+        numbers.update({(name, str(state)): 0 for state in NodeState})
+    family = GaugeMetricFamily("covey_nodes", "Nodes by role and state.", labels=["role", "state"])
+    for (role, state), number in sorted(numbers.items()):
+        family.add_metric([role, state], number)
+    return family
+
+
+def _phases(view: ClusterView) -> Metric:
+    family = GaugeMetricFamily("covey_cluster_phase", "1 for the phase the cluster is in.", labels=["phase"])
+    for phase in Phase:
+        family.add_metric([phase], phase is view.phase)
+    return family
+
+
+def _beat_age(view: ClusterView) -> Iterator[Metric]:
+    # A dead node's silence grows for ever and says nothing new.
+    ages = [node.beat_age_s for node in view.nodes if node.alive and node.beat_age_s >= 0]
+    if ages:
+        yield GaugeMetricFamily("covey_beat_age_seconds", "The longest silence of a living node.", value=max(ages))
+
+
+def _counters(view: ClusterView) -> Iterator[Metric]:
+    totals: dict[str, float] = {}
+    for counter, number in view.counters.items():
+        name = re.sub(r"[^a-zA-Z0-9_]", "_", counter).removesuffix("_total")
+        totals[name] = totals.get(name, 0) + number
+    totals["restarts"] = view.restarts
+    for name, number in sorted(totals.items()):
+        says = "Lives of nodes that were begun again." if name == "restarts" else f"How often so far: {name}."
+        yield CounterMetricFamily(f"covey_{name}", says, value=number)

@@ -1,0 +1,106 @@
+"""Every operation of the management port in one table, and the OpenAPI 3.1 document made from it.
+
+The routes are made from the same table, so an operation cannot exist without being documented.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from covey.console.metrics import CONTENT_TYPE
+from covey.console.replies import ErrorReply, NodesReply, Reply, StateReply, StopBody
+from covey.core.view import ClusterView
+
+_REF = "#/components/schemas/{name}"
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One door. `reply` is the type of its JSON, or a media type where it is not one of ours."""
+
+    name: str
+    method: str
+    path: str
+    summary: str
+    reply: type[msgspec.Struct] | str
+    body: type[msgspec.Struct] | None = None
+    open: bool = False  # to everybody, token or not
+
+
+OPERATIONS = (
+    Operation("nodes", "GET", "/nodes", "The nodes, in the seeds' JSON.", NodesReply),
+    Operation("state", "GET", "/state", "The state of the cluster, in the seeds' JSON.", StateReply),
+    Operation("view", "GET", "/view", "All there is to know about the cluster.", ClusterView),
+    Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
+    Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),
+    Operation("healthz", "GET", "/healthz", "Answers while the scheduler's loop turns.", Reply, open=True),
+    Operation("openapi", "GET", "/openapi.json", "This document.", "application/json"),
+)
+
+ERRORS = {
+    400: "The request cannot be understood.",
+    401: "The token is missing or wrong.",
+    403: "The Host header could be a web page's doing.",
+    405: "This path answers another method.",
+    413: "The body is longer than 1 MiB.",
+    431: "The headers are too long.",
+    500: "The scheduler failed to answer; its log says why.",
+    503: "Too many connections: try again.",
+}
+_HEADERS = {
+    401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
+    405: {"Allow": {"required": True, "schema": {"type": "string"}}},
+}
+
+
+def document(version: str) -> dict[str, Any]:
+    types = {ErrorReply, *(t for op in OPERATIONS for t in (op.reply, op.body) if isinstance(t, type))}
+    _, schemas = msgspec.json.schema_components(sorted(types, key=lambda t: t.__name__), ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "covey: the management port",
+            "version": version,
+            "description": "Commands on loopback need no token. Everything else does, and so does every web page.",
+        },
+        "security": [{}, {"token": []}],
+        "paths": {op.path: {op.method.lower(): _operation(op)} for op in OPERATIONS},
+        "components": {
+            "schemas": schemas,
+            "responses": {str(status): _error(status) for status in ERRORS},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(op: Operation) -> dict[str, Any]:
+    shut = () if not op.open else (401, 403)
+    operation: dict[str, Any] = {
+        "operationId": op.name,
+        "summary": op.summary,
+        "parameters": [],
+        "responses": {
+            "200": {"description": op.summary, "content": _content(op.reply)},
+            **{str(status): {"$ref": f"#/components/responses/{status}"} for status in ERRORS if status not in shut},
+        },
+    }
+    if op.body is not None:
+        operation["requestBody"] = {"required": False, "content": _content(op.body)}
+    if op.open:
+        operation["security"] = []
+    return operation
+
+
+def _content(reply: type[msgspec.Struct] | str) -> dict[str, Any]:
+    if isinstance(reply, str):
+        return {reply: {"schema": {"type": "object" if reply == "application/json" else "string"}}}
+    return {"application/json": {"schema": {"$ref": _REF.format(name=reply.__name__)}}}
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {
+        "description": ERRORS[status],
+        "headers": _HEADERS.get(status, {}),
+        "content": _content(ErrorReply),
+    }

@@ -1,0 +1,200 @@
+"""HTTP on sockets that are already bound, inside the event loop that is already running.
+
+uvicorn reads and writes the HTTP. Its own `Server` is not used: it takes over signals, which are the scheduler's, and waits
+for idle connections when it ends. Nor does uvicorn bound how long a client may take, so `Connection` does: a client that sends
+its request in drops, or never reads its answer, is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from covey.console.replies import ErrorReply
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+_RESET = struct.pack("ii", 1, 0)  # linger: on, for 0 s
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a client may take of us."""
+
+    connections: int = 128
+    head_bytes: int = 64 * 1024  # request line and headers
+    request_s: float = 10.0  # from the first byte, or from connecting, to the end of the request
+    response_s: float = 60.0  # from the end of the request until its answer has left
+    keep_alive_s: int = 5
+    linger_s: float = 1.0  # at the end, for answers under way
+
+
+class Server:
+    """Serves `app` between `start` and `stop`, which closes the sockets."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sockets: list[socket.socket],
+        ssl_context: ssl.SSLContext | None = None,
+        *,
+        limits: Limits | None = None,
+    ) -> None:
+        self._sockets = sockets
+        self._ssl_context = ssl_context
+        self._limits = limits or Limits()
+        self._state = ServerState()
+        self._idle = asyncio.Event()
+        self._listeners: list[asyncio.Server] = []
+        # Everything uvicorn would otherwise take from the environment or do to the process's logging is pinned here.
+        self._config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            workers=1,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=self._limits.keep_alive_s,
+        )
+
+    async def start(self) -> None:
+        """Listen. Returns when connections are accepted."""
+        self._config.load()
+        loop = asyncio.get_running_loop()
+        patience = self._limits.request_s if self._ssl_context else None
+        for sock in self._sockets:
+            listener = await loop.create_server(self._connect, sock=sock, ssl=self._ssl_context, ssl_handshake_timeout=patience)
+            self._listeners.append(listener)
+
+    async def stop(self) -> None:
+        """Stop listening, let answers under way leave, cut off whoever is left."""
+        for listener in self._listeners:
+            listener.close()
+        for sock in self._sockets:
+            sock.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        await self._until_idle()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        if not self._state.connections:
+            return
+        self._idle.clear()
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._limits.linger_s)
+        except TimeoutError:
+            return
+
+    def _connect(self) -> Connection:
+        return Connection(self._config, self._state, self._limits, self._idle)
+
+
+class Connection(HttpToolsProtocol):
+    """One client, with a deadline for whatever it is expected to do next, and errors in our JSON."""
+
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, limits: Limits, idle: asyncio.Event) -> None:
+        super().__init__(config, server_state, app_state={})
+        self._limits = limits
+        self._idle = idle
+        self._deadline: asyncio.TimerHandle | None = None
+        self._asking = False  # a request has begun and not ended
+        self._unparsed = 0  # bytes since the parser last completed a head or passed on a piece of body
+        self._head_too_long = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # asyncio does this only for sockets made with an explicit protocol number; without it an answer takes 40 ms.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._expect_within(self._limits.request_s)
+        if len(self.connections) > self._limits.connections:
+            self._refuse(503, f"there are {self._limits.connections} connections already: try again")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+        if not self.connections:
+            self._idle.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._deadline is None:
+            self._expect_within(self._limits.request_s)
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self._unparsed > self._limits.head_bytes and not self.transport.is_closing():
+            self._refuse(431, self._sentence_431())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._asking = True
+        self._expect_within(self._limits.request_s)
+
+    def on_headers_complete(self) -> None:
+        self._unparsed = 0
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.head_bytes:
+            self._head_too_long = True
+            raise ValueError(self._sentence_431())  # reaches `send_400_response` by way of the parser
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._asking = False
+        self._expect_within(self._limits.response_s)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        owes_nothing = self.cycle.response_complete and not self.transport.get_write_buffer_size()
+        if owes_nothing and not self._asking:
+            self._expect_nothing()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_too_long:
+            self._refuse(431, self._sentence_431())
+        else:
+            self._refuse(400, "this is not a request that HTTP/1.1 allows: send one, or look for another port")
+
+    def _sentence_431(self) -> str:
+        return f"the headers are longer than {self._limits.head_bytes} bytes: send less"
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        body = msgspec.json.encode(ErrorReply(sentence))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    def _expect_within(self, seconds: float) -> None:
+        self._expect_nothing()
+        self._deadline = self.loop.call_later(seconds, self._cut_off)
+
+    def _cut_off(self) -> None:
+        # With a reset: else the kernel keeps what the client does not read, long after we have closed.
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.abort()
+
+    def _expect_nothing(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

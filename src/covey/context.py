@@ -1,0 +1,95 @@
+"""The seeds' `set_ps_context`: what a training script may say before `covey.init()`.
+
+The names are the original's. Nothing is acted on here: what was said is kept, checked, until `init()` asks for it. Unlike
+the original's, a reset forgets everything, TLS included.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from covey.errors import UsageError
+
+Value = bool | int | str
+
+DEFAULTS: Mapping[str, Value] = {
+    "enable_ps": False,
+    "config_file_path": "",
+    "scheduler_manage_port": 11202,
+    "enable_ssl": False,
+    "client_password": "",
+    "server_password": "",
+    # Not in the seeds, but taken by the original.
+    "ms_role": "",
+    "worker_num": 0,
+    "server_num": 0,
+    "scheduler_ip": "0.0.0.0",
+    "scheduler_port": 6667,
+}
+PASSWORDS = ("client_password", "server_password")
+PORTS = ("scheduler_manage_port", "scheduler_port")
+PASSWORD_MAX = 1024  # bytes, exclusive
+PORT_MAX = 65535
+NUM_MAX = 1_000_000  # nodes of one role
+
+
+class _Context:
+    """What was set so far; whatever is missing has its default."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[str, Value] = {}
+
+    def __repr__(self) -> str:
+        shown = (f"{key}={'***' if key in PASSWORDS else repr(value)}" for key, value in self.chosen.items())
+        return f"ps_context({', '.join(shown)})"
+
+
+_context = _Context()
+
+
+def set_ps_context(**kwargs: Value) -> None:
+    """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.init()`."""
+    for key, value in kwargs.items():
+        _check(key, value)
+    _context.chosen.update(kwargs)
+
+
+def get_ps_context(key: str) -> Value:
+    """The value of a key: the one set, else its default."""
+    _check_key(key)
+    return _context.chosen.get(key, DEFAULTS[key])
+
+
+def reset_ps_context() -> None:
+    """Forget all that was set."""
+    _context.chosen.clear()
+
+
+def is_set(key: str) -> bool:
+    """Whether the script set this key itself. Only then does it weigh more than the environment."""
+    _check_key(key)
+    return key in _context.chosen
+
+
+def _check_key(key: str) -> None:
+    if key not in DEFAULTS:
+        near = difflib.get_close_matches(key, DEFAULTS, n=1, cutoff=0.0)[0]
+        raise UsageError(f"ps_context has no key {key}: did you mean {near}?")
+
+
+def _check(key: str, value: object) -> None:
+    _check_key(key)
+    wanted = type(DEFAULTS[key])
+    if type(value) is not wanted:  # exactly: True is an int to Python, and no port
+        word = {bool: "True or False", int: "a whole number", str: "a string"}[wanted]
+        shown = type(value).__name__ if key in PASSWORDS else repr(value)
+        raise UsageError(f"set_ps_context: {key} must be {word}, not {shown}")
+    if isinstance(value, int):
+        most = PORT_MAX if key in PORTS else NUM_MAX
+        if not 0 <= value <= most:
+            raise UsageError(f"set_ps_context: {key} must be from 0 to {most}, not {value}")
+    elif isinstance(value, str) and key in PASSWORDS:
+        size = len(value.encode("utf-8", "surrogateescape"))
+        if size >= PASSWORD_MAX:
+            raise UsageError(f"set_ps_context: {key} must be shorter than {PASSWORD_MAX} bytes, not {size}")

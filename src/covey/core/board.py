@@ -1,0 +1,35 @@
+"""A board for one generation: nodes pin values to it and are told others' as soon as they are there.
+
+It is how a group meets: each rank pins its address and asks for its peers'. A new generation wipes the board.
+"""
+
+from __future__ import annotations
+
+BYTES_MAX = 256 * 1024 * 1024
+KEYS_MAX = 1_000_000
+
+
+class Board:
+    """Values and the links that wait for them, within limits on keys and bytes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.waiting: dict[str, list[int]] = {}
+        self.size = 0
+
+    def put(self, key: str, value: bytes) -> list[int] | None:
+        """Pin a value; returns the links that waited for it, or None when the board is full."""
+        size = self.size + len(value) - len(self.values.get(key, b""))
+        if size > BYTES_MAX or (key not in self.values and len(self.values) >= KEYS_MAX):
+            return None
+        self.size = size
+        self.values[key] = value
+        return self.waiting.pop(key, [])
+
+    def get(self, key: str, link: int) -> bytes | None:
+        """The value, or None after noting who waits for it."""
+        if key in self.values:
+            return self.values[key]
+        if sum(map(len, self.waiting.values())) < KEYS_MAX:
+            self.waiting.setdefault(key, []).append(link)
+        return None

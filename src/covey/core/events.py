@@ -1,0 +1,51 @@
+"""Facts in the past tense: everything that can happen to the scheduler's machine or to a node's.
+
+The shells turn sockets, timers and journals into these; the simulation makes them up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from covey.core.model import Record
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A message arrived over a link. For a node there is one link, to its scheduler."""
+
+    message: Any  # FromNode at the scheduler, FromScheduler at a node
+    link: int = 0
+
+
+class LinkLost(msgspec.Struct, frozen=True):
+    """A connection closed, for the reason the transport gave."""
+
+    reason: str
+    link: int = 0
+
+
+class LinkMade(msgspec.Struct, frozen=True):
+    """A node reached its scheduler and was greeted."""
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """The journal was read. No records: this is the cluster's first start."""
+
+    records: tuple[Record, ...] = ()
+
+
+class LeaveAsked(msgspec.Struct, frozen=True):
+    """This node is to go: its program ended, or someone asked it to."""
+
+    code: int = 0
+    reason: str = ""
+
+
+SchedulerEvent = Heard | LinkLost | Ticked | Restored
+NodeEvent = LinkMade | LinkLost | Heard | Ticked | LeaveAsked

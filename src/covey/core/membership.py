@@ -1,0 +1,204 @@
+"""Who may be a member: the answer to a registration, as a pure decision with its reason.
+
+Identity is fenced. A node id names a place; a *life* names the process in it; the *incarnation* counts lives. A registration
+is admitted when its place is free, re-attached when it is the very life the scheduler knows, and returned (the next
+incarnation of a place) when the life before it is known to be over. When that is not known, the newcomer is held off until
+it is: two processes never hold one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from covey.core import ranks
+from covey.core.messages import NAMES_MAX, Register, RegisterAgent
+from covey.core.model import Agent, ClusterSettings, Member, NodeState, Phase, Role
+
+Key = tuple[Role, str]
+HOLD_OFF_S = 0.5  # how soon a node that is held off asks again
+
+
+class Verdict(StrEnum):
+    ADMIT = "admit"
+    REATTACH = "re-attach"
+    RETURN = "return"
+    HOLD = "hold off"
+    REFUSE = "refuse"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The decision, its reason, and the place it concerns where there is one already."""
+
+    verdict: Verdict
+    reason: str
+    place: Key | None = None
+
+
+class Cluster(msgspec.Struct):
+    """Everything the scheduler knows. Only `machine.Machine` changes it."""
+
+    cluster_id: str
+    settings: ClusterSettings
+    job: str = ""
+    phase: Phase = Phase.FORMING
+    reason: str = "waiting for the first node"
+    generation: int = 0
+    restarts: int = 0
+    members: dict[Key, Member] = {}
+    agents: dict[str, Agent] = {}
+
+    def of(self, role: Role) -> list[Member]:
+        """The members that count towards the number of this role. Both kinds of server count as one."""
+        kinds = (Role.WORKER,) if role is Role.WORKER else (Role.PSERVER, Role.SERVER)
+        return [member for member in self.members.values() if member.role in kinds]
+
+    def children(self, agent: str) -> list[Member]:
+        return [member for member in self.members.values() if member.agent == agent]
+
+
+def answer_node(cluster: Cluster, wish: Register) -> Answer:
+    """May this node join, and as what?"""
+    if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint) or _impossible(cluster, wish):
+        return Answer(Verdict.REFUSE, reason)
+    member = _holder(cluster, wish)
+    if member is None:
+        return _newcomer(cluster, wish)
+    place = (member.role, member.node_id)
+    if member.agent:
+        return _child(member, wish, place)
+    if member.life == wish.life:
+        return Answer(Verdict.REATTACH, "the same life again", place)
+    return _other_life(cluster, member, wish, place)
+
+
+def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
+    """May this agent bring its workers?"""
+    if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint):
+        return Answer(Verdict.REFUSE, reason)
+    known = cluster.agents.get(wish.agent)
+    if known is not None and known.life == wish.life:
+        return Answer(Verdict.REATTACH, "the same agent again")
+    if known is not None and known.link:
+        return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
+    workers, world = cluster.of(Role.WORKER), cluster.settings.worker_num
+    if cluster.phase is not Phase.FORMING:
+        return Answer(Verdict.REFUSE, f"the cluster has formed with its {world} workers: this host came too late")
+    if len(workers) + wish.slots > world:
+        reason = (
+            f"this host brings {wish.slots} workers, but {len(workers)} of {world} are here already:"
+            " start fewer, or raise the number of workers on every host"
+        )
+        return Answer(Verdict.REFUSE, reason)
+    if wish.first_rank >= 0:
+        claimed = claims(cluster, workers)
+        wanted = range(wish.first_rank, wish.first_rank + wish.slots)
+        if clash := sorted(set(wanted) & set(claimed.values())):
+            return Answer(Verdict.REFUSE, f"rank {clash[0]} is taken: two hosts were started with the same --node-rank")
+        if wanted.stop > world:
+            return Answer(Verdict.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+    return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.slots} workers")
+
+
+def claims(cluster: Cluster, members: Iterable[Member]) -> dict[str, int]:
+    """Ranks claimed before formation, by member name: through an id of digits, or the --node-rank of an agent."""
+    found: dict[str, int] = {}
+    for member in members:
+        agent = cluster.agents.get(member.agent)
+        if agent is not None:
+            if agent.first_rank >= 0:
+                found[member.name] = agent.first_rank + int(member.node_id.rpartition("/")[2])
+        elif (rank := ranks.claim(member.node_id)) is not None:
+            found[member.name] = rank
+    return found
+
+
+def names(members: Iterable[Member]) -> str:
+    """Members in a sentence, in a human order, at most `NAMES_MAX` of them."""
+    sorted_names = sorted((member.name for member in members), key=ranks.natural)
+    shown = ", ".join(sorted_names[:NAMES_MAX])
+    more = len(sorted_names) - NAMES_MAX
+    return f"{shown} and {more} more" if more > 0 else shown or "nobody"
+
+
+def _foreign(cluster: Cluster, cluster_id: str, fingerprint: Mapping[str, str]) -> str:
+    """Why a registration belongs to another cluster, or to this one started with other settings; "" when it does not."""
+    if cluster.phase is Phase.ENDED:
+        return f"the cluster has ended: {cluster.reason}"
+    if cluster_id and cluster_id != cluster.cluster_id:
+        return f"it belongs to cluster {cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
+    ours = cluster.settings.fingerprint()
+    differences = [
+        f"{name} is {theirs} there and {ours[name]} here"
+        for name, theirs in sorted(fingerprint.items())
+        if name in ours and ours[name] != theirs
+    ]
+    return f"its settings differ from the scheduler's: {'; '.join(differences)}" if differences else ""
+
+
+def _impossible(cluster: Cluster, wish: Register) -> str:
+    world = cluster.settings.wanted(wish.role)
+    if world == 0:
+        count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
+        return f"this cluster has no place for the role {wish.role} ({count} is {world})"
+    rank = ranks.claim(wish.node_id)
+    if rank is not None and rank >= world:
+        return f"MS_NODE_ID={wish.node_id} claims rank {rank}, but the {world} {wish.role} ranks end at {world - 1}"
+    return ""
+
+
+def _holder(cluster: Cluster, wish: Register) -> Member | None:
+    """The member in the place this registration asks for: by id, or by the rank that id claims."""
+    if not wish.node_id:
+        return next((m for m in cluster.of(wish.role) if m.life == wish.life), None)
+    if (member := cluster.members.get((wish.role, wish.node_id))) is not None:
+        return member
+    rank = ranks.claim(wish.node_id)
+    if rank is None:
+        return None
+    if cluster.phase is not Phase.FORMING:
+        return next((m for m in cluster.of(wish.role) if m.rank == rank), None)
+    claimed = claims(cluster, cluster.of(wish.role))
+    return next((m for m in cluster.of(wish.role) if claimed.get(m.name) == rank), None)
+
+
+def _newcomer(cluster: Cluster, wish: Register) -> Answer:
+    world = cluster.settings.wanted(wish.role)
+    here = cluster.of(wish.role)
+    if cluster.phase is Phase.FORMING and len(here) < world:
+        return Answer(Verdict.ADMIT, f"{len(here) + 1} of {world} {wish.role}s are here")
+    dead = [m for m in here if m.state is NodeState.DEAD and not m.agent]
+    if cluster.phase is not Phase.FORMING and cluster.settings.recovery and dead:
+        vacant = min(dead, key=lambda m: m.rank)
+        return Answer(Verdict.RETURN, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id))
+    reason = (
+        f"one {wish.role} too many: the cluster has its {world}"
+        f" ({names(here)}). Stop this one, or start the cluster with a larger number"
+    )
+    return Answer(Verdict.REFUSE, reason)
+
+
+def _child(member: Member, wish: Register, place: Key) -> Answer:
+    """A worker whose process an agent started: the agent's word says which incarnation may speak."""
+    if wish.incarnation < member.incarnation:
+        return Answer(Verdict.REFUSE, f"this life of {member.name} is over: incarnation {member.incarnation} runs now")
+    if member.life in ("", wish.life) and member.present and wish.incarnation == member.incarnation:
+        return Answer(Verdict.REATTACH, "the process its agent started", place)
+    return Answer(Verdict.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
+
+
+def _other_life(cluster: Cluster, member: Member, wish: Register, place: Key) -> Answer:
+    where = f"{member.name} on {member.host.name} (process {member.pid})"
+    if member.state is NodeState.LEFT:
+        return Answer(Verdict.REFUSE, f"{member.name} has finished and left: its work is done")
+    if member.state is NodeState.DEAD:
+        if cluster.settings.recovery:
+            return Answer(Verdict.RETURN, f"incarnation {member.incarnation + 1} of {member.name}", place)
+        return Answer(Verdict.REFUSE, f"{member.name} is dead and recovery is off: set MS_ENABLE_RECOVERY=1")
+    if member.link and member.state is not NodeState.SUSPECT:
+        if ranks.claim(member.node_id) != ranks.claim(wish.node_id) or member.node_id == wish.node_id:
+            return Answer(Verdict.REFUSE, f"{where} is alive: a second node with its id is not allowed", place)
+        return Answer(Verdict.REFUSE, f"rank {ranks.claim(wish.node_id)} is taken by {where}", place)
+    return Answer(Verdict.HOLD, f"the life before, {where}, is not known to be over yet", place)

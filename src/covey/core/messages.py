@@ -1,0 +1,210 @@
+"""What nodes say to each other. `covey.wire` turns these into bytes and back.
+
+Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). The scheduler answers
+when the answer changes; nobody polls. Every field has a limit: what exceeds it is refused where bytes become messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from covey.core.model import Failure, Host, Progress, Role
+
+PROTOCOL = 1
+NODE_ID_MAX = 100
+NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
+
+Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
+Key = Annotated[str, Meta(max_length=512)]
+Sentence = Annotated[str, Meta(max_length=8192)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The base of everything that crosses the wire; the tag is the class name."""
+
+
+# -- said by nodes ---------------------------------------------------------------------------------------------------
+
+
+class Register(Message, frozen=True):
+    """I am this node, in this life. Sent on first joining and again on every new connection (then with what I hold)."""
+
+    role: Role
+    node_id: Name  # "" asks the scheduler to choose
+    life: Name
+    host: Host
+    fingerprint: dict[Name, Name] = {}
+    cluster_id: Name = ""
+    incarnation: int = 0
+    generation: int = 0
+    rank: int = -1
+    pid: int = 0
+
+
+class RegisterAgent(Message, frozen=True):
+    """I am the agent of a host and bring `slots` workers."""
+
+    agent: Name
+    life: Name
+    host: Host
+    slots: Annotated[int, Meta(ge=0, le=4096)]
+    first_rank: int = -1
+    meet_port: int = 0
+    log_dir: Sentence = ""
+    fingerprint: dict[Name, Name] = {}
+    cluster_id: Name = ""
+
+
+class Beat(Message, frozen=True):
+    """I live, and this is what I am doing."""
+
+    progress: Progress = Progress()
+
+
+class Leave(Message, frozen=True):
+    """I go, and mean to. A code other than 0 is a failure that was able to say so."""
+
+    code: int = 0
+    reason: Sentence = ""
+
+
+class Started(Message, frozen=True):
+    """An agent: this child runs."""
+
+    node_id: Name
+    incarnation: int
+    pid: int
+
+
+class Exited(Message, frozen=True):
+    """An agent: this child is over. Its word ends a life at once."""
+
+    node_id: Name
+    incarnation: int
+    code: int
+    reason: Sentence = ""
+    tail: Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=40)] = []
+    log: Sentence = ""
+
+
+class Put(Message, frozen=True):
+    """Pin a value to the board of this generation, for the others to meet."""
+
+    key: Key
+    value: Annotated[bytes, Meta(max_length=65536)]
+    generation: int
+
+
+class Get(Message, frozen=True):
+    """Tell me this value as soon as it is there."""
+
+    key: Key
+    generation: int
+
+
+# -- said by visitors ------------------------------------------------------------------------------------------------
+
+
+class Ask(Message, frozen=True):
+    """Show me the cluster; with `follow`, again whenever it changes."""
+
+    follow: bool = False
+
+
+class StopAsked(Message, frozen=True):
+    """End the cluster in order."""
+
+    reason: Sentence = "asked by covey stop"
+
+
+# -- said by the scheduler -------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """You are registered. Ranks follow in `Formed` (nodes) or `Start` (agents) as soon as the cluster is complete."""
+
+    cluster_id: Name
+    node_id: Name = ""
+    incarnation: int = 0
+
+
+class Formed(Message, frozen=True):
+    """The cluster is complete, and this is your place in it."""
+
+    generation: int
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    restarts: int = 0
+
+
+class Regrouped(Message, frozen=True):
+    """The membership changed: what belongs to an older generation is over."""
+
+    generation: int
+    reason: Sentence
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """One worker for an agent to run."""
+
+    node_id: str
+    rank: int
+    incarnation: int
+    local_rank: int
+
+
+class Start(Message, frozen=True):
+    """To an agent: let exactly these run, in this generation. A newer one replaces all that run of an older one."""
+
+    generation: int
+    world: int
+    assignments: list[Assignment]
+    master_address: str
+    master_port: int
+    host_index: int = 0  # which host this is, in order of its first rank: torchrun's GROUP_RANK
+    host_count: int = 1
+    local_world: int = 0
+    restarts: int = 0
+    max_restarts: int = 0
+
+
+class Refused(Message, frozen=True):
+    """No, and why. With `retry_after_s` above 0: not now."""
+
+    reason: Sentence
+    retry_after_s: float = 0.0
+
+
+class Stop(Message, frozen=True):
+    """The cluster ends. `code` is what the run ends with; `failure` is the first one, where there was one."""
+
+    reason: Sentence
+    code: int = 0
+    failure: Failure | None = None
+
+
+class Goodbye(Message, frozen=True):
+    """Your leave has been noted."""
+
+
+class Value(Message, frozen=True):
+    """A value from the board."""
+
+    key: Key
+    value: bytes
+    generation: int
+
+
+class Told(Message, frozen=True):
+    """The cluster as JSON (a `covey.core.view.ClusterView`)."""
+
+    view: bytes
+
+
+FromNode = Register | RegisterAgent | Beat | Leave | Started | Exited | Put | Get | Ask | StopAsked
+FromScheduler = Welcome | Formed | Regrouped | Start | Refused | Stop | Goodbye | Value | Told

@@ -1,0 +1,169 @@
+"""The nouns: roles, nodes, members, agents, settings and records of a cluster."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    """What a node is for. The seeds' spellings (MS_WORKER, ...) live in `covey.settings`."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    PSERVER = "pserver"
+    SERVER = "server"
+
+
+class NodeState(StrEnum):
+    """waiting at the gate → alive → suspect → dead; or left, meant to go."""
+
+    WAITING = "waiting"
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+class Phase(StrEnum):
+    """Where the cluster as a whole stands."""
+
+    FORMING = "forming"
+    READY = "ready"
+    HEALING = "healing"
+    RETURNING = "returning"  # a restarted scheduler waits for its members to re-attach
+    ENDED = "ended"
+
+
+class ClusterSettings(msgspec.Struct, frozen=True):
+    """What the core needs to know of the effective settings. Seconds are floats; a negative limit never ends."""
+
+    worker_num: int
+    server_num: int = 0
+    recovery: bool = False
+    topo_timeout_s: float = 1800.0
+    node_timeout_s: float = 30.0
+    beats: bool = True
+    max_restarts: int = 0
+    grace_s: float = 10.0
+
+    def fingerprint(self) -> dict[str, str]:
+        """The settings in which every node must agree with the scheduler, under the names a user typed."""
+        return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
+
+    def wanted(self, role: Role) -> int:
+        if role is Role.WORKER:
+            return self.worker_num
+        return self.server_num if role in (Role.PSERVER, Role.SERVER) else 0
+
+
+class Host(msgspec.Struct, frozen=True):
+    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people."""
+
+    id: str
+    name: str
+    address: str
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a node is doing, as its last beat said."""
+
+    step: int = -1
+    phase: str = ""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """How one node ended, in a form fit for the report of the first failure."""
+
+    role: Role
+    node_id: str
+    rank: int
+    host: str
+    code: int  # as a shell would say it: 128 + n for signal n
+    reason: str
+    tail: list[str] = []  # its last log lines
+    others: list[str] = []  # what the other nodes were doing
+    log: str = ""
+
+
+class Member(msgspec.Struct):
+    """A node as the scheduler sees it."""
+
+    role: Role
+    node_id: str
+    life: str
+    host: Host
+    incarnation: int = 1
+    rank: int = -1
+    state: NodeState = NodeState.WAITING
+    link: int = 0  # the connection that speaks for it; 0 when there is none
+    agent: str = ""  # the agent whose child it is
+    joined_at: float = 0.0
+    beat_at: float = 0.0
+    progress: Progress = Progress()
+    restarts: int = 0
+    pid: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.node_id}"
+
+    @property
+    def present(self) -> bool:
+        return self.state in (NodeState.WAITING, NodeState.ALIVE, NodeState.SUSPECT)
+
+
+class Agent(msgspec.Struct):
+    """covey's process on a host: the parent of that host's workers."""
+
+    id: str
+    life: str
+    host: Host
+    slots: int
+    first_rank: int = -1  # claimed by --node-rank; -1: the scheduler decides
+    meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
+    log_dir: str = ""
+    link: int = 0
+    beat_at: float = 0.0
+
+
+class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
+    """One member, as the journal keeps it."""
+
+    role: Role
+    node_id: str
+    life: str
+    host: Host
+    incarnation: int
+    rank: int
+    state: NodeState
+    agent: str = ""
+    restarts: int = 0
+
+
+class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
+    """One agent, as the journal keeps it."""
+
+    id: str
+    life: str
+    host: Host
+    slots: int
+    first_rank: int
+    meet_port: int
+    log_dir: str
+
+
+class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
+    """The cluster as a whole, as the journal keeps it. `job` says whose journal this is."""
+
+    cluster_id: str
+    job: str
+    worker_num: int
+    server_num: int
+    phase: Phase
+    generation: int
+    restarts: int = 0
+
+
+Record = MemberRecord | AgentRecord | ClusterRecord

@@ -1,0 +1,29 @@
+"""What happens after a death: the plan and its reason.
+
+Until a healing strategy is configured there are three answers: wait for the place to be filled again (recovery is on),
+start everyone anew (torchrun's behaviour under --max-restarts), or end.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from covey.core.membership import Cluster
+from covey.core.model import Member, Role
+
+
+class After(StrEnum):
+    WAIT = "wait"
+    RESTART_ALL = "restart all"
+    END = "end"
+
+
+def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
+    """Decide what follows the death of one member."""
+    settings = cluster.settings
+    if settings.max_restarts > cluster.restarts and all(m.agent for m in cluster.of(Role.WORKER)):
+        count = cluster.restarts + 1
+        return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
+    if settings.recovery and not dead.agent:
+        return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
+    return After.END, "recovery is off" if not settings.max_restarts else "no restart is left"

@@ -1,0 +1,103 @@
+"""The cluster as people and programs may see it: read-only, complete, cheap to make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from covey.core.membership import Cluster
+from covey.core.model import Member, Phase, Role
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One node. `beat_age_s` is negative where the node has no beats of its own."""
+
+    role: Role
+    node_id: str
+    rank: int
+    host: str
+    address: str
+    state: str
+    alive: bool
+    step: int = -1
+    phase: str = ""
+    beat_age_s: float = -1.0
+    restarts: int = 0
+    incarnation: int = 1
+    pid: int = 0
+    agent: str = ""
+    log: str = ""
+
+
+class ClusterView(msgspec.Struct, frozen=True):
+    """The whole cluster, the scheduler included as a node."""
+
+    cluster_id: str
+    phase: Phase
+    reason: str
+    generation: int
+    worker_num: int
+    server_num: int
+    started_at: float  # wall clock, seconds since 1970
+    now: float
+    nodes: list[NodeView]
+    restarts: int = 0
+    address: str = ""
+    manage_port: int = 0
+    log_dir: str = ""
+    counters: dict[str, float] = {}
+
+
+# The seeds' words for the phases, as GET /state says them.
+SEED_STATES: dict[Phase, str] = {
+    Phase.FORMING: "CLUSTER_STARTING",
+    Phase.READY: "CLUSTER_READY",
+    Phase.HEALING: "NODE_TIMEOUT",
+    Phase.RETURNING: "CLUSTER_SCHEDULER_RECOVERY",
+    Phase.ENDED: "CLUSTER_EXIT",
+}
+
+
+def show(cluster: Cluster, *, scheduler: NodeView, started_at: float, wall: float, now: float, **more: Any) -> ClusterView:
+    """The view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times for people."""
+    nodes = [scheduler, *(_node(cluster, m, now) for m in sorted(cluster.members.values(), key=_order))]
+    return ClusterView(
+        cluster_id=cluster.cluster_id,
+        phase=cluster.phase,
+        reason=cluster.reason,
+        generation=cluster.generation,
+        worker_num=cluster.settings.worker_num,
+        server_num=cluster.settings.server_num,
+        started_at=started_at,
+        now=wall,
+        nodes=nodes,
+        restarts=cluster.restarts,
+        **more,
+    )
+
+
+def _order(member: Member) -> tuple[str, int, str]:
+    return (member.role, member.rank, member.node_id)
+
+
+def _node(cluster: Cluster, member: Member, now: float) -> NodeView:
+    agent = cluster.agents.get(member.agent)
+    heard = member.beat_at if member.life else (agent.beat_at if agent else 0.0)
+    return NodeView(
+        role=member.role,
+        node_id=member.node_id,
+        rank=member.rank,
+        host=member.host.name,
+        address=member.host.address,
+        state=str(member.state),
+        alive=member.present,
+        step=member.progress.step,
+        phase=member.progress.phase,
+        beat_age_s=max(0.0, now - heard) if heard else -1.0,
+        restarts=member.restarts,
+        incarnation=member.incarnation,
+        pid=member.pid,
+        agent=member.agent,
+        log=f"{agent.log_dir}/worker_{member.rank}.log" if agent and agent.log_dir and member.rank >= 0 else "",
+    )

@@ -1,0 +1,230 @@
+"""The agent's shell: covey's process on a host, parent of its workers.
+
+It brings its workers to the scheduler as places to fill, starts what it is told to start, and says who ended and how. A `Start`
+is what should run, not an order to run it: an agent that hears it again after a lost link has nothing to do, and one that hears
+of a newer generation ends what runs of the older one first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from covey.core.effects import Finish
+from covey.core.messages import Exited, FromScheduler, RegisterAgent, Start, Started, Stop, StopAsked, Welcome
+from covey.core.model import Failure
+from covey.errors import CoveyError, ExitCode
+from covey.node import host
+from covey.node.child import ChildSpec, Exit
+from covey.node.children import Children
+from covey.node.environment import worker_environment
+from covey.node.log import log
+from covey.node.runtime import Door, NodeRuntime, node_settings
+from covey.settings import Settings
+from covey.wire import address
+
+TAIL_LINES: Final = 20
+TAIL_BYTES: Final = 16 * 1024
+LINE_MAX: Final = 500
+
+
+class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What this host is to run."""
+
+    command: list[str]
+    world: int
+    slots: int
+    first_rank: int = -1
+    module: bool = False
+    python: bool = True
+    fork: bool = True
+    preload: list[str] = []
+    cwd: str
+    log_dir: str
+    log_name: str = "worker"
+    separate_stderr: bool = False
+    cores: dict[int, list[int]] = {}  # by local rank
+    job: str = ""
+    role_name: str = "default"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the run ended."""
+
+    code: int
+    reason: str
+    failure: Failure | None = None
+
+
+class Agent:
+    """One host's part of a run. `run` returns when it is over and no process of it is left."""
+
+    def __init__(self, job: AgentJob, settings: Settings, door: Door, environ: Mapping[str, str]) -> None:
+        self._job = job
+        self._settings = settings
+        self._door = door
+        self._environ = environ
+        self._children = Children(on_exit=self._child_exited, fork=job.fork, preload=job.preload)
+        self._runtime: NodeRuntime | None = None
+        self._running: dict[str, tuple[str, int]] = {}  # child's name → (node id, incarnation)
+        self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
+        self._generation = 0
+        self._work: asyncio.Queue[Start] = asyncio.Queue(maxsize=64)
+        self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.on_start: Callable[[Start], None] = lambda start: None
+
+    async def prepare(self) -> None:
+        """Start what takes longest, before anything else is done."""
+        await self._children.open()
+
+    async def run(self) -> Outcome:
+        settings, job = self._settings, self._job
+        wish = RegisterAgent(
+            agent=uuid.uuid4().hex[:12],
+            life=uuid.uuid4().hex,
+            host=host.here(settings.host_id, settings.worker_ip),
+            slots=job.slots,
+            first_rank=job.first_rank,
+            meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
+            log_dir=job.log_dir,
+            fingerprint={"MS_WORKER_NUM": str(job.world)},
+        )
+        self._runtime = NodeRuntime(
+            wish, node_settings(settings, self._door), self._door, deliver=self._deliver, finished=self._finished
+        )
+        starter = asyncio.create_task(self._start_what_is_wanted())
+        try:
+            outcome = await self._over
+        finally:
+            starter.cancel()
+            await asyncio.gather(starter, return_exceptions=True)
+            await self._children.end(None, grace_s=settings.grace_s)
+            await self._children.close()
+        return outcome
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended for this host."""
+        return self._over.done()
+
+    def stop(self, reason: str) -> None:
+        """Ask the scheduler to end the whole cluster; if it cannot be asked, end this host's part."""
+        assert self._runtime is not None
+        if not self._runtime.say(StopAsked(reason)):
+            self.settle(Outcome(ExitCode.STOPPED, reason))
+
+    def leave(self, number: int) -> None:
+        """This host is asked to go (SIGTERM): its workers are asked too, and have the grace period."""
+        assert self._runtime is not None
+        for name in self._running:
+            self._children.signal(name, number)
+        self._runtime.leave(128 + number, f"the agent was asked to leave ({signal.Signals(number).name})")
+
+    def abandon(self) -> None:
+        """End everything at once, in no order (the second Ctrl-C)."""
+        for name in list(self._running):
+            self._children.signal(name, signal.SIGKILL)
+        self.settle(Outcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
+
+    # -- what the scheduler says -------------------------------------------------------------------------------------
+
+    def _deliver(self, message: FromScheduler) -> None:
+        if isinstance(message, Start):
+            self._work.put_nowait(message)
+        elif isinstance(message, Welcome):
+            for exited in self._ended:
+                self._say(exited)
+
+    def _finished(self, finish: Finish) -> None:
+        failure = finish.message.failure if isinstance(finish.message, Stop) else None
+        self.settle(Outcome(finish.code, finish.reason, failure))
+
+    def settle(self, outcome: Outcome) -> None:
+        """The run is over for this host; the first word counts."""
+        if not self._over.done():
+            self._over.set_result(outcome)
+
+    # -- children ----------------------------------------------------------------------------------------------------
+
+    async def _start_what_is_wanted(self) -> None:
+        while True:
+            start = await self._work.get()
+            if start.generation <= self._generation:
+                continue
+            again = self._generation > 0
+            self._generation = start.generation
+            try:
+                if again:
+                    await self._replace()
+                await self._start(start, again)
+            except CoveyError as error:
+                self.settle(Outcome(error.exit_code, str(error)))
+
+    async def _replace(self) -> None:
+        running, self._running = self._running, {}
+        self._ended.clear()
+        await self._children.end(list(running), grace_s=self._settings.grace_s)
+
+    async def _start(self, start: Start, again: bool) -> None:
+        self.on_start(start)
+        for assignment in start.assignments:
+            name = f"worker:{assignment.node_id}"
+            self._running[name] = (assignment.node_id, assignment.incarnation)
+            spec = self._spec(name, start, assignment.rank, assignment.local_rank, again)
+            env = worker_environment(
+                self._environ, start, assignment, self._door, job=self._job.job, role_name=self._job.role_name
+            )
+            pid = await self._children.start(msgspec.structs.replace(spec, env=env))
+            self._say(Started(assignment.node_id, assignment.incarnation, pid))
+
+    def _spec(self, name: str, start: Start, rank: int, local_rank: int, again: bool) -> ChildSpec:
+        job = self._job
+        return ChildSpec(
+            name=name,
+            argv=job.command,
+            module=job.module,
+            python=job.python,
+            env={},
+            cwd=job.cwd,
+            log=self.log_path(rank),
+            log_err=self.log_path(rank).removesuffix(".log") + ".err.log" if job.separate_stderr else "",
+            append=again,
+            cores=job.cores.get(local_rank, []),
+        )
+
+    def log_path(self, rank: int) -> str:
+        """Where a rank's output goes: the number in the name is the rank."""
+        return str(Path(self._job.log_dir) / f"{self._job.log_name}_{rank}.log")
+
+    def _child_exited(self, ended: Exit) -> None:
+        if ended.name not in self._running:
+            return  # of a generation that is over
+        node_id, incarnation = self._running.pop(ended.name)
+        path = self.log_path(int(node_id))
+        tail = last_lines(path) if ended.code else []
+        said = Exited(node_id, incarnation, ended.code, ended.reason if ended.code else "", tail, path)
+        self._ended.append(said)
+        self._say(said)
+
+    def _say(self, message: Started | Exited) -> None:
+        assert self._runtime is not None
+        if not self._runtime.say(message):
+            log.debug("the scheduler is away; it will be told later: %s", message)
+
+
+def last_lines(path: str) -> list[str]:
+    """The end of a log, for the report of a failure."""
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError as error:
+        return [f"(no log: {error.strerror})"]
+    return [line[:LINE_MAX] for line in text.splitlines()[-TAIL_LINES:]]

@@ -1,0 +1,113 @@
+"""What happens in a forked child until the user's first line, so that the user's code wakes up in a fresh interpreter.
+
+The template has imported much and decided a little: thread counts, random states, the main module. Each of these is made here
+what it would be, had `python script.py` been typed. What libraries did while they were imported stays, their exit handlers
+and signal handlers included: their import in the child would have done the same, and the template has none of its own. The
+end, too, is the interpreter's own (threads joined, exit handlers run, files flushed, SystemExit read), since nothing of
+the template is left on the stack that could go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from covey.errors import ExitCode
+from covey.node import entry, kernel, lifeline
+from covey.node.child import ChildSpec
+from covey.node.threads import restore_threads
+
+
+_imported: list[str] = []  # by the template, before this child was forked
+
+
+def run(spec: ChildSpec) -> None:
+    """Become the process that the spec describes and run its code; raise what ends it."""
+    known = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
+    _imported[:] = [name for name in sys.modules if name.partition(".")[0] not in known]
+    restore_process(spec)
+    restore_libraries()
+    restore_interpreter(spec)
+    try:
+        main, code = entry.load_module(spec.argv[0]) if spec.module else entry.load_script(spec.argv[0])
+        exec(code, main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        begin_at_users_line(error)
+        raise
+
+
+def restore_process(spec: ChildSpec) -> None:
+    # An agent in the background has SIGINT ignored by its shell; who sends one to a child means it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(spec.env)
+    time.tzset()
+    if sentence := lifeline.bind(spec.cores):
+        entry.end(sentence, ExitCode.BAD_SETTING)
+    try:
+        os.chdir(spec.cwd)
+    except OSError as error:
+        entry.end(f"covey: cannot work in the folder {spec.cwd!r}: {error.strerror}", ExitCode.BAD_SETTING)
+
+
+def restore_libraries() -> None:
+    """Only those that are loaded: the rest finds the right environment when it comes."""
+    if random := sys.modules.get("random"):
+        random.seed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+    if tempfile := sys.modules.get("tempfile"):
+        tempfile.tempdir = None  # type: ignore[attr-defined]
+    if process := sys.modules.get("multiprocessing.process"):
+        process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
+        process.current_process().authkey = os.urandom(32)
+    restore_threads()
+
+
+def restore_interpreter(spec: ChildSpec) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    flags = ["-m"] if spec.module else []
+    sys.argv = [*(flags or spec.argv[:1]), *spec.argv[1:]]
+    sys.orig_argv = [sys.executable, *flags, *spec.argv]
+    kernel.show_command(sys.orig_argv)
+    for folder in reversed(spec.env.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+
+
+def set_imports_aside() -> None:
+    """Spare the interpreter, at its end, the taking apart of what the template had imported.
+
+    It would free every object of every module: for torch 0.2 s of computing, and a private copy of all the memory that was
+    shared until then. The interpreter begins its end by setting each module to None. Here it finds that done for these, and
+    what they hold has one reference too many to be freed. Must be the last of the exit handlers.
+    """
+    modules = [sys.modules.get(name) for name in _imported]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    sys.modules.update(dict.fromkeys(_imported))  # type: ignore[arg-type]
+
+
+def begin_at_users_line(error: BaseException) -> None:
+    """Let the interpreter print this error without the frames that led to the user's code."""
+    begin = error.__traceback__
+    while begin is not None and _is_ours(begin):
+        begin = begin.tb_next
+    print_it = sys.excepthook
+    sys.excepthook = lambda kind, value, _: print_it(kind, value.with_traceback(begin), begin)
+
+
+def _is_ours(step: TracebackType) -> bool:
+    name = step.tb_frame.f_code.co_filename
+    return name in (__file__, entry.__file__, importlib.util.__file__) or name.startswith("<frozen importlib")

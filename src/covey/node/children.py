@@ -1,0 +1,267 @@
+"""The processes of a host: starting, watching and ending children.
+
+Every child, forked or not, is this process's own child and leads a session of its own. Its death is an event (a pidfd in the
+loop), its exit code comes from the kernel, and with it dies all that is left of its process group, while the dead leader still
+holds the group's number. Orphans among the descendants become children of this process (it is their subreaper), and none is
+left behind: those of a dead child's session are killed at once, those that made a session of their own when the last child has
+ended. So whoever opens `Children` must start every process that has a session of its own through it, and must not wait for
+"any" child. Should this process be killed, the children's lifelines end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from covey.errors import CoveyError, ExitCode, StoreError, UsageError
+from covey.node import kernel, lifeline
+from covey.node.child import ChildSpec, Exit, exit_of
+from covey.node.keeper import Keeper
+from covey.node.lifeline import Lifeline
+
+__all__ = ["ChildSpec", "Children", "Exit"]
+
+KILL_S = 10.0  # a killed process is gone by then, unless the kernel itself holds it
+SWEEP_S = 5.0  # longest pause between two looks for orphans
+SWEEP_SOON_S = 0.01
+
+log = logging.getLogger("covey.agent")
+
+
+class Child:
+    """A living child, as its parent sees it."""
+
+    def __init__(self, name: str, pid: int, line: Lifeline) -> None:
+        self.name = name
+        self.pid = pid
+        self.line = line
+        self.pidfd = os.pidfd_open(pid)
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or become another user's: not ours to end
+            os.killpg(self.pid, number)
+
+
+class Children:
+    """All children of one agent. With `fork`, Python children are forked from a template that has imported `preload`."""
+
+    def __init__(self, *, on_exit: Callable[[Exit], None], fork: bool, preload: Sequence[str] = ()) -> None:
+        self._on_exit = on_exit
+        self._fork = fork
+        self._modules = list(preload)
+        self._keeper: Keeper | None = None
+        self._alive: dict[str, Child] = {}
+        self._starting: set[str] = set()
+        self._strangers: set[int] = set()  # processes this one had before, which are none of our business
+        self._ended_sessions: set[int] = set()  # of dead children, until nobody is left in them
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._is_open = False
+
+    @property
+    def template_pid(self) -> int:
+        """0 when there is no template, or none just now."""
+        return self._keeper.pid if self._keeper else 0
+
+    def pid(self, name: str) -> int:
+        """0 when there is no such child alive."""
+        return self._alive[name].pid if name in self._alive else 0
+
+    async def open(self) -> None:
+        """The template, where there is one, begins to import; nobody waits for it before the first `start`."""
+        self._strangers = {process.pid for process in psutil.Process().children()}
+        kernel.adopt_orphans(True)
+        self._is_open = True
+        if self._fork:
+            self._keeper = Keeper(self._modules)
+        self._sweep_in(SWEEP_S)
+
+    async def start(self, spec: ChildSpec) -> int:
+        """The pid of a child that leads its session and dies with this process."""
+        self._check(spec)
+        self._starting.add(spec.name)
+        try:
+            with open_outputs(spec) as outputs:
+                born = await self._keeper.fork(spec, outputs) if self._keeper and spec.python else None
+                return self._admit(spec.name, *(born or self._execute(spec, outputs)))
+        finally:
+            self._starting.discard(spec.name)
+
+    def _check_open(self, name: str) -> None:
+        if not self._is_open:
+            raise CoveyError(f"{name} is not started: everything is being ended", ExitCode.STOPPED)
+
+    def _check(self, spec: ChildSpec) -> None:
+        self._check_open(spec.name)
+        if spec.name in self._alive or spec.name in self._starting:
+            raise UsageError(f"{spec.name} runs already: end it first")
+        if not spec.argv or not spec.argv[0]:
+            raise UsageError(f"{spec.name} has nothing to run: name a script, a module or a command")
+        if not Path(spec.cwd).is_dir():
+            raise UsageError(f"{spec.name} cannot work in {spec.cwd!r}: there is no such folder")
+
+    def signal(self, name: str, number: int) -> None:
+        """To the child's whole process group. Nothing happens to a child that is over."""
+        if name in self._alive:
+            self._alive[name].signal_group(number)
+
+    async def end(self, names: Sequence[str] | None, *, grace_s: float) -> None:
+        """End these (None: all), first by asking. Those that are over already are fine."""
+        chosen = [child for child in self._alive.values() if names is None or child.name in names]
+        if grace_s > 0:
+            await signal_and_wait(chosen, signal.SIGTERM, grace_s)
+        for child in await signal_and_wait(chosen, signal.SIGKILL, KILL_S):
+            log.error("%s (pid %d) does not end although it was killed: the kernel holds it", child.name, child.pid)
+        await self._sweep_clean()
+
+    async def preload(self, names: Sequence[str]) -> None:
+        """Let the template import more, for later lives; returns when it has."""
+        if self._keeper:
+            await self._keeper.preload(names)
+
+    async def close(self) -> None:
+        """End everything at once, the template included."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._keeper:
+            await self._keeper.close()
+        await self.end(None, grace_s=0)
+        if self._sweep_timer:
+            self._sweep_timer.cancel()
+        kernel.adopt_orphans(False)
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _execute(self, spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline]:
+        self._check_open(spec.name)  # it may have been closed while the template was asked
+        return execute(spec, outputs)
+
+    def _admit(self, name: str, pid: int, line: Lifeline) -> int:
+        try:
+            self._check_open(name)
+            child = Child(name, pid, line)
+            asyncio.get_running_loop().add_reader(child.pidfd, self._died, child)
+        except BaseException:
+            line.close()  # which kills it
+            raise
+        self._alive[name] = child
+        self._ended_sessions.discard(pid)
+        return pid
+
+    def _died(self, child: Child) -> None:
+        asyncio.get_running_loop().remove_reader(child.pidfd)
+        os.close(child.pidfd)
+        child.signal_group(signal.SIGKILL)
+        _, status = os.waitpid(child.pid, 0)
+        child.line.close()
+        del self._alive[child.name]
+        self._ended_sessions.add(child.pid)
+        self._sweep_in(SWEEP_SOON_S)
+        child.gone.set_result(None)
+        self._on_exit(exit_of(child.name, child.pid, os.waitstatus_to_exitcode(status)))
+
+    # -- orphans -------------------------------------------------------------------------------------------------------
+
+    def _sweep_in(self, delay_s: float) -> None:
+        if self._sweep_timer:
+            self._sweep_timer.cancel()
+        self._sweep_timer = asyncio.get_running_loop().call_later(delay_s, self._sweep_again, delay_s)
+
+    def _sweep_again(self, delay_s: float) -> None:
+        self._sweep_in(min(2 * delay_s, SWEEP_S) if self._sweep() else SWEEP_S)
+
+    async def _sweep_clean(self) -> None:
+        for _ in range(int(KILL_S / SWEEP_SOON_S)):
+            if not self._sweep():
+                return
+            await asyncio.sleep(SWEEP_SOON_S)
+        log.error("descendants of ended children do not end although they were killed: the kernel holds them")
+
+    def _sweep(self) -> bool:
+        """Reap dead orphans and kill those that nobody living can want; whether some are still to go."""
+        doomed = set()
+        for pid, session in self._orphans():
+            is_leftover = session in self._ended_sessions
+            if self._starting and not is_leftover:  # it may be a child that is just being born
+                continue
+            if os.waitpid(pid, os.WNOHANG) == (0, 0) and (is_leftover or not self._alive):
+                doomed.add(session)
+                with contextlib.suppress(PermissionError):  # it became another user's
+                    os.kill(pid, signal.SIGKILL)
+        self._ended_sessions &= doomed
+        return bool(doomed)
+
+    def _orphans(self) -> Iterator[tuple[int, int]]:
+        """Adopted processes with their sessions, dead or alive."""
+        ours = {child.pid for child in self._alive.values()} | self._strangers | {self.template_pid}
+        for process in psutil.Process().children():
+            with contextlib.suppress(ProcessLookupError):
+                if process.pid not in ours and (session := os.getsid(process.pid)) != os.getsid(0):
+                    yield process.pid, session
+
+
+async def signal_and_wait(chosen: Sequence[Child], number: int, limit_s: float) -> list[Child]:
+    """Signal the groups of those that live, and wait for the leaders; who is still there at the limit."""
+    living = [child for child in chosen if not child.gone.done()]
+    for child in living:
+        child.signal_group(number)
+    if living:
+        await asyncio.wait([child.gone for child in living], timeout=limit_s)
+    return [child for child in living if not child.gone.done()]
+
+
+@contextlib.contextmanager
+def open_outputs(spec: ChildSpec) -> Iterator[list[int]]:
+    """The child's log, and the one of its stderr where that is another."""
+    mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if spec.append else os.O_TRUNC)
+    fds: list[int] = []
+    try:
+        for path in filter(None, (spec.log, spec.log_err)):
+            try:
+                fds.append(os.open(path, mode, 0o644))
+            except OSError as error:
+                raise StoreError(f"the log {path!r} of {spec.name} cannot be written: {error.strerror}") from error
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def command_of(spec: ChildSpec) -> list[str]:
+    """What a child by exec becomes. Unbuffered, as a line-buffered log would be: the last lines of a killed rank count."""
+    if not spec.python:
+        return spec.argv
+    return [sys.executable, "-u", *(["-m"] if spec.module else []), *spec.argv]
+
+
+def execute(spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline]:
+    """A child by exec, through `lifeline` as a program, which leads its session from its first instruction on."""
+    line = Lifeline()
+    launch = [sys.executable, "-I", "-S", lifeline.__file__, str(line.read_end), ",".join(map(str, spec.cores))]
+    try:
+        process = subprocess.Popen(
+            launch + command_of(spec),
+            env=spec.env,
+            cwd=spec.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=outputs[0],
+            stderr=outputs[-1],
+            pass_fds=[line.read_end],
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        line.close()
+        raise CoveyError(f"{spec.name} cannot be started: {error}") from error
+    process.returncode = 0  # its end is read from the kernel by `Children`, and by nobody else
+    line.hand_over()
+    return process.pid, line

@@ -1,0 +1,50 @@
+"""The environment of a worker: torchrun's variables and the seeds', both complete, so that either kind of script is at home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from covey.core.messages import Assignment, Start
+from covey.node.runtime import Door
+
+
+def worker_environment(
+    base: Mapping[str, str], start: Start, assignment: Assignment, door: Door, *, job: str, role_name: str
+) -> dict[str, str]:
+    """What one worker wakes up with. `base` is the agent's own environment and what the options added to it."""
+    found = dict(base)
+    rank, world, local = str(assignment.rank), str(start.world), str(assignment.local_rank)
+    if start.local_world > 1:
+        found.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: several ranks share the cores
+    found.update(
+        # torchrun's
+        RANK=rank,
+        WORLD_SIZE=world,
+        LOCAL_RANK=local,
+        LOCAL_WORLD_SIZE=str(start.local_world),
+        GROUP_RANK=str(start.host_index),
+        GROUP_WORLD_SIZE=str(start.host_count),
+        ROLE_RANK=rank,
+        ROLE_WORLD_SIZE=world,
+        ROLE_NAME=role_name,
+        MASTER_ADDR=start.master_address,
+        MASTER_PORT=str(start.master_port),
+        TORCHELASTIC_RESTART_COUNT=str(start.restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(start.max_restarts),
+        TORCHELASTIC_RUN_ID=job or "none",
+        TORCHELASTIC_USE_AGENT_STORE="False",
+        # the seeds'
+        MS_ROLE="MS_WORKER",
+        MS_SCHED_HOST=door.host,
+        MS_SCHED_PORT=str(door.port),
+        MS_WORKER_NUM=world,
+        MS_NODE_ID=assignment.node_id,
+        RANK_ID=rank,
+        RANK_SIZE=world,
+        DEVICE_ID=local,
+        # ours
+        COVEY_INCARNATION=str(assignment.incarnation),
+    )
+    if door.secret:
+        found["COVEY_SECRET"] = door.secret
+    return found

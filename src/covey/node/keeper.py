@@ -1,0 +1,303 @@
+"""The agent's side of the template: start it, keep it up, ask it for forks.
+
+One `TemplateLife` is one process with one socket, on which at most one order is open. `Keeper` replaces a life that is over:
+at once when it had lived, with growing pauses when lives are short, and not at all after the fifth short one. From then on
+children are started by exec, which is slower and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from covey.errors import CoveyError, UsageError
+from covey.node import template
+from covey.node.child import (
+    PACKET_MAX,
+    ChildSpec,
+    Fork,
+    Forked,
+    Import,
+    Imported,
+    NotForked,
+    Order,
+    Reply,
+    encode_spec,
+)
+from covey.node.lifeline import Lifeline
+
+IMPORT_S = 300.0  # limit of one import order
+FORK_S = 60.0  # limit of one fork order
+SHORT_LIFE_S = 30.0  # a template that ends sooner has failed
+SHORT_LIVES_MAX = 5
+FORK_TRIES = 5  # each with another template
+MODULES_MAX = 200
+SAID_MAX = 2000  # characters of what a template printed
+
+log = logging.getLogger("covey.agent")
+
+
+def pause_after(short_lives: int) -> float | None:
+    """Seconds until the next template after so many short lives in a row; None: no more templates."""
+    if short_lives >= SHORT_LIVES_MAX:
+        return None
+    return 0.0 if short_lives <= 1 else 0.1 * 2 ** (short_lives - 2)
+
+
+class TemplateOver(Exception):
+    """The template ended before it replied."""
+
+
+class TemplateLife:
+    """One template process. Its orders are answered one after the other; its end is an event."""
+
+    def __init__(self) -> None:
+        self.replaced = False  # ended by us, for the sake of one module
+        self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how it ended
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._reply: asyncio.Future[Reply] | None = None
+        self._said = os.memfd_create("covey-template")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        try:
+            process = subprocess.Popen(
+                template.command(theirs.fileno()),
+                env={**os.environ, **template.ONE_THREAD},
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the agent to hear
+            )
+        except OSError:
+            self._socket.close()
+            os.close(self._said)
+            raise
+        finally:
+            theirs.close()
+        self.pid = process.pid
+        process.returncode = 0  # reaped by us, so that nobody else may
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+        self._loop.add_reader(self._socket, self._heard)
+
+    async def ask(self, order: Order, fds: Sequence[int] = (), *, limit_s: float) -> Reply:
+        """Raises TemplateOver. A caller that gives up early does not disturb the next: the turn ends with the reply."""
+        # Copies, since the turn may come when the caller has closed its own and their numbers mean something else.
+        copies = [os.dup(fd) for fd in fds]
+        return await asyncio.shield(asyncio.ensure_future(self._take_turn(order, copies, limit_s)))
+
+    async def _take_turn(self, order: Order, fds: Sequence[int], limit_s: float) -> Reply:
+        try:
+            async with self._turn:
+                return await self._ask(order, fds, limit_s)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    async def _ask(self, order: Order, fds: Sequence[int], limit_s: float) -> Reply:
+        if self.over.done():
+            raise TemplateOver
+        self._reply = self._loop.create_future()
+        try:
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(order)], fds)
+            return await asyncio.wait_for(self._reply, limit_s)
+        except (OSError, msgspec.MsgspecError) as error:  # a TimeoutError is an OSError
+            if self.over.done():
+                raise TemplateOver from error
+            log.warning("the template (pid %d) is ended: %s failed (%s)", self.pid, order, error or "no reply in time")
+            self.kill()
+            raise TemplateOver from error
+        finally:
+            self._reply = None
+
+    def _heard(self) -> None:
+        try:
+            packet = self._socket.recv(PACKET_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:  # its end comes by the pidfd
+            self._loop.remove_reader(self._socket)
+        elif self._reply is not None and not self._reply.done():
+            try:
+                self._reply.set_result(msgspec.msgpack.decode(packet, type=Reply))
+            except msgspec.MsgspecError as error:
+                self._reply.set_exception(error)
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        self._heard()  # its last word may still be in the socket
+        self._loop.remove_reader(self._socket)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(TemplateOver())
+        code = os.waitstatus_to_exitcode(status)
+        said = self.said()
+        self.over.set_result(f"exit code {code}" + (f", after saying: {said}" if said else ""))
+        self._socket.close()
+        os.close(self._said)
+        os.close(self._pidfd)
+
+    def said(self) -> str:
+        """The end of what it and its imports have printed."""
+        size = os.fstat(self._said).st_size
+        return os.pread(self._said, SAID_MAX, max(0, size - SAID_MAX)).decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        if not self.over.done():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Keeper:
+    """Keeps one template alive, with the wanted modules imported."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._modules = list(dict.fromkeys(modules))[:MODULES_MAX]
+        self._life: TemplateLife | None = None
+        self._ready: asyncio.Future[TemplateLife | None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+
+    @property
+    def pid(self) -> int:
+        """The living template's; 0 when there is none."""
+        return 0 if self._life is None or self._life.over.done() else self._life.pid
+
+    async def fork(self, spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
+        """A child of this process, or None when there is no template to fork it from."""
+        with open_memory(encode_spec(spec)) as data:
+            for _ in range(FORK_TRIES):
+                life = await self._ready_life()
+                if life is None:
+                    return None
+                line = Lifeline()
+                try:
+                    reply = await life.ask(Fork(), [data, line.read_end, *outputs], limit_s=FORK_S)
+                except BaseException as error:
+                    line.close()  # if the child was born all the same, this ends it
+                    if not isinstance(error, TemplateOver):
+                        raise
+                    continue
+                if isinstance(reply, Forked):
+                    line.hand_over()
+                    return reply.pid, line
+                line.close()
+                self._not_forked(spec.name, life, reply)
+        return None
+
+    def _not_forked(self, name: str, life: TemplateLife, reply: Reply) -> None:
+        reason = reply.reason if isinstance(reply, NotForked) else f"it answered {type(reply).__name__}"
+        if not isinstance(reply, NotForked) or reply.spoiled:
+            log.warning("the template (pid %d) cannot be forked any more (%s): it is replaced", life.pid, reason)
+            life.kill()
+        else:
+            raise CoveyError(f"{name} cannot be forked: {reason}")
+
+    async def preload(self, names: Sequence[str]) -> None:
+        """Import more, now and in every later template."""
+        new = [name for name in dict.fromkeys(names) if name not in self._modules]
+        if len(self._modules) + len(new) > MODULES_MAX:
+            raise UsageError(f"the template imports at most {MODULES_MAX} modules: leave out some of {', '.join(new)}")
+        self._modules += new
+        life = await self._ready_life()
+        if life is not None and new:
+            await self._import(life, new)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        if self._life is not None:
+            self._life.kill()
+            await self._life.over
+        self._renew()
+        self._ready.set_result(None)
+
+    # -- one life after the other ----------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        short_lives = 0
+        while (pause := pause_after(short_lives)) is not None:
+            await asyncio.sleep(pause)
+            began = time.monotonic()
+            how = await self._live()
+            self._renew()
+            if how is None:
+                continue
+            short_lives = short_lives + 1 if time.monotonic() - began < SHORT_LIFE_S else 1
+            log.warning("the template ended (%s): no child is hurt by that, and it is started again", how)
+        log.error("the template failed %d times: children are started by exec from now on", short_lives)
+        self._ready.set_result(None)
+
+    async def _live(self) -> str | None:
+        """From start to end; how it ended, or None when it was replaced for the sake of one module."""
+        try:
+            life = self._life = TemplateLife()
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
+        await self._import(life, self._modules)
+        if not life.over.done():
+            if said := life.said():
+                log.info("the template said: %s", said)
+            self._ready.set_result(life)
+        how = await asyncio.shield(life.over)
+        return None if life.replaced else how
+
+    def _renew(self) -> None:
+        if self._ready.done():
+            self._ready = asyncio.get_running_loop().create_future()
+
+    async def _ready_life(self) -> TemplateLife | None:
+        while True:
+            life = await asyncio.shield(self._ready)
+            if life is None or not life.over.done():
+                return life
+            await asyncio.sleep(0)  # its end is known and `_keep` will hear of it in this very turn
+
+    async def _import(self, life: TemplateLife, names: Sequence[str]) -> None:
+        try:
+            reply = await life.ask(Import(list(names)), limit_s=IMPORT_S)
+        except TemplateOver:
+            return
+        if not isinstance(reply, Imported):
+            life.kill()
+            return
+        for name, reason in reply.failed.items():
+            log.warning("the template goes on without %s, which cannot be imported (%s)", name, reason)
+            self._forget(name)
+        if reply.culprit:
+            log.warning(
+                "importing %s in the template is impossible, because %s: it is left to the children",
+                reply.culprit,
+                reply.reason,
+            )
+            self._forget(reply.culprit)
+            life.replaced = True
+            life.kill()
+
+    def _forget(self, name: str) -> None:
+        if name in self._modules:
+            self._modules.remove(name)
+
+
+@contextlib.contextmanager
+def open_memory(data: bytes) -> Iterator[int]:
+    """A descriptor to read `data` from: it may be larger than a packet."""
+    fd = os.memfd_create("covey-spec")
+    try:
+        with open(os.dup(fd), "wb") as file:  # noqa: PTH123 (a descriptor has no path)
+            file.write(data)
+        yield fd
+    finally:
+        os.close(fd)

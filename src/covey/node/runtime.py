@@ -1,0 +1,160 @@
+"""Runs a node's machine in an event loop: the shell shared by workers and agents."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
+from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Ticked
+from covey.core.messages import Beat, FromScheduler, Message, Register, RegisterAgent
+from covey.core.model import Progress
+from covey.core.node import NodeMachine, NodeSettings
+from covey.errors import PeerError
+from covey.node.log import tell
+from covey.settings import Settings
+from covey.wire import address
+from covey.wire.link import Link, connect
+
+TIMER_MAX_S: Final = 3600.0
+
+
+class Door(msgspec.Struct, frozen=True):
+    """Where the scheduler is and what opens it."""
+
+    host: str
+    port: int
+    secret: str = ""
+    context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
+
+    @property
+    def name(self) -> str:
+        return address.join(self.host, self.port)
+
+
+def node_settings(settings: Settings, door: Door) -> NodeSettings:
+    """What a node's machine needs of the effective settings."""
+    return NodeSettings(
+        address=door.name,
+        topo_timeout_s=settings.topo_timeout_s,
+        node_timeout_s=settings.node_timeout_s,
+        receive_timeout_s=settings.receive_timeout_s,
+        retry_lower_s=settings.retry_lower_s,
+        retry_upper_s=settings.retry_upper_s,
+        recovery=settings.recovery,
+        beats=not settings.disable_heartbeat,
+    )
+
+
+class NodeRuntime:
+    """Carries facts to a `NodeMachine` and its wishes to a link. Everything here runs in one loop."""
+
+    def __init__(
+        self,
+        wish: Register | RegisterAgent,
+        settings: NodeSettings,
+        door: Door,
+        *,
+        deliver: Callable[[FromScheduler], None],
+        finished: Callable[[Finish], None],
+        progress: Callable[[], Progress] = Progress,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._door = door
+        self._deliver = deliver
+        self._finished = finished
+        self._progress = progress
+        self._link: Link | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self.address = wish.host.address  # by which others reach this node: MS_WORKER_IP, else that of the link
+        self._fixed_address = bool(wish.host.address)
+        self._machine = NodeMachine(wish, settings, jitter=random.random, now=self._loop.time())
+        self._do(Ticked())
+
+    @property
+    def member(self) -> Register | RegisterAgent:
+        """The registration as it stands: identity, and what the cluster gave."""
+        return self._machine.wish
+
+    def leave(self, code: int = 0, reason: str = "") -> None:
+        """Say goodbye; `finished` follows."""
+        self._do(LeaveAsked(code, reason))
+
+    def say(self, message: Message) -> bool:
+        """Send to the scheduler if it can be reached now."""
+        if self._link is None:
+            return False
+        self._link.send(message)
+        return True
+
+    def descriptor(self) -> int:
+        """The link's file descriptor, -1 if there is none: a forked child must close it."""
+        return self._link.fileno() if self._link is not None else -1
+
+    def _do(self, event: NodeEvent) -> None:
+        for effect in self._machine.step(event, self._loop.time()):
+            self._carry_out(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        wait = min(max(self._machine.due - self._loop.time(), 0.0), TIMER_MAX_S)
+        self._timer = self._loop.call_later(wait, self._do, Ticked()) if self._machine.due < float("inf") else None
+
+    def _carry_out(self, effect: NodeEffect) -> None:
+        if isinstance(effect, Connect):
+            self._connecting = self._loop.create_task(self._connect())
+        elif isinstance(effect, Send):
+            self.say(self._with_address(effect.message))
+        elif isinstance(effect, SendBeat):
+            self.say(Beat(self._progress()))
+        elif isinstance(effect, Deliver):
+            self._deliver(effect.message)
+        elif isinstance(effect, Publish):
+            tell(effect)
+        elif isinstance(effect, Close):
+            link, self._link = self._link, None
+            if link is not None:
+                link.close()
+        else:
+            self._finished(effect)
+
+    async def _connect(self) -> None:
+        door = self._door
+        try:
+            await connect(
+                door.host,
+                door.port,
+                door.secret,
+                door.context,
+                on_open=self._opened,
+                on_message=self._heard,
+                on_close=self._closed,
+            )
+        except PeerError as error:
+            self._do(LinkLost(str(error)))
+
+    def _opened(self, link: Link) -> None:
+        self._link = link
+        if not self._fixed_address:
+            self.address = link.local_address()
+        self._do(LinkMade())
+
+    def _heard(self, link: Link, message: Any) -> None:
+        if link is self._link:
+            self._do(Heard(message))
+
+    def _closed(self, link: Link, reason: str) -> None:
+        if link is self._link or self._link is None:
+            self._link = None
+            self._do(LinkLost(reason))
+
+    def _with_address(self, message: Message) -> Message:
+        """Registrations carry the address by which the scheduler was reached, unless MS_WORKER_IP names one."""
+        if isinstance(message, Register | RegisterAgent):
+            host = msgspec.structs.replace(message.host, address=self.address)
+            return msgspec.structs.replace(message, host=host)
+        return message

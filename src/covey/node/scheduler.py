@@ -1,0 +1,274 @@
+"""The scheduler's shell: sockets, journal and clock around `core.machine.Machine`.
+
+One loop, one turn at a time: what arrived is stepped through the machine, its wishes are collected, and at the end of the turn
+the records are committed in one transaction before anything is sent. When the disk refuses, nothing new is promised: wishes
+wait in order, the commit is tried again every second, and beats go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
+from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.machine import Machine
+from covey.core.messages import Ask, StopAsked, Told
+from covey.core.model import ClusterSettings, Phase, Role
+from covey.core.view import ClusterView, NodeView, show
+from covey.errors import StoreError
+from covey.node.log import log, tell
+from covey.node.report import failure_report
+from covey.store.journal import Journal
+from covey.wire.link import Link, listen
+
+TICK_S: Final = 0.25
+RETRY_DISK_S: Final = 1.0
+WAITING_EFFECTS_MAX: Final = 1_000_000
+FOLLOWERS_MAX: Final = 64
+STRANGERS_LOGGED_MAX: Final = 20  # per minute; the rest are counted
+GOODBYE_S: Final = 5.0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What the scheduler is called and where it can be found: for views and the registry."""
+
+    address: str
+    host: str
+    node_id: str = "sched"
+    manage_port: int = 0
+    log_dir: str = ""
+    job: str = ""
+
+
+class Scheduler:
+    """One cluster's scheduler. `run` returns the code the process should end with."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        place: Place,
+        *,
+        cluster_id: str,
+        secret: str = "",
+        context: Any = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.place = place
+        self.cluster_id = cluster_id
+        self._settings = settings
+        self._secret = secret
+        self._context = context
+        self._journal = journal
+        self._links: dict[int, Link] = {}
+        self._last_link = 0
+        self._followers: dict[int, bytes] = {}
+        self._wishes: collections.deque[SchedulerEffect] = collections.deque()
+        self._turn: asyncio.Handle | None = None
+        self._stuck = ""
+        self._strangers: collections.Counter[int] = collections.Counter()
+        self._started_at = time.time()
+        self._ended: asyncio.Future[End] | None = None
+        self._machine: Machine | None = None
+
+    @property
+    def machine(self) -> Machine:
+        assert self._machine is not None, "the scheduler is not running yet"
+        return self._machine
+
+    async def run(self, sockets: list[socket.socket]) -> End:
+        """Serve until the cluster has ended."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        self._machine = Machine(self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time())
+        records = self._journal.read() if self._journal is not None else ()
+        self._step(Restored(records))
+        self.cluster_id = self._machine.cluster.cluster_id
+        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        servers = await listen(sockets, self._secret, self._context, **calls)
+        ticker = loop.create_task(self._tick())
+        try:
+            end = await self._ended
+            await self._let_go(end)
+        finally:
+            ticker.cancel()
+            for server in servers:
+                server.close()
+            for link in list(self._links.values()):
+                link.abort("the scheduler ended")
+        return end
+
+    def stop(self, reason: str) -> None:
+        """End the cluster in order."""
+        self._step(Heard(StopAsked(reason)))
+
+    def view(self) -> ClusterView:
+        """The cluster as it is now."""
+        place = self.place
+        me = NodeView(
+            role=Role.SCHEDULER,
+            node_id=place.node_id,
+            rank=0,
+            host=place.host,
+            address=place.address,
+            state="alive",
+            alive=True,
+            pid=os.getpid(),
+        )
+        return show(
+            self.machine.cluster,
+            scheduler=me,
+            started_at=self._started_at,
+            wall=time.time(),
+            now=asyncio.get_running_loop().time(),
+            address=place.address,
+            manage_port=place.manage_port,
+            log_dir=place.log_dir,
+            counters=self.machine.counters | {"links": float(len(self._links))},
+        )
+
+    # -- facts in ----------------------------------------------------------------------------------------------------
+
+    def _opened(self, link: Link) -> None:
+        self._last_link += 1
+        link.id = self._last_link
+        self._links[link.id] = link
+
+    def _heard(self, link: Link, message: Any) -> None:
+        if isinstance(message, Ask):
+            self._show(link, message)
+        else:
+            self._step(Heard(message, link.id))
+
+    def _closed(self, link: Link, reason: str) -> None:
+        if not link.id:
+            return self._stranger(link, reason)
+        del self._links[link.id]
+        self._followers.pop(link.id, None)
+        return self._step(LinkLost(reason, link.id))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._step(Ticked())
+            self._tell_followers()
+
+    def _step(self, event: SchedulerEvent) -> None:
+        loop = asyncio.get_running_loop()
+        self._wishes.extend(self.machine.step(event, loop.time()))
+        if len(self._wishes) > WAITING_EFFECTS_MAX:
+            raise StoreError("the disk has refused for too long: more wishes wait for it than can be kept")
+        if self._wishes and self._turn is None:
+            self._turn = loop.call_soon(self._end_turn)
+
+    # -- wishes out --------------------------------------------------------------------------------------------------
+
+    def _end_turn(self) -> None:
+        self._turn = None
+        loop = asyncio.get_running_loop()
+        try:
+            self._commit([wish.record for wish in self._wishes if isinstance(wish, Persist)])
+        except StoreError as error:
+            if not self._stuck:
+                log.error("%s", error)
+            self._stuck = str(error)
+            self._turn = loop.call_later(RETRY_DISK_S, self._end_turn)
+            return
+        if self._stuck:
+            self._stuck = ""
+            log.warning("the journal can be written again: what waited is carried out now")
+        wishes, self._wishes = self._wishes, collections.deque()
+        for wish in wishes:
+            self._carry_out(wish)
+
+    def _commit(self, records: list[Any]) -> None:
+        if self._journal is not None and records:
+            self._journal.commit(records)
+
+    def _carry_out(self, wish: SchedulerEffect) -> None:
+        if isinstance(wish, Send):
+            link = self._links.get(wish.link)
+            if link is not None:
+                link.send(wish.message)
+        elif isinstance(wish, Close):
+            link = self._links.get(wish.link)
+            if link is not None:
+                link.close()
+        elif isinstance(wish, Publish):
+            tell(wish)
+            if self._journal is not None:
+                self._journal.note(wish)
+        elif isinstance(wish, End):
+            assert self._ended is not None
+            if not self._ended.done():
+                self._ended.set_result(wish)
+
+    async def _let_go(self, end: End) -> None:
+        """Members and agents have been told: give them the time to end, then close."""
+        if end.failure is not None:
+            for line in failure_report(end.failure):
+                log.error("%s", line)
+        self._tell_followers()
+        deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
+        while self._links and asyncio.get_running_loop().time() < deadline:
+            for link_id in list(self._followers):
+                self._links[link_id].close("the cluster ended")
+            await asyncio.sleep(0.01)
+
+    # -- visitors and strangers --------------------------------------------------------------------------------------
+
+    def _show(self, link: Link, ask: Ask) -> None:
+        view = msgspec.json.encode(self.view())
+        link.send(Told(view))
+        if ask.follow and len(self._followers) < FOLLOWERS_MAX:
+            self._followers[link.id] = view
+
+    def _tell_followers(self) -> None:
+        if not self._followers:
+            return
+        view = msgspec.json.encode(self.view())
+        for link_id in list(self._followers):
+            self._links[link_id].send(Told(view))
+
+    def _stranger(self, link: Link, reason: str) -> None:
+        """Somebody who never became a peer: say so, a limited number of times, and go on."""
+        minute = int(time.monotonic() // 60)
+        self._strangers[minute] += 1
+        self.machine.counters["strangers"] = self.machine.counters.get("strangers", 0) + 1
+        if self._strangers[minute] <= STRANGERS_LOGGED_MAX:
+            tell(Publish(f"connection from {link.peer}", "turned away", reason, Level.WARNING))
+        for old in [m for m in self._strangers if m < minute]:
+            del self._strangers[old]
+
+
+def raise_file_limit() -> None:
+    """One descriptor per node: take as many as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def exit_now(code: int) -> None:
+    """End this process without returning to the program: it must never run training code in the scheduler's place."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def on_signal(scheduler: Scheduler, number: int, recovery: bool) -> None:
+    """SIGINT ends the cluster; so does SIGTERM, unless recovery is on: then only this process goes, to come back."""
+    name = signal.Signals(number).name
+    if number == signal.SIGTERM and recovery and scheduler.machine.cluster.phase is not Phase.ENDED:
+        log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
+        exit_now(128 + number)
+    scheduler.stop(f"the scheduler received {name}")

@@ -1,0 +1,108 @@
+"""The scheduler as a child of the agent on its host: started, watched, and started again from its journal if it dies.
+
+The agent keeps the listening sockets open, so while the scheduler is away its nodes' connections wait at the door instead of
+being refused, and nobody else can take the port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from covey.errors import ExitCode
+from covey.node import kernel
+from covey.node.log import log
+from covey.node.serve import SOCKETS_VARIABLE, Sockets
+
+RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
+STEADY_S: Final = 60.0
+
+
+class SchedulerProcess:
+    """`over` says whether its end is expected; `gave_up` is called when it cannot be kept alive."""
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        environ: Mapping[str, str],
+        log_path: Path,
+        *,
+        over: Callable[[], bool],
+        gave_up: Callable[[int, str], None],
+    ) -> None:
+        self._sockets = sockets
+        self._environ = environ
+        self._log_path = log_path
+        self._over = over
+        self._gave_up = gave_up
+        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> None:
+        """Start it and watch it from now on."""
+        await self._spawn()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def stop(self, wait_s: float) -> None:
+        """The cluster has ended: let it go by itself, then make it."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._process is None or self._process.returncode is not None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), wait_s)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _spawn(self) -> None:
+        agent = os.getpid()
+        groups = (self._sockets.cluster, self._sockets.manage)
+        numbers = [[sock.fileno() for sock in group] for group in groups]
+        words = ";".join(",".join(map(str, group)) for group in numbers)
+
+        def in_child() -> None:
+            os.setsid()  # Ctrl-C is the agent's to hear
+            kernel.die_with(agent)
+
+        with self._log_path.open("ab") as file:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "covey.node.serve",
+                env={**self._environ, SOCKETS_VARIABLE: words},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                pass_fds=[number for group in numbers for number in group],
+                preexec_fn=in_child,
+            )
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        quick = 0
+        while True:
+            assert self._process is not None
+            started = loop.time()
+            code = await self._process.wait()
+            if self._over():
+                return None
+            if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
+                return self._gave_up(code, f"the scheduler ended with code {code}: see {self._log_path}")
+            quick = quick + 1 if loop.time() - started < STEADY_S else 1
+            word = signal.Signals(-code).name if code < 0 else f"code {code}"
+            if quick > RESTARTS_MAX:
+                return self._gave_up(
+                    ExitCode.SCHEDULER_LOST, f"the scheduler died {quick} times ({word}): see {self._log_path}"
+                )
+            log.warning("the scheduler ended (%s) and is started again from its journal", word)
+            await self._spawn()

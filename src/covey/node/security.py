@@ -1,0 +1,45 @@
+"""What lets a process into a cluster: the join secret and the TLS identities, found from the settings."""
+
+from __future__ import annotations
+
+import ssl
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from covey import context
+from covey.node.log import log
+from covey.settings import Settings
+from covey.store import secret
+from covey.wire import tls
+from covey.wire.address import is_loopback
+
+
+class Security(NamedTuple):
+    """Ready to use by either side."""
+
+    secret: str = ""
+    server: ssl.SSLContext | None = None
+    client: ssl.SSLContext | None = None
+
+
+def find(settings: Settings, *, listens_at: str = "") -> Security:
+    """`listens_at` is where a scheduler will listen: beyond loopback it must have a secret, which is made if there is none."""
+    beyond = bool(listens_at) and not is_loopback(listens_at)
+    if listens_at and not beyond:
+        join_secret = settings.secret  # a loopback cluster asks for a secret only where one was given
+    else:
+        join_secret = secret.find(settings.secret, settings.secret_file, make=beyond)
+    config = settings.tls_config or (context.get_ps_context("config_file_path") if context.get_ps_context("enable_ssl") else "")
+    if not config:
+        return Security(join_secret)
+    contexts = tls.build(
+        tls.read_config(str(config)),
+        server_password=settings.tls_server_password or str(context.get_ps_context("server_password")),
+        client_password=settings.tls_client_password or str(context.get_ps_context("client_password")),
+        now=datetime.now(UTC),
+    )
+    for warning in contexts.warnings:
+        log.warning("%s", warning)
+    if beyond:
+        log.warning("the control link is encrypted; the tensors that gloo exchanges between workers are not")
+    return Security(join_secret, contexts.server, contexts.client)

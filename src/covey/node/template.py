@@ -1,0 +1,179 @@
+"""The template: a process that has imported and never computed, from which an agent's workers are forked.
+
+It is a small server on a socket to its agent: one order, one reply, nothing in between. To be forked safely it must be the
+only thread of its process and have no process of its own, so it looks before every fork, and after every import to know the
+culprit. A child is forked twice: the one in between ends at once, which makes the agent the child's parent. So the agent
+learns every exit by itself, and the death of the template touches nobody.
+
+In the child, `serve` returns: the template's stack is unwound and the interpreter's own end is the child's end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from covey.node import bootstrap, kernel, lifeline
+from covey.node.child import (
+    PACKET_MAX,
+    REASON_MAX,
+    SPEC_MAX,
+    ChildSpec,
+    Forked,
+    Import,
+    Imported,
+    NotForked,
+    Order,
+    Reply,
+    decode_spec,
+)
+
+# Set before anything is imported: numpy starts its pool of threads at import. The child gets its own values back.
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM")}
+FDS_MAX = 4
+PID_SIZE = 8  # bytes; any other length is a reason in words
+THREAD_END_S = 0.5  # a thread that was joined may be visible a moment longer
+
+
+def main(fd: int, parent: int) -> None:
+    """The whole life of the template, and of each child forked from it."""
+    kernel.die_with(parent)
+    kernel.show_command(["covey: template"])
+    atexit.register(bootstrap.set_imports_aside)  # first to come, last to run
+    spec = serve(socket.socket(fileno=fd))
+    if spec is not None:
+        bootstrap.run(spec)
+
+
+def serve(agent: socket.socket) -> ChildSpec | None:
+    """Obey until the agent hangs up (None); in a child, return what it is to become."""
+    while True:
+        packet, fds, _, _ = socket.recv_fds(agent, PACKET_MAX, FDS_MAX)
+        if not packet:
+            return None
+        order: Order = msgspec.msgpack.decode(packet, type=Order)
+        reply: Reply | ChildSpec
+        if isinstance(order, Import):
+            reply = import_all(order.names)
+        else:
+            reply = fork(agent, fds)
+        if isinstance(reply, ChildSpec):
+            return reply
+        for fd in fds:
+            os.close(fd)
+        agent.send(msgspec.msgpack.encode(reply))
+
+
+def import_all(names: Sequence[str]) -> Imported:
+    """Import each; stop at the first that leaves a thread or a process behind."""
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # a module may end in any way, sys.exit() included
+            failed[name] = f"{type(error).__name__}: {error}"[:REASON_MAX]
+        if reason := company():
+            return Imported(failed, name, reason)
+    gc.collect()
+    gc.freeze()
+    return Imported(failed)
+
+
+def company() -> str:
+    """Why this process cannot be forked now: it is not alone. Empty when it is."""
+    patience = time.monotonic() + THREAD_END_S
+    while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
+        if time.monotonic() > patience:
+            return f"{threads - 1} thread(s) were started"
+        time.sleep(0.005)
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ""
+    return "a process was started"
+
+
+def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | ChildSpec:
+    """In the template the reply; in the child what it is to become."""
+    if reason := company():
+        return NotForked(reason, spoiled=True)
+    data, line, *outputs = fds
+    size = os.fstat(data).st_size
+    if size > SPEC_MAX:
+        return NotForked(f"its description of {size} bytes exceeds {SPEC_MAX}")
+    spec = decode_spec(os.pread(data, size, 0))
+    gc.collect()
+    gc.freeze()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    inbox, outbox = os.pipe()
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.close(inbox)
+        os.close(outbox)
+        return NotForked(f"{error.strerror}: is a limit on processes or memory reached?")
+    if between == 0:
+        _leave_template(agent, inbox, outbox, data, line, outputs)
+        return spec
+    os.close(outbox)
+    os.waitpid(between, 0)
+    said = os.read(inbox, REASON_MAX)
+    os.close(inbox)
+    if len(said) == PID_SIZE:
+        return Forked(int.from_bytes(said, "little"))
+    return NotForked(said.decode(errors="replace").strip() or "the child was killed at birth")
+
+
+def _leave_template(agent: socket.socket, inbox: int, outbox: int, data: int, line: int, outputs: Sequence[int]) -> None:
+    """Fork the child from the process in between, and let only the child return.
+
+    Whatever goes wrong ends the process here: there must never be a second template.
+    """
+    try:
+        if os.fork() != 0:
+            os._exit(0)
+        agent.close()
+        os.close(inbox)
+        os.close(data)
+        _settle(line, outputs)
+        os.write(outbox, os.getpid().to_bytes(PID_SIZE, "little"))
+        os.close(outbox)
+    except BaseException as error:
+        os.write(outbox, f"{error}".encode()[:REASON_MAX].ljust(PID_SIZE + 1))
+        os._exit(1)
+
+
+def _settle(line: int, outputs: Sequence[int]) -> None:
+    """Become somebody of its own: session, lifeline, outputs. The agent hears of the child only after this."""
+    os.setsid()
+    lifeline.tie(line)
+    os.dup2(outputs[0], 1)
+    os.dup2(outputs[-1], 2)
+    for fd in outputs:
+        os.close(fd)
+
+
+def command(fd: int) -> list[str]:
+    """How the agent starts a template that will speak on `fd`.
+
+    Not with -m: that would put the current folder on the path of every child. The trailing blanks are the room in which
+    `show_command` writes the children's commands.
+    """
+    home = str(Path(__file__).parents[2])
+    start = (
+        f"import sys; sys.path[:] = [p for p in sys.path if p]; {home!r} in sys.path or sys.path.append({home!r}); "
+        f"from covey.node.template import main; main({fd}, {os.getpid()})"
+    )
+    return [sys.executable, "-c", start, " " * 1000]

@@ -1,0 +1,289 @@
+"""A worker's shell: a thread beside the training thread that keeps this process a member of its cluster.
+
+The thread runs a loop with a `NodeRuntime`. It beats, so that a busy main thread is not taken for a dead one; it hears of the
+end, so that a main thread stuck in a collective does not outlive its cluster; and it carries the values by which a group meets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from types import TracebackType
+from typing import Final
+
+from covey.core.effects import Finish
+from covey.core.messages import Formed, FromScheduler, Get, Put, Register, Regrouped, Stop, Value
+from covey.core.model import Progress, Role
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.node import host, security
+from covey.node.log import log
+from covey.node.runtime import Door, NodeRuntime, node_settings
+from covey.settings import Settings
+from covey.wire import address
+
+INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
+GOODBYE_S: Final = 8.0
+FLUSH_S: Final = 0.2
+
+
+class Generation(PeerError):
+    """What was waited for belongs to a generation that is over."""
+
+
+class Node:
+    """This process's membership. All methods may be called from the program's threads."""
+
+    def __init__(self, settings: Settings, door: Door) -> None:
+        self._settings = settings
+        self._door = door
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="covey", daemon=True)
+        self._changed = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runtime: NodeRuntime | None = None
+        self._formed: Formed | None = None
+        self._finish: Finish | None = None
+        self._leaving = False
+        self._code, self._reason = 0, ""
+        self._pins: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
+        self._wanted: set[str] = set()
+        self.progress = Progress()
+
+    # -- joining and leaving -----------------------------------------------------------------------------------------
+
+    def join(self) -> Formed:
+        """Block until this node has its rank. Raises `PeerError` with the reason and the code to end with."""
+        self._thread.start()
+        os.register_at_fork(after_in_child=self._forked)
+        with self._changed:
+            self._changed.wait_for(lambda: self._formed is not None or self._finish is not None)
+            if self._finish is not None:
+                raise PeerError(self._finish.reason, ExitCode(self._finish.code))
+            assert self._formed is not None
+        self._watch_signals()
+        self._watch_exit()
+        return self._formed
+
+    def leave(self, code: int = 0, reason: str = "") -> None:
+        """Say goodbye and wait, for a while, until it was heard."""
+        if os.getpid() != self._pid or self._loop is None or self._leaving:
+            return
+        self._leaving = True
+        self._loop.call_soon_threadsafe(self._leave, code, reason)
+        with self._changed:
+            self._changed.wait_for(lambda: self._finish is not None, timeout=GOODBYE_S)
+
+    @property
+    def place(self) -> Formed:
+        """Rank, world and generation as they are now."""
+        assert self._formed is not None
+        return self._formed
+
+    @property
+    def address(self) -> str:
+        """The address by which the other ranks reach this one."""
+        assert self._runtime is not None
+        return self._runtime.address
+
+    # -- the board ---------------------------------------------------------------------------------------------------
+
+    def pin(self, key: str, value: bytes, generation: int) -> None:
+        """Let the other ranks of this generation find a value."""
+        with self._changed:
+            self._pins[key] = value
+        self._say(Put(key, value, generation))
+
+    def look(self, key: str, generation: int, timeout_s: float) -> bytes:
+        """A value another rank pinned, as soon as it is there. Raises `Generation` if the membership changes meanwhile."""
+        with self._changed:
+            if key not in self._values:
+                self._wanted.add(key)
+                self._say(Get(key, generation))
+            here = self._changed.wait_for(lambda: key in self._values or self._stale(generation), timeout=timeout_s)
+            if self._stale(generation):
+                raise Generation(f"generation {generation} is over")
+            if not here:
+                raise PeerError(f"no rank pinned {key} within {timeout_s:g} s")
+            return self._values[key]
+
+    def holds(self, key: str) -> bool:
+        """Whether a value is known here already."""
+        with self._changed:
+            return key in self._values
+
+    def _stale(self, generation: int) -> bool:
+        return self._formed is None or self._formed.generation != generation or self._finish is not None
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.run(self._live())
+
+    async def _live(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        settings = self._settings
+        wish = Register(
+            role=settings.role or Role.WORKER,
+            node_id=settings.node_id,
+            life=uuid.uuid4().hex,
+            host=host.here(settings.host_id, settings.worker_ip),
+            fingerprint=_fingerprint(settings),
+            incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
+            pid=self._pid,
+        )
+        self._runtime = NodeRuntime(
+            wish,
+            node_settings(settings, self._door),
+            self._door,
+            deliver=self._deliver,
+            finished=self._finished,
+            progress=lambda: self.progress,
+        )
+        await asyncio.Event().wait()
+
+    def _deliver(self, message: FromScheduler) -> None:
+        with self._changed:
+            if isinstance(message, Formed):
+                if self._formed is None or self._formed.generation != message.generation:
+                    self._wipe()
+                self._formed = message
+                for key, value in self._pins.items():  # a restarted scheduler's board is empty
+                    self._say(Put(key, value, message.generation))
+                for key in self._wanted:
+                    self._say(Get(key, message.generation))
+            elif isinstance(message, Regrouped) and self._formed is not None:
+                log.info("generation %d: %s", message.generation, message.reason)
+                self._wipe()
+                held = self._formed
+                self._formed = Formed(
+                    message.generation, held.rank, held.world, held.local_rank, held.local_world, held.restarts
+                )
+            elif isinstance(message, Value) and not self._stale(message.generation):
+                self._values[message.key] = message.value
+                self._wanted.discard(message.key)
+            self._changed.notify_all()
+
+    def _wipe(self) -> None:
+        self._pins.clear()
+        self._values.clear()
+        self._wanted.clear()
+
+    def _finished(self, finish: Finish) -> None:
+        with self._changed:
+            self._finish = finish
+            formed = self._formed is not None
+            self._changed.notify_all()
+        if formed and not self._leaving:
+            self._end_process(finish)
+
+    def _end_process(self, finish: Finish) -> None:
+        """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
+        stop = finish.message
+        code = finish.code
+        if isinstance(stop, Stop) and stop.failure is not None:
+            code = ExitCode.PEER_FAILED
+        log.log(40 if code else 20, "this node ends: %s", finish.reason)
+        exit_flushed(code)
+
+    def _leave(self, code: int, reason: str) -> None:
+        assert self._runtime is not None
+        self._runtime.leave(code, reason)
+
+    def _say(self, message: Put | Get) -> None:
+        if self._loop is not None and self._runtime is not None:
+            self._loop.call_soon_threadsafe(self._runtime.say, message)
+
+    # -- the process around it ---------------------------------------------------------------------------------------
+
+    def _forked(self) -> None:
+        """In a forked child (a data loader's worker): our connection is not its to keep open."""
+        descriptor = self._runtime.descriptor() if self._runtime is not None else -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _watch_exit(self) -> None:
+        """Leave when the program ends, and know whether an exception ended it."""
+        before = sys.excepthook
+
+        def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._code, self._reason = 1, f"{kind.__name__}: {error}"[:500]
+            before(kind, error, trace)
+
+        sys.excepthook = note
+        atexit.register(lambda: self.leave(self._code, self._reason))
+
+    def _watch_signals(self) -> None:
+        """SIGTERM is a planned leave. The loop's thread hears it even while the main thread is stuck in a collective."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            return
+        self._wakeup = (reader, writer)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._loop.add_reader, reader, self._on_signal, reader)
+
+    def _on_signal(self, reader: socket.socket) -> None:
+        if signal.SIGTERM in reader.recv(64) and not self._leaving:
+            assert self._loop is not None
+            self._leaving = True
+            code = 128 + signal.SIGTERM
+            self._leave(code, "asked to leave (SIGTERM)")
+            self._loop.call_later(self._settings.grace_s, exit_flushed, code)
+
+
+def exit_flushed(code: int) -> None:
+    """End this process now, with what it printed on its way out; a lock held by a stuck thread does not hold us up."""
+
+    def flush() -> None:
+        with contextlib.suppress(ValueError, OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    flusher = threading.Thread(target=flush, daemon=True)
+    flusher.start()
+    flusher.join(FLUSH_S)
+    os._exit(code)
+
+
+def door(settings: Settings) -> Door:
+    """Where the scheduler is, checked against MS_WORKER_IP: both must be of one family."""
+    where = address.bare(settings.sched_host)
+    if settings.worker_ip:
+        theirs = address.family(where)
+        if theirs is None:
+            with contextlib.suppress(OSError):
+                theirs = address.family(str(socket.getaddrinfo(where, None)[0][4][0]))
+        ours = address.family(settings.worker_ip)
+        if theirs is not None and ours != theirs:
+            raise UsageError(
+                f"MS_WORKER_IP={settings.worker_ip} is an IPv{ours} address and MS_SCHED_HOST={where} is IPv{theirs}:"
+                " both must be of one family"
+            )
+    guard = security.find(settings)
+    return Door(where, settings.sched_port, guard.secret, guard.client)
+
+
+def _fingerprint(settings: Settings) -> dict[str, str]:
+    return {"MS_WORKER_NUM": str(settings.worker_num), "MS_SERVER_NUM": str(settings.server_num)}
+
+
+def wait_for_the_end(node: Node) -> None:
+    """A parameter server in a cluster whose servers have nothing to serve yet: keep the place until the cluster ends."""
+    log.warning("this node keeps its place as a server; serving parameters is not part of this version")
+    threading.Event().wait()

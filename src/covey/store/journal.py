@@ -1,0 +1,195 @@
+"""The scheduler's journal: what a restarted scheduler must know, and the story people may read.
+
+SQLite in WAL mode, synchronous: a commit that returned survives kill -9 and a power cut. The last record per place is kept;
+the story is a bounded list of events. One process holds a journal at a time (a lock beside it). A journal is created whole
+under another name and renamed, so an empty or cut file is damage, never a beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from covey.core.effects import Publish
+from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
+from covey.errors import ExitCode, StoreError
+
+FORMAT = 1
+STORY_MAX = 100_000  # events kept
+_NETWORK_DISKS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "lustre", "ceph")
+_SCHEMA = f"""
+create table facts (key text primary key, value blob not null) without rowid;
+create table story (seq integer primary key, at real, node text, what text, reason text, level text);
+pragma user_version = {FORMAT};
+"""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+class Journal:
+    """Open one with `open_journal`."""
+
+    def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
+        self.path = path
+        self._lock = lock
+        self._database = database
+        self._pending: list[tuple[float, str, str, str, str]] = []
+
+    def read(self) -> tuple[Record, ...]:
+        """Everything the scheduler knew."""
+        try:
+            return tuple(_decode(value) for (value,) in self._database.execute("select value from facts order by key"))
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            raise _damaged(self.path, error) from None
+
+    def note(self, event: Publish) -> None:
+        """Add an event to the story; it is written with the next commit."""
+        if len(self._pending) < STORY_MAX:
+            self._pending.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+
+    def commit(self, records: Iterable[Record] = ()) -> None:
+        """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""
+        database = self._database
+        try:
+            database.execute("begin immediate")
+            database.executemany(
+                "insert into facts values (?, ?) on conflict (key) do update set value = excluded.value",
+                ((_key(record), _encode(record)) for record in records),
+            )
+            database.executemany("insert into story (at, node, what, reason, level) values (?, ?, ?, ?, ?)", self._pending)
+            database.execute("delete from story where seq <= (select max(seq) from story) - ?", (STORY_MAX,))
+            database.execute("commit")
+            self._pending.clear()
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                database.execute("rollback")
+            raise StoreError(
+                f"the journal {self.path} cannot be written ({error}): free the disk or make it writable;"
+                " until then nothing new is promised"
+            ) from None
+
+    def story(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+        """The newest events, oldest first."""
+        rows = self._database.execute(
+            "select at, node, what, reason, level from story order by seq desc limit ?", (limit,)
+        ).fetchall()
+        return rows[::-1]
+
+    def close(self) -> None:
+        """Write what is left of the story and let go."""
+        with contextlib.suppress(StoreError):  # the story is for people; a full disk at the end loses only its last lines
+            if self._pending:
+                self.commit()
+        self._database.close()
+        os.close(self._lock)
+
+
+def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int) -> Journal:
+    """The journal of this job in a folder, created if there is none. Refuses another job's, and a damaged one."""
+    path = Path(folder) / "scheduler.journal"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        if not path.exists():
+            _create(path)
+    except OSError as error:
+        raise StoreError(f"the folder {folder} for the journal is not usable: {error.strerror}") from None
+    except sqlite3.Error as error:
+        raise StoreError(f"no journal can be made in {folder}: {error}") from None
+    journal = Journal(path, lock, _open(path))
+    kept = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
+    if kept is None:
+        return journal
+    if kept.phase is Phase.ENDED:
+        journal.close()
+        path.rename(path.with_name(f"{path.name}.{kept.cluster_id}"))
+        return open_journal(folder, job=job, worker_num=worker_num, server_num=server_num)
+    ours = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
+    theirs = {"job": kept.job, "MS_WORKER_NUM": kept.worker_num, "MS_SERVER_NUM": kept.server_num}
+    differences = [f"{name} is {theirs[name]} there and {ours[name]} here" for name in ours if ours[name] != theirs[name]]
+    if differences:
+        journal.close()
+        raise StoreError(
+            f"the journal {path} belongs to another job ({'; '.join(differences)}):"
+            " set MS_RECOVERY_PATH to another folder, or move the journal away",
+            ExitCode.BAD_JOURNAL,
+        )
+    return journal
+
+
+def _key(record: Record) -> str:
+    if isinstance(record, MemberRecord):
+        return f"member/{'worker' if record.role is Role.WORKER else 'server'}/{record.rank:08}"
+    return f"agent/{record.id}" if isinstance(record, AgentRecord) else "cluster"
+
+
+def _lock(path: Path) -> int:
+    """Hold the lock beside the journal; the kernel lets go of it when this process ends."""
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise StoreError(
+            f"another scheduler holds the journal {path}: end it, or set MS_RECOVERY_PATH to another folder",
+            ExitCode.BAD_JOURNAL,
+        ) from None
+    return lock
+
+
+def _create(path: Path) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.unlink(missing_ok=True)
+    database = sqlite3.connect(temporary, isolation_level=None)
+    database.executescript(_SCHEMA)
+    database.close()
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    if path.stat().st_size == 0:
+        raise _damaged(path, "it is empty")
+    try:
+        database = sqlite3.connect(path, isolation_level=None)
+        database.execute(f"pragma journal_mode = {'truncate' if _on_network(path) else 'wal'}")
+        database.execute("pragma synchronous = full")
+        version = database.execute("pragma user_version").fetchone()[0]
+        verdict = database.execute("pragma quick_check").fetchone()[0]
+    except sqlite3.Error as error:
+        if "readonly" in str(error) or "read-only" in str(error):
+            raise StoreError(f"the journal {path} is read-only: make it writable") from None
+        raise _damaged(path, error) from None
+    if version != FORMAT:
+        raise _damaged(path, f"format {version}, and this version of covey reads {FORMAT}")
+    if verdict != "ok":
+        raise _damaged(path, verdict)
+    return database
+
+
+def _damaged(path: Path, why: object) -> StoreError:
+    sentence = f"the journal {path} is damaged ({why}): move it away to start a new cluster; it was not changed"
+    return StoreError(sentence, ExitCode.BAD_JOURNAL)
+
+
+def _on_network(path: Path) -> bool:
+    """WAL needs shared memory, which network disks do not give."""
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, fs, *_ = line.split(" ")
+            if str(path.resolve()).startswith(mount) and len(mount) >= len(best):
+                best, kind = mount, fs
+    return kind.startswith(_NETWORK_DISKS)

@@ -1,0 +1,73 @@
+"""The clusters this user runs on this host, so that `covey status` finds them without being told where.
+
+One small file per scheduler, readable by its owner only: it holds the secret and the token that let a command in. A file
+whose process is gone is removed by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from covey.errors import StoreError
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """How to reach one running cluster."""
+
+    cluster_id: str
+    address: str  # HOST:PORT of the scheduler
+    pid: int
+    created: float  # when that process started: a reused pid is not the same process
+    secret: str = ""
+    token: str = ""
+    manage: str = ""  # HOST:PORT of the REST API
+    job: str = ""
+    log_dir: str = ""
+    tls: str = ""  # the TLS config file, where the cluster uses one
+
+
+def folder() -> Path:
+    """Where the entries lie: the user's runtime folder, else one of their own under the temporary folder."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "covey" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"covey-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise StoreError(f"{path} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
+    return path
+
+
+def add(entry: Entry) -> Path:
+    """Write an entry in one move."""
+    path = folder() / f"{entry.pid}.json"
+    temporary = path.with_suffix(".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(entry))
+    temporary.rename(path)
+    return path
+
+
+def running() -> list[Entry]:
+    """This user's clusters on this host, oldest first."""
+    found: list[Entry] = []
+    for path in folder().glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            entry = msgspec.json.decode(path.read_bytes(), type=Entry)
+            if process_started(entry.pid) == entry.created:
+                found.append(entry)
+            else:
+                path.unlink(missing_ok=True)
+    return sorted(found, key=lambda entry: entry.created)
+
+
+def process_started(pid: int) -> float:
+    """When a process started; 0 if there is none."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).create_time()
+    return 0.0

@@ -1,0 +1,120 @@
+"""Addresses: where to listen, who holds a port, which family a name belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+
+import psutil
+
+from covey.errors import ExitCode, UsageError
+
+BACKLOG = 4096
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses and names that never leave this host."""
+    if host in ("localhost", "ip6-localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return False
+
+
+def family(host: str) -> int | None:
+    """4 or 6 for an address, None for a name."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0]).version
+    return None
+
+
+def bare(host: str) -> str:
+    """A host without the brackets an IPv6 address may wear."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def join(host: str, port: int) -> str:
+    """HOST:PORT, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(text: str, default_port: int = 0) -> tuple[str, int]:
+    """The parts of HOST:PORT, [IPv6]:PORT, or a host alone."""
+    host, port_text = text, ""
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port_text = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port_text = text.partition(":")
+    if not port_text:
+        return host, default_port
+    if not port_text.isascii() or not port_text.isdigit() or not 0 < int(port_text) < 65536:
+        raise UsageError(f"{text} is not an address: HOST:PORT is, with a port from 1 to 65535")
+    return host, int(port_text)
+
+
+class NotLocal(UsageError):
+    """The address to listen at belongs to another host."""
+
+
+def listen(host: str, port: int, what: str) -> list[socket.socket]:
+    """Bound, listening sockets for a host name or address; port 0 chooses a free one.
+
+    `what` names the setting the address came from, for the sentence. Raises `NotLocal` if the address is not ours.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise UsageError(
+            f"{what}={host} cannot be resolved ({error.strerror}): give an address or a name that resolves"
+        ) from None
+    sockets: list[socket.socket] = []
+    for kind, _, _, _, address in dict.fromkeys(found):
+        if sockets:
+            address = (address[0], sockets[0].getsockname()[1], *address[2:])
+        sock = socket.socket(kind, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if kind == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            if sockets and error.errno != errno.EADDRINUSE:
+                continue  # a name with several addresses: one of them is enough
+            for other in sockets:
+                other.close()
+            raise _unusable(error, host, port, what) from None
+        sock.setblocking(False)
+        sockets.append(sock)
+    return sockets
+
+
+def _unusable(error: OSError, host: str, port: int, what: str) -> UsageError:
+    if error.errno == errno.EADDRINUSE:
+        return UsageError(f"port {port} at {host} is in use{holder(port)}: choose another port", ExitCode.PORT_IN_USE)
+    if error.errno == errno.EADDRNOTAVAIL:
+        return NotLocal(f"{what}={host} is not an address of this host: start the scheduler on the host that has it")
+    return UsageError(f"cannot listen at {join(host, port)}: {error.strerror}")
+
+
+def holder(port: int) -> str:
+    """Who listens on a port, as far as this user may know: " by python train.py (process 123)", or nothing."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            at = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
+                return f" by {command} (process {connection.pid})"
+    return ""
+
+
+def free_port(host: str) -> int:
+    """A port that is free now. Someone else may take it before it is used: prefer handing over a bound socket."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,282 @@
+"""A small authority of one's own: certificates to start with, and a list to revoke them by.
+
+`covey tls init DIR` calls `make_authority`. What it writes is what the seeds' `config.json` names, so the folder can be
+copied to every host as it stands, without `ca.key`: only who revokes or issues needs that one.
+
+The PKCS#12 files carry no chain, and every certificate says who issued it, because the original insists on both.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import pkcs12
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
+
+from covey.errors import ExitCode, StoreError, UsageError
+
+DAYS_MAX = 36500
+PASSWORD_MAX = 1024  # bytes, exclusive: the original's limit
+# Clocks of hosts differ; what was made a moment ago must be valid on all of them.
+BACKDATE = timedelta(days=1)
+
+_SECRET = 0o600
+_PUBLIC = 0o644
+_Parsed = TypeVar("_Parsed")
+
+
+def make_authority(
+    folder: Path, *, names: Sequence[str], days: int = 825, password: str, now: datetime | None = None
+) -> list[Path]:
+    """Write an authority, a server and a client identity, an empty revocation list and `config.json` into `folder`.
+
+    `names` are the host names and addresses the certificates are made out to; `password` opens the two `.p12` files and
+    `ca.key`. Returns what was written.
+    """
+    start = now or datetime.now(UTC)
+    end = start + timedelta(days=_allowed_days(days))
+    secret = _allowed_password(password)
+    if not names:
+        raise UsageError("certificates need a host name or an address to be made out to: give at least one")
+    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    authority = _authority(key, start, end)
+
+    def identity(name: str, usage: ObjectIdentifier) -> bytes:
+        return _identity(name, usage, alternatives, authority, key, start, secret)
+
+    files = {
+        "ca.crt": (authority.public_bytes(serialization.Encoding.PEM), _PUBLIC),
+        "ca.key": (_key_pem(key, secret), _SECRET),
+        "server.p12": (identity("covey server", ExtendedKeyUsageOID.SERVER_AUTH), _SECRET),
+        "client.p12": (identity("covey client", ExtendedKeyUsageOID.CLIENT_AUTH), _SECRET),
+        "crl.pem": (_revocation_list(authority, key, start, {}), _PUBLIC),
+        "config.json": (_config(), _PUBLIC),
+    }
+    return _write_all(folder, files)
+
+
+def revoke(folder: Path, what: int | Path, *, password: str, now: datetime | None = None) -> Path:
+    """Add a certificate, by serial number or by its `.p12` file, to the folder's `crl.pem`; what was listed stays so."""
+    moment = now or datetime.now(UTC)
+    secret = _allowed_password(password)
+    authority = _parse(folder / "ca.crt", x509.load_pem_x509_certificate, "is not a certificate in PEM form")
+    old = _parse(folder / "crl.pem", x509.load_pem_x509_crl, "is not a revocation list in PEM form")
+    key = _open_key(folder / "ca.key", secret)
+
+    serials = {entry.serial_number: entry.revocation_date_utc for entry in old}
+    serials.setdefault(what if isinstance(what, int) else _serial_of(what, secret), moment)
+    path = folder / "crl.pem"
+    _replace(path, _revocation_list(authority, key, moment, serials))
+    return path
+
+
+# -- what is made ----------------------------------------------------------------------------------------------------
+
+
+def _authority(key: ec.EllipticCurvePrivateKey, start: datetime, end: datetime) -> x509.Certificate:
+    serial = x509.random_serial_number()
+    # Two authorities of one name are told apart neither by people nor, reliably, by OpenSSL.
+    name = _subject(f"covey authority {serial & 0xFFFFFFFF:08x}")
+    return (
+        x509.CertificateBuilder(name, name, key.public_key(), serial, start - BACKDATE, end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _identity(
+    name: str,
+    usage: ObjectIdentifier,
+    alternatives: x509.SubjectAlternativeName,
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    start: datetime,
+    secret: bytes,
+) -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    public, serial = key.public_key(), x509.random_serial_number()
+    end = authority.not_valid_after_utc
+    certificate = (
+        x509.CertificateBuilder(authority.subject, _subject(name), public, serial, start - BACKDATE, end)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(alternatives, critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+            critical=False,
+        )
+        .sign(authority_key, hashes.SHA256())
+    )
+    encryption = serialization.BestAvailableEncryption(secret)
+    return pkcs12.serialize_key_and_certificates(name.encode(), key, certificate, None, encryption)
+
+
+def _revocation_list(
+    authority: x509.Certificate, key: ec.EllipticCurvePrivateKey, moment: datetime, serials: dict[int, datetime]
+) -> bytes:
+    # A list that ends before its authority does would one day lock everybody out.
+    end = authority.not_valid_after_utc
+    builder = x509.CertificateRevocationListBuilder(authority.subject, moment - BACKDATE, end)
+    for serial, since in serials.items():
+        builder = builder.add_revoked_certificate(x509.RevokedCertificateBuilder(serial, since).build())
+    return (
+        builder.add_extension(x509.CRLNumber(int(moment.timestamp())), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
+
+
+def _config() -> bytes:
+    """The seeds' keys. No cipher list: one would hold the connection at TLS 1.2."""
+    keys = {
+        "server_cert_path": "server.p12",
+        "crl_path": "crl.pem",
+        "client_cert_path": "client.p12",
+        "ca_cert_path": "ca.crt",
+        "cipher_list": "",
+        "cert_expire_warning_time_in_day": 90,
+    }
+    return (json.dumps(keys, indent=2) + "\n").encode()
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey, secret: bytes) -> bytes:
+    encryption = serialization.BestAvailableEncryption(secret)
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+
+
+# -- what is allowed -------------------------------------------------------------------------------------------------
+
+
+def _allowed_days(days: int) -> int:
+    if not 1 <= days <= DAYS_MAX:
+        raise UsageError(f"certificates cannot be valid for {days} days: choose 1 to {DAYS_MAX}")
+    return days
+
+
+def _allowed_password(password: str) -> bytes:
+    try:
+        secret = password.encode()
+    except UnicodeEncodeError:
+        raise UsageError("the password of the certificates is not text in UTF-8", ExitCode.BAD_TLS) from None
+    if not 0 < len(secret) < PASSWORD_MAX:
+        sentence = f"the password of the certificates must have 1 to {PASSWORD_MAX - 1} bytes, not {len(secret)}"
+        raise UsageError(sentence, ExitCode.BAD_TLS)
+    return secret
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    if not name or not name.isascii() or any(letter.isspace() for letter in name):
+        raise UsageError(f"a certificate cannot be made out to {name!r}: give a host name in ASCII, or an address")
+    return x509.DNSName(name)
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def _write_all(folder: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
+    """All of them or none: half an authority helps nobody, and would stand in the way of the next attempt."""
+    there = [name for name in files if os.path.lexists(folder / name)]
+    if there:
+        raise UsageError(
+            f"{folder} already holds {', '.join(there)}: choose another folder or move them away, nothing was changed",
+            ExitCode.BAD_TLS,
+        )
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (content, mode) in files.items():
+            _write_new(folder / name, content, mode)
+            written.append(folder / name)
+    except OSError as error:
+        for path in written:
+            path.unlink()
+        raise _disk_error(folder, error) from error
+    return written
+
+
+def _write_new(path: Path, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError:
+        path.unlink()
+        raise
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """A reader sees the old list or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _write_new(temporary, content, _PUBLIC)
+        temporary.replace(path)
+    except OSError as error:
+        raise _disk_error(path, error) from error
+
+
+def _disk_error(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"cannot write {path}: {error.strerror}")
+
+
+def _parse(path: Path, parse: Callable[[bytes], _Parsed], trouble: str) -> _Parsed:
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", ExitCode.BAD_TLS) from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path} {trouble}", ExitCode.BAD_TLS) from error
+
+
+def _open_key(path: Path, secret: bytes) -> ec.EllipticCurvePrivateKey:
+    trouble = "does not open with the password given"
+    key = _parse(path, lambda content: serialization.load_pem_private_key(content, secret), trouble)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UsageError(f"{path} is not the key of an authority made by covey tls init", ExitCode.BAD_TLS)
+    return key
+
+
+def _serial_of(path: Path, secret: bytes) -> int:
+    trouble = "does not open with the password given"
+    certificate = _parse(path, lambda content: pkcs12.load_key_and_certificates(content, secret)[1], trouble)
+    if certificate is None:
+        raise UsageError(f"{path} holds no certificate to revoke", ExitCode.BAD_TLS)
+    return certificate.serial_number

@@ -1,0 +1,54 @@
+"""Messages as bytes: msgpack of a tagged Struct behind a 4-byte length. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.messages import FromNode, FromScheduler, Message
+from covey.errors import PeerError
+
+FRAME_MAX: Final = 16 * 1024 * 1024  # bytes; a view of 50,000 nodes fits
+HEADER: Final = 4
+
+_encoder = msgspec.msgpack.Encoder()
+from_node: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromNode)
+from_scheduler: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromScheduler)
+
+
+def frame(message: Message) -> bytes:
+    """One message, ready to be written."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+class Frames:
+    """Feed bytes as they come, take messages as they are complete."""
+
+    __slots__ = ("_buffer", "_decoder", "_limit")
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any], limit: int = FRAME_MAX) -> None:
+        self._decoder = decoder
+        self._limit = limit
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[Any]:
+        """All messages completed by this piece. Raises `PeerError` for what no covey peer would send."""
+        buffer = self._buffer + data if self._buffer else data
+        messages: list[Any] = []
+        start = 0
+        while len(buffer) - start >= HEADER:
+            size = int.from_bytes(buffer[start : start + HEADER], "big")
+            if size > self._limit:
+                raise PeerError(f"a message of {size} bytes was announced, {self._limit} is the limit")
+            end = start + HEADER + size
+            if len(buffer) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(buffer[start + HEADER : end]))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise PeerError(f"a message could not be read: {error}") from None
+            start = end
+        self._buffer = buffer[start:]
+        return messages

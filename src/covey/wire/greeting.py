@@ -1,0 +1,157 @@
+"""The first lines of a connection: who speaks, which protocol, and the proof of a shared secret. No I/O.
+
+    both at once:   covey/1                     the node
+                    covey/1 NONCE secret        the scheduler ("open" instead of "secret" where none is asked for)
+    then the node:  NONCE PROOF
+    the scheduler:  ok PROOF CLOCK              or: no SENTENCE
+
+A proof is an HMAC over both nonces; the secret itself is never sent, and both sides prove that they know it. The lines are
+text, so that `telnet HOST PORT` shows what answers there, and both sides speak first, so that a peer that expected TLS or
+something else altogether is known at once. Frames follow.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import Final
+
+from covey.core.messages import PROTOCOL
+from covey.errors import ExitCode, PeerError
+
+LINE_MAX: Final = 2048  # bytes; a peer that sends more before its first newline is not covey
+_MAGIC: Final = b"covey/"
+_HTTP: Final = (b"GET ", b"POST ", b"PUT ", b"HEAD ", b"OPTIONS ", b"DELETE ", b"PATCH ", b"CONNECT ", b"TRACE ", b"HTTP/")
+
+
+class GreetingError(PeerError):
+    """The other side is not a peer. `reply` is what it may be told, in its own language where that is known."""
+
+    def __init__(self, sentence: str, reply: bytes = b"") -> None:
+        super().__init__(sentence, ExitCode.REFUSED)
+        self.reply = reply
+
+
+class ServerGreeting:
+    """The scheduler's side."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_hex(16)
+        self._buffer = b""
+
+    def opening(self) -> bytes:
+        """What is said before anything is heard."""
+        return f"covey/{PROTOCOL} {self._nonce} {'secret' if self._secret else 'open'}\n".encode()
+
+    def feed(self, data: bytes, clock: float) -> tuple[bytes, bytes] | None:
+        """None while the lines are incomplete; then the reply and what followed them."""
+        self._buffer += data
+        _refuse_strangers(self._buffer)
+        hello, newline, rest = self._buffer.partition(b"\n")
+        if newline and hello.strip() != f"covey/{PROTOCOL}".encode():
+            said = hello.decode("ascii", "replace").strip()
+            raise _no(f"protocol {said[:40]} is not spoken here, covey/{PROTOCOL} is: use the same version everywhere")
+        line, newline, rest = rest.partition(b"\n")
+        if not newline:
+            if len(self._buffer) > LINE_MAX:
+                raise _no("the greeting has no end")
+            return None
+        words = line.decode("ascii", "replace").split()
+        if len(words) != 2:
+            raise _no("the greeting has the wrong number of words")
+        nonce, proof = words
+        if self._secret and not hmac.compare_digest(proof.encode(), _proof(self._secret, "node", self._nonce, nonce).encode()):
+            missing = "none was used" if proof == "-" else "it is another one"
+            raise _no(f"wrong secret ({missing}): set COVEY_SECRET to the scheduler's")
+        answer = _proof(self._secret, "scheduler", self._nonce, nonce) if self._secret else "-"
+        return f"ok {answer} {clock:.6f}\n".encode(), rest
+
+
+class ClientGreeting:
+    """A node's, an agent's or a visitor's side."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_hex(16)
+        self._theirs = ""
+        self._asked = False
+        self._said = False
+        self._buffer = b""
+        self.clock = 0.0  # the scheduler's wall clock, once greeted
+
+    def opening(self) -> bytes:
+        """What is said before anything is heard."""
+        return f"covey/{PROTOCOL}\n".encode()
+
+    def feed(self, data: bytes) -> tuple[bytes, bytes | None]:
+        """What to send, and, once greeted, what followed the greeting."""
+        self._buffer += data
+        reply = b""
+        if not self._said:
+            _refuse_strangers(self._buffer)
+            line, newline, rest = self._buffer.partition(b"\n")
+            if not newline:
+                return b"", None
+            reply, self._buffer = self._answer(line), rest
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            if len(self._buffer) > LINE_MAX:
+                raise GreetingError("the answer to the greeting has no end")
+            return reply, None
+        self._check(line.decode("utf-8", "replace"))
+        return reply, rest
+
+    def _answer(self, line: bytes) -> bytes:
+        words = line.decode("ascii", "replace").split()
+        if len(words) != 3 or words[2] not in ("secret", "open"):
+            raise GreetingError("what answers there greets like covey, but not in a way this version understands")
+        if words[0] != f"covey/{PROTOCOL}":
+            raise GreetingError(f"the scheduler speaks {words[0]}, this is covey/{PROTOCOL}: use the same version everywhere")
+        self._theirs, self._asked, self._said = words[1], words[2] == "secret", True
+        if self._asked and not self._secret:
+            raise GreetingError("the scheduler asks for a secret and none is set here: set COVEY_SECRET to the scheduler's")
+        proof = _proof(self._secret, "node", self._theirs, self._nonce) if self._asked else "-"
+        return f"{self._nonce} {proof}\n".encode()
+
+    def _check(self, line: str) -> None:
+        kind, _, rest = line.partition(" ")
+        if kind == "no":
+            raise GreetingError(rest)
+        words = rest.split()
+        if kind != "ok" or len(words) != 2:
+            raise GreetingError("the scheduler's answer to the greeting makes no sense")
+        if self._asked and not hmac.compare_digest(
+            words[0].encode(), _proof(self._secret, "scheduler", self._theirs, self._nonce).encode()
+        ):
+            raise GreetingError("what answers there does not know the secret: it is not this cluster's scheduler")
+        try:
+            self.clock = float(words[1])
+        except ValueError:
+            raise GreetingError("the scheduler's answer to the greeting makes no sense") from None
+
+
+def _proof(secret: str, speaker: str, server_nonce: str, client_nonce: str) -> str:
+    text = f"covey/{PROTOCOL}|{speaker}|{server_nonce}|{client_nonce}"
+    return hmac.digest(secret.encode(), text.encode("utf-8", "replace"), "sha256").hex()
+
+
+def _no(sentence: str) -> GreetingError:
+    return GreetingError(sentence, f"no {sentence}\n".encode())
+
+
+def _refuse_strangers(heard: bytes) -> None:
+    """Raise for what can no longer become a greeting, saying what it looks like."""
+    if heard[: len(_MAGIC)] == _MAGIC[: len(heard)]:
+        if b"\n" not in heard[:LINE_MAX] and len(heard) > LINE_MAX:
+            raise GreetingError("its greeting has no end")
+        return
+    if heard[:1] == b"\x16" and (len(heard) < 2 or heard[1:2] == b"\x03"):
+        raise GreetingError("it speaks TLS, and this side does not: give both sides the same TLS settings")
+    if heard.startswith(_HTTP):
+        body = b"This is a covey scheduler's cluster port, not its REST port.\n"
+        head = f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        raise GreetingError("it speaks HTTP: the REST API has a port of its own", head.encode() + body)
+    if heard[:1] in (b"\x15",):
+        raise GreetingError("it answers with a TLS alert: TLS is expected there")
+    raise GreetingError(f"it is not a covey peer: its first bytes are {heard[:16]!r}")

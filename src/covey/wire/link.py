@@ -1,0 +1,215 @@
+"""One connection between a node and its scheduler, over TCP, with or without TLS.
+
+A link greets, then carries messages both ways until one side closes. It reports what happened by three calls and decides
+nothing. Limits: the greeting must be over in `GREETING_S`, and a peer that does not read what it is sent is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.messages import Message
+from covey.errors import PeerError
+from covey.wire import tls
+from covey.wire.address import BACKLOG
+from covey.wire.frames import Frames, frame, from_node, from_scheduler
+from covey.wire.greeting import ClientGreeting, GreetingError, ServerGreeting
+
+GREETING_S: Final = 10.0
+CONNECT_S: Final = 10.0
+UNREAD_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
+
+
+class Link(asyncio.Protocol):
+    """Both ends. `on_open`, `on_message` and `on_close` are called in the loop, in that order."""
+
+    __slots__ = (
+        "_frames",
+        "_greeting",
+        "_limit",
+        "_transport",
+        "clock",
+        "id",
+        "on_close",
+        "on_message",
+        "on_open",
+        "peer",
+        "reason",
+    )
+
+    def __init__(
+        self,
+        greeting: ServerGreeting | ClientGreeting,
+        decoder: msgspec.msgpack.Decoder[Any],
+        *,
+        on_open: Callable[[Link], None],
+        on_message: Callable[[Link, Any], None],
+        on_close: Callable[[Link, str], None],
+    ) -> None:
+        self.id = 0
+        self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
+        self.peer = ""
+        self.reason = ""
+        self.on_open = on_open
+        self.on_message = on_message
+        self.on_close = on_close
+        self._greeting: ServerGreeting | ClientGreeting | None = greeting
+        self._frames = Frames(decoder)
+        self._transport: asyncio.Transport | None = None
+        self._limit: asyncio.TimerHandle | None = None
+
+    @property
+    def greeted(self) -> bool:
+        return self._greeting is None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]
+        name = transport.get_extra_info("peername")
+        self.peer = name[0] if isinstance(name, tuple) else str(name or "?")
+        tune(transport.get_extra_info("socket"))
+        self._limit = asyncio.get_running_loop().call_later(GREETING_S, self._too_late)
+        assert self._greeting is not None
+        self._write(self._greeting.opening())
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            rest = self._greet(data) if self._greeting is not None else data
+            if rest:
+                for message in self._frames.feed(rest):
+                    self.on_message(self, message)
+        except PeerError as error:
+            if isinstance(error, GreetingError) and error.reply:
+                self._write(error.reply)
+            self.close(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        reason = self.reason or (tls.explain(exc, connecting=False) if exc else "closed by the other side")
+        if not self.reason and self._greeting is not None:
+            reason = f"{reason} before the greeting was over"
+        self._transport = None
+        self.on_close(self, reason)
+
+    def send(self, message: Message) -> None:
+        """Queue a message. On a closed link it is dropped: the loss has been or will be reported."""
+        self._write(frame(message))
+
+    def close(self, reason: str = "closed by this side") -> None:
+        """Close once what was sent has left."""
+        self.reason = self.reason or reason
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close now."""
+        self.reason = self.reason or reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, or -1 once closed."""
+        found = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return found.fileno() if found is not None else -1
+
+    def local_address(self) -> str:
+        """The address by which this side reached the other: the one its peers can use."""
+        assert self._transport is not None
+        return str(self._transport.get_extra_info("sockname")[0])
+
+    def _greet(self, data: bytes) -> bytes:
+        greeting = self._greeting
+        if isinstance(greeting, ServerGreeting):
+            done = greeting.feed(data, time.time())
+            if done is None:
+                return b""
+            reply, rest = done
+            self._write(reply)
+        else:
+            assert greeting is not None
+            reply, after = greeting.feed(data)
+            if reply:
+                self._write(reply)
+            if after is None:
+                return b""
+            rest = after
+            self.clock = greeting.clock
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+        self._greeting = None
+        self.on_open(self)
+        return rest
+
+    def _too_late(self) -> None:
+        self.abort(f"it did not greet within {GREETING_S:g} s")
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > UNREAD_MAX:
+            self.abort(f"it does not read: {UNREAD_MAX} bytes wait for it")
+
+
+def tune(sock: Any) -> None:
+    """Small messages leave at once, and a peer whose host vanished is noticed by the kernel."""
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0), 10),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", 0), 5),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", 0), 30_000),
+    )
+    for level, option, value in options:
+        if sock is not None and option:
+            with contextlib.suppress(OSError):  # not a TCP socket, or an option this kernel lacks
+                sock.setsockopt(level, option, value)
+
+
+async def listen(
+    sockets: list[socket.socket],
+    secret: str,
+    context: ssl.SSLContext | None,
+    **calls: Any,
+) -> list[asyncio.Server]:
+    """Accept links on bound sockets."""
+    loop = asyncio.get_running_loop()
+
+    def make() -> Link:
+        return Link(ServerGreeting(secret), from_node, **calls)
+
+    limit = GREETING_S if context is not None else None
+    return [
+        await loop.create_server(make, sock=sock, ssl=context, backlog=BACKLOG, ssl_handshake_timeout=limit) for sock in sockets
+    ]
+
+
+async def connect(
+    host: str,
+    port: int,
+    secret: str,
+    context: ssl.SSLContext | None,
+    **calls: Any,
+) -> Link:
+    """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, link = await loop.create_connection(
+                lambda: Link(ClientGreeting(secret), from_scheduler, **calls), host, port, ssl=context
+            )
+    except TimeoutError:
+        raise PeerError(f"no answer within {CONNECT_S:g} s") from None
+    except (OSError, ssl.SSLError) as error:
+        raise PeerError(tls.explain(error, connecting=True)) from None
+    return link

@@ -1,0 +1,122 @@
+"""This process's place in the world: what `covey.init()` finds out, and what the program may ask afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Final
+
+from covey.core.model import Role
+from covey.errors import CoveyError, UsageError
+from covey.node.log import configure, log
+from covey.node.worker import Node, door, wait_for_the_end
+from covey.settings import load, require_raw, suspects
+from covey.train.group import Group
+
+SEED_MAX: Final = 2**32 - 1
+
+
+class _World:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.node: Node | None = None  # none: a world of one
+        self.group = Group(None)
+
+
+_world = _World()
+
+
+def init() -> None:
+    """Join the cluster that the MS_* variables describe; without them this process is a world of one.
+
+    In the process whose role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a
+    refusal is one sentence on stderr and the exit code of its family.
+    """
+    if _world.ready:
+        return
+    try:
+        loaded = load(os.environ)
+        settings = loaded.settings
+        if settings.role is not None or settings.sched_host:
+            require_raw(settings)
+            if settings.role is Role.SCHEDULER:
+                from covey.node.serve import run_in_this_process
+
+                run_in_this_process(loaded)
+            configure(settings, f"{settings.role}:{settings.node_id}" if settings.node_id else f"{settings.role}")
+            for sentence in suspects(os.environ):
+                log.warning("%s", sentence)
+            if settings.lccl:
+                log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
+            node = Node(settings, door(settings))
+            place = node.join()
+            os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
+            _world.node, _world.group = node, Group(node)
+            if settings.role is not Role.WORKER:
+                wait_for_the_end(node)
+    except CoveyError as error:
+        print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(int(error.exit_code))
+    _world.ready = True
+
+
+def get_rank() -> int:
+    """This worker's rank, from 0."""
+    node = _joined().node
+    return node.place.rank if node is not None else 0
+
+
+def get_group_size() -> int:
+    """How many workers there are."""
+    node = _joined().node
+    return node.place.world if node is not None else 1
+
+
+def get_local_rank() -> int:
+    """This worker's place among those of its host, from 0."""
+    node = _joined().node
+    return node.place.local_rank if node is not None else 0
+
+
+def get_local_rank_size() -> int:
+    """How many workers this host has."""
+    node = _joined().node
+    return node.place.local_world if node is not None else 1
+
+
+def group() -> Group:
+    """The group of all workers."""
+    return _joined().group
+
+
+def report(step: int, phase: str = "") -> None:
+    """Say what this worker is doing; the next beat carries it to `covey status` and the live view."""
+    from covey.core.model import Progress
+
+    node = _joined().node
+    if node is not None:
+        node.progress = Progress(step, phase)
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy and torch (where it is loaded or loadable)."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
+        raise UsageError(f"set_seed({seed!r}) is not possible: give a whole number from 0 to {SEED_MAX}")
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.manual_seed(seed)
+
+
+def _joined() -> _World:
+    if not _world.ready:
+        raise UsageError("call covey.init() first: before it this process has no rank")
+    return _world

@@ -1,0 +1,132 @@
+"""A cluster view to look at, and a real server on loopback that shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import httpx2
+
+from covey.console.api import make_app
+from covey.console.server import Limits, Server
+from covey.core.model import NodeState, Phase, Role
+from covey.core.view import ClusterView, NodeView
+
+TOKEN = "tests-own-token"
+
+
+def a_node(role: Role, rank: int, state: NodeState = NodeState.ALIVE, beat_age_s: float = 1.5) -> NodeView:
+    return NodeView(
+        role=role,
+        node_id=f"{role}-{rank}",
+        rank=rank,
+        host="host-a",
+        address="127.0.0.1",
+        state=state,
+        alive=state in (NodeState.ALIVE, NodeState.SUSPECT),
+        step=7,
+        phase="train",
+        beat_age_s=beat_age_s,
+    )
+
+
+def a_view(*nodes: NodeView, phase: Phase = Phase.READY, counters: dict[str, float] | None = None) -> ClusterView:
+    scheduler = a_node(Role.SCHEDULER, -1, beat_age_s=-1.0)
+    return ClusterView(
+        cluster_id="c1",
+        phase=phase,
+        reason="all 2 workers are here",
+        generation=3,
+        worker_num=2,
+        server_num=0,
+        started_at=1_700_000_000.0,
+        now=1_700_000_060.0,
+        nodes=[scheduler, *nodes],
+        restarts=4,
+        counters=counters or {},
+    )
+
+
+class Shown:
+    """A cluster that looks like `cluster` and remembers why it was asked to stop."""
+
+    def __init__(self, cluster: ClusterView) -> None:
+        self.cluster = cluster
+        self.stops: list[str] = []
+
+    def view(self) -> ClusterView:
+        return self.cluster
+
+    def stop(self, reason: str) -> None:
+        self.stops.append(reason)
+
+
+def bound(host: str = "127.0.0.1") -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.bind((host, 0))
+    return sock
+
+
+@contextmanager
+def serving(
+    source: Shown,
+    *,
+    sock: socket.socket | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    limits: Limits | None = None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> Iterator[int]:
+    """The port of a server that runs in a loop of its own, and has stopped when this ends."""
+    sock = sock or bound()
+    port: int = sock.getsockname()[1]
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        server = Server(make_app(source, token=TOKEN), [sock], ssl_context, limits=limits)
+        await server.start()
+        done = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), done))
+        await done.wait()
+        await server.stop()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(serve())
+        except BaseException as failure:
+            if started.done():
+                raise
+            started.set_exception(failure)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    loop, done = started.result()
+    try:
+        yield port
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+
+
+def client(port: int, host: str = "127.0.0.1", **headers: str) -> httpx2.Client:
+    return httpx2.Client(base_url=f"http://{host}:{port}", headers=headers, trust_env=False, timeout=30)
+
+
+def dial(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    data = bytearray()
+    try:
+        while piece := sock.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return bytes(data)

@@ -1,0 +1,41 @@
+"""The OpenAPI document describes what the running server does: schemathesis holds every answer against it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.http.serving import Shown, a_node, a_view, client, serving
+
+from covey.console.openapi import OPERATIONS
+from covey.core.model import NodeState, Role
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    nodes = (a_node(Role.WORKER, 0), a_node(Role.PSERVER, 0, NodeState.SUSPECT), a_node(Role.SERVER, 1, NodeState.LEFT))
+    with serving(Shown(a_view(*nodes, counters={"beats": 1.0}))) as port:
+        yield port
+
+
+def test_every_answer_is_as_documented(port: int, tmp_path: Path) -> None:
+    schemathesis = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
+    bounds = ["--max-examples", "20", "--seed", "1", "--generation-database", "none", "--no-color"]
+    done = subprocess.run(
+        [*schemathesis, *bounds, "--checks", "all"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # All but /openapi.json itself, which schemathesis reads and leaves out.
+    assert f"Tested: {len(OPERATIONS) - 1}\n" in done.stdout
+
+
+def test_every_door_is_documented(port: int) -> None:
+    with client(port) as http:
+        document = http.get("/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    described = {(method.upper(), path) for path, doors in document["paths"].items() for method in doors}
+    assert described == {(operation.method, operation.path) for operation in OPERATIONS}
+    assert {"/nodes", "/state", "/view", "/stop", "/metrics", "/healthz", "/openapi.json"} == set(document["paths"])

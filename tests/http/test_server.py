@@ -1,0 +1,249 @@
+"""How the server begins and ends, and what a rude client gets: over real sockets, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import logging
+import select
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2
+import pytest
+import uvloop
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
+
+from covey.console.api import make_app
+from covey.console.server import Limits, Server
+from covey.core.model import Role
+
+Loop = Callable[[], asyncio.AbstractEventLoop]
+SOON = 0.2  # seconds: a limit these tests wait for on purpose
+NEVER = 3600.0
+
+both_loops = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+
+
+def limits(*, connections: int = 128, request_s: float = NEVER, response_s: float = NEVER, linger_s: float = NEVER) -> Limits:
+    """No limit that the test does not ask for."""
+    return Limits(connections=connections, request_s=request_s, response_s=response_s, keep_alive_s=3600, linger_s=linger_s)
+
+
+# -- rude clients ----------------------------------------------------------------------------------------------------
+
+
+@both_loops
+def test_requests_in_drops_are_cut_off(loop_factory: Loop) -> None:
+    source = Shown(a_view())
+    drops = [
+        b"",
+        b"\r\n",
+        b"GET /nodes HTTP/1.1\r\nHost: loc",
+        b"POST /stop HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+    ]
+    with serving(source, limits=limits(request_s=1.0), loop_factory=loop_factory) as port:
+        slow = [dial(port) for _ in drops]
+        for sock, drop in zip(slow, drops, strict=True):
+            sock.sendall(drop)
+        with dial(port) as second:  # one request is whole, the next one is not
+            second.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nodes HTTP/1.1\r\nHost: loc")
+            assert read_to_end(second).count(b"HTTP/1.1 ") == 1
+        for sock in slow:
+            with sock:
+                assert read_to_end(sock) == b""
+    assert source.stops == []
+
+
+@both_loops
+def test_a_slow_client_keeps_nobody_else_waiting(loop_factory: Loop) -> None:
+    served = serving(Shown(a_view()), limits=limits(linger_s=SOON), loop_factory=loop_factory)
+    with served as port, dial(port) as slow, client(port) as http:
+        slow.sendall(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        assert slow.recv(65536).startswith(b"HTTP/1.1 100 ")
+        assert http.get("/nodes").status_code == 200
+
+
+@both_loops
+def test_a_client_that_does_not_read_its_answer_is_cut_off(loop_factory: Loop) -> None:
+    listening = bound()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    source = Shown(a_view(*(a_node(Role.WORKER, rank) for rank in range(10_000))))
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with serving(source, sock=listening, limits=limits(response_s=SOON), loop_factory=loop_factory) as port, slow:
+        slow.connect(("127.0.0.1", port))
+        slow.sendall(b"GET /view HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        poll = select.poll()
+        poll.register(slow, 0)  # errors and hang-ups only
+        assert poll.poll(60_000) != []
+
+
+@both_loops
+def test_headers_without_end_are_refused(loop_factory: Loop) -> None:
+    with serving(Shown(a_view()), limits=limits(), loop_factory=loop_factory) as port, dial(port) as sock:
+        sock.sendall(b"GET /nodes HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (64 * 1024))
+        assert read_to_end(sock).startswith(b"HTTP/1.1 431 ")
+
+
+@both_loops
+def test_whole_headers_may_not_be_too_long_either(loop_factory: Loop) -> None:
+    with serving(Shown(a_view()), limits=limits(), loop_factory=loop_factory) as port, client(port) as http:
+        assert http.get("/nodes", headers={"X-Long": "x" * 60_000}).status_code == 200
+        response = http.get("/nodes", headers={"X-Long": "x" * 66_000})
+    assert response.status_code == 431
+    assert response.json()["code"] == "1"
+
+
+@both_loops
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        b"SSH-2.0-OpenSSH\r\n",
+        b"GET /nodes HTTP/1.1\r\nHost: localhost\r\nContent-Length: ten\r\n\r\n",
+        b"GET /nodes HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_gets_a_sentence(loop_factory: Loop, noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Shown(a_view()), limits=limits(), loop_factory=loop_factory) as port:
+        with dial(port) as sock:
+            sock.sendall(noise)
+            answer = read_to_end(sock)
+        with client(port) as http:
+            assert http.get("/nodes").status_code == 200
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b'"code":"1"}')
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@both_loops
+def test_one_connection_too_many_is_refused_and_the_others_stay(loop_factory: Loop) -> None:
+    served = serving(Shown(a_view()), limits=limits(connections=2), loop_factory=loop_factory)
+    with served as port, client(port) as first, client(port) as second:
+        assert first.get("/nodes").status_code == second.get("/nodes").status_code == 200
+        with dial(port) as third:
+            assert read_to_end(third).startswith(b"HTTP/1.1 503 ")
+        assert first.get("/nodes").status_code == second.get("/nodes").status_code == 200
+
+
+# -- beginning and ending --------------------------------------------------------------------------------------------
+
+
+@both_loops
+def test_signals_stay_the_callers_and_stopping_waits_for_nobody(loop_factory: Loop) -> None:
+    async def life() -> None:
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        sock = bound()
+        port = sock.getsockname()[1]
+        server = Server(make_app(Shown(a_view()), token=TOKEN), [sock], limits=limits(linger_s=SOON))
+        await server.start()
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        idle, idle_out = await asyncio.open_connection("127.0.0.1", port)
+        idle_out.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await idle.readline()).startswith(b"HTTP/1.1 200 ")
+        half, half_out = await asyncio.open_connection("127.0.0.1", port)
+        half_out.write(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        assert (await half.readline()).startswith(b"HTTP/1.1 100 ")  # its answer is being made
+        await server.stop()
+        assert b"HTTP/1.1" not in await idle.read()
+        assert b"HTTP/1.1" not in await half.read()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        assert sock.fileno() == -1
+        idle_out.close()
+        half_out.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(life())
+
+
+@both_loops
+def test_an_answer_under_way_leaves_before_the_end(loop_factory: Loop) -> None:
+    async def life() -> bytes:
+        sock = bound()
+        port = sock.getsockname()[1]
+        source = Shown(a_view())
+        server = Server(make_app(source, token=TOKEN), [sock], limits=limits())
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 100 ")
+        stopping = asyncio.create_task(server.stop())
+        writer.write(b"{}")
+        answer = await reader.read()
+        await stopping
+        assert source.stops != []
+        writer.close()
+        return answer
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert b"HTTP/1.1 200 OK\r\n" in runner.run(life())
+
+
+def test_stopping_what_never_started_and_stopping_twice_are_fine() -> None:
+    async def life() -> None:
+        sock = bound()
+        server = Server(make_app(Shown(a_view()), token=TOKEN), [sock])
+        await server.stop()
+        await server.stop()
+        assert sock.fileno() == -1
+
+    asyncio.run(life())
+
+
+def test_it_serves_on_ipv6() -> None:
+    try:
+        sock = bound("::1")
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    with serving(Shown(a_view()), sock=sock) as port, client(port, "[::1]") as http:
+        assert http.get("/nodes").status_code == 200
+
+
+@both_loops
+def test_it_serves_over_tls(loop_factory: Loop, tmp_path: Path) -> None:
+    certificate = self_signed(tmp_path)
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.load_cert_chain(certificate)
+    theirs = ssl.create_default_context(cafile=str(certificate))
+    with serving(Shown(a_view()), ssl_context=ours, loop_factory=loop_factory) as port:
+        with httpx2.Client(verify=theirs, trust_env=False, timeout=30) as http:
+            assert http.get(f"https://127.0.0.1:{port}/nodes").status_code == 200
+            page = http.get(f"https://127.0.0.1:{port}/nodes", headers={"Origin": "https://evil.example"})
+            assert page.status_code == 401
+        with dial(port) as plain:
+            plain.sendall(b"GET /nodes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"nodeIds" not in read_to_end(plain)
+
+
+def self_signed(folder: Path) -> Path:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "covey tests")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "server.pem"
+    path.write_bytes(
+        certificate.public_bytes(serialization.Encoding.PEM)
+        + key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return path

@@ -1,0 +1,382 @@
+"""The processes of a simulated cluster: thin shells around the real machines, as the real shells are.
+
+A process may hang (what happens to it waits), end, or be killed between any two effects. Each has a clock of its own, which
+runs at the world's pace from another zero, so that no time of one process means anything to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from covey.core.effects import Close, Connect, Deliver, End, Finish, NodeEffect, Persist, Publish, SchedulerEffect, Send, SendBeat
+from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
+from covey.core.machine import Machine
+from covey.core.messages import (
+    Assignment,
+    Beat,
+    Exited,
+    FromNode,
+    FromScheduler,
+    Register,
+    RegisterAgent,
+    Start,
+    Started,
+)
+from covey.core.model import Host, Phase, Progress, Role
+from covey.core.node import NodeMachine, NodeSettings, Stage
+from tests.simulation.net import NODE, SCHEDULER, Link
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+TICK_S = 0.5
+KILLED = 137
+ANSWERS_S = 5.0  # how long a scheduler whose cluster ended still answers those who call
+_encode = msgspec.msgpack.Encoder().encode
+_from_node = msgspec.msgpack.Decoder(FromNode).decode
+_from_scheduler = msgspec.msgpack.Decoder(FromScheduler).decode
+
+
+class Process:
+    """Something that lives on a host and can hang or die."""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.hung = False
+        self._waiting: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._zero = world.random.uniform(0.0, 1e6)
+
+    @property
+    def now(self) -> float:
+        return self.world.now + self._zero
+
+    def post(self, call: Callable[..., None], *args: object) -> None:
+        """Let something happen to this process: now, or when it wakes."""
+        if self.hung:
+            self._waiting.append((call, args))
+        elif self.alive:
+            call(*args)
+
+    def hang(self) -> None:
+        self.world.tell(self.name, "hangs")
+        self.hung = True
+
+    def wake(self) -> None:
+        if self.alive and self.hung:
+            self.world.tell(self.name, "wakes")
+            self.hung = False
+            waiting, self._waiting = self._waiting, []
+            for call, args in waiting:
+                self.post(call, *args)
+
+    def die(self, silently: bool = False) -> None:
+        """kill -9; silently: the host lost its power, and no packet tells of it."""
+        if self.alive:
+            self.world.tell(self.name, "killed", "silently" if silently else "")
+            self.gone(silently)
+
+    def gone(self, silently: bool = False) -> None:
+        self.alive = self.hung = False
+        self._waiting.clear()
+        self.world.net.vanish(self, silently)
+
+
+class SchedulerProcess(Process):
+    """The scheduler: the real `Machine`, its journal, its links, and a crash wherever the world wants one."""
+
+    def __init__(self, world: World, name: str, cluster_id: str) -> None:
+        super().__init__(world, name, "hs")
+        self.machine = Machine(world.plan.cluster, cluster_id=cluster_id, job="job", now=self.now)
+        self.registered: dict[int, Register | RegisterAgent] = {}
+        self.links: dict[int, Link] = {}
+        self.ended: End | None = None
+        self.crash_armed = False
+        self.killed_silently = False
+        world.net.listener = self
+        world.tell(name, "started", f"cluster {cluster_id}, {len(world.disk.records())} records")
+        self._step(Restored(world.disk.records()))
+        world.after(TICK_S, self._tick)
+
+    def accept(self, link: Link) -> None:
+        self.links[link.id] = link
+
+    def heard(self, link: Link, payload: bytes) -> None:
+        if link.id in self.links:
+            message = _from_node(payload)
+            if isinstance(message, Register | RegisterAgent):
+                self.registered[link.id] = message
+            self._step(Heard(message, link.id))
+
+    def lost(self, link: Link, reason: str) -> None:
+        if self.links.pop(link.id, None) is not None:
+            self._step(LinkLost(reason, link.id))
+
+    def gone(self, silently: bool = False) -> None:
+        self.world.net.listener = None
+        super().gone(silently)
+        self.world.disk.crash(self.world.random)
+
+    def _tick(self) -> None:
+        if self.alive:
+            self.post(self._step, Ticked())
+            self.world.after(TICK_S, self._tick)
+
+    def _step(self, event: SchedulerEvent) -> None:
+        """Carry out what the machine wishes, in its order, unless the process is to die before that."""
+        effects = self.machine.step(event, self.now)
+        crash_at = -1
+        if self.crash_armed and any(isinstance(effect, Persist) for effect in effects):
+            crash_at = self.world.random.randint(0, len(effects))
+        for number, effect in enumerate(effects):
+            if number == crash_at:
+                return self.world.crash_scheduler(f"before effect {number} of {type(event).__name__}: {effect}")
+            self._carry_out(effect)
+        if len(effects) == crash_at:
+            return self.world.crash_scheduler(f"after {type(event).__name__}, before its last writes were synced")
+        self.world.disk.sync()
+        return self.world.checker.stepped(self)
+
+    def _carry_out(self, effect: SchedulerEffect) -> None:
+        if isinstance(effect, Persist):
+            self.world.checker.written(effect.record)
+            self.world.disk.write(effect.record)
+            return
+        self.world.disk.sync()
+        if isinstance(effect, Send):
+            self._send(effect)
+        elif isinstance(effect, Close):
+            link = self.links.pop(effect.link, None)
+            if link is not None:
+                self.world.net.close(link, SCHEDULER)
+        elif isinstance(effect, Publish):
+            self.world.tell(effect.node, effect.what, effect.reason, by=self.name)
+            self.world.count(effect.what)
+        else:
+            self.ended = effect
+            self.world.tell(self.name, "ends", f"code {effect.code}: {effect.reason}")
+            self.world.after(ANSWERS_S, self.world.scheduler_done, self)
+
+    def _send(self, effect: Send) -> None:
+        link = self.links.get(effect.link)
+        if link is None:
+            self.world.checker.spoke_to_nobody(self, effect)
+            return
+        payload = _encode(effect.message)
+        self.world.checker.promised(self, link, effect.message)
+        self.world.net.send(link, SCHEDULER, payload)
+
+
+class NodeProcess(Process):
+    """A raw node, and the base of agents and children: the real `NodeMachine` and one link."""
+
+    def __init__(self, world: World, name: str, host: str, wish: Register | RegisterAgent, settings: NodeSettings) -> None:
+        super().__init__(world, name, host)
+        self.machine = NodeMachine(wish, settings, jitter=world.random.random, now=self.now)
+        self.code: int | None = None
+        self.reason = ""
+        self.cluster = ""
+        self.step_no = 0
+        self._link: Link | None = None
+        self._tick_at = -1.0
+        self._ticks_in_place = 0
+        self._schedule()
+
+    @property
+    def wish(self) -> Register | RegisterAgent:
+        return self.machine.wish
+
+    @property
+    def linked(self) -> bool:
+        return self._link is not None and self.machine.stage is Stage.MEMBER
+
+    def leave(self, code: int, reason: str) -> None:
+        self.world.tell(self.name, "is asked to leave", f"code {code}, {reason}")
+        self.post(self._step, LeaveAsked(code, reason))
+
+    def made(self, link: Link) -> None:
+        if not link.open[NODE]:
+            return self.refused("closed at once")
+        self._link = link
+        return self._step(LinkMade())
+
+    def refused(self, reason: str) -> None:
+        self._step(LinkLost(reason))
+
+    def heard(self, link: Link, payload: bytes) -> None:
+        if link is self._link:
+            self._step(Heard(_from_scheduler(payload)))
+
+    def lost(self, link: Link, reason: str) -> None:
+        if link is self._link:
+            self._link = None
+            self._step(LinkLost(reason))
+
+    def say(self, message: object) -> None:
+        """Send something of the program's own, if there is a link to send it over."""
+        if self._link is not None:
+            self.world.net.send(self._link, NODE, _encode(message))
+
+    def delivered(self, message: FromScheduler) -> None:
+        """The program hears this."""
+
+    def finished(self, code: int, reason: str) -> None:
+        self.world.tell(self.name, "finished", f"code {code}: {reason}")
+        self.code, self.reason = code, reason
+        self.gone()
+        self.world.node_finished(self)
+
+    def _step(self, event: NodeEvent) -> None:
+        for effect in self.machine.step(event, self.now):
+            self._carry_out(effect)
+            if not self.alive:
+                return
+        self._schedule()
+
+    def _carry_out(self, effect: NodeEffect) -> None:
+        if isinstance(effect, Connect):
+            self.world.net.connect(self, self.refused)
+        elif isinstance(effect, Send):
+            self.say(effect.message)
+        elif isinstance(effect, SendBeat):
+            self.step_no += 1
+            self.say(Beat(Progress(self.step_no, "step")))
+        elif isinstance(effect, Close):
+            if self._link is not None:
+                link, self._link = self._link, None
+                self.world.net.close(link, NODE)
+        elif isinstance(effect, Deliver):
+            self.world.checker.delivered(self, effect.message)
+            self.delivered(effect.message)
+        elif isinstance(effect, Finish):
+            if self._link is not None:
+                link, self._link = self._link, None
+                self.world.net.close(link, NODE)
+            self.finished(effect.code, effect.reason)
+        else:
+            self.world.tell(self.name, effect.what, effect.reason)
+
+    def _schedule(self) -> None:
+        due = self.machine.due - self._zero
+        if due == self._tick_at or due == float("inf"):
+            return
+        self._tick_at = due
+        self.world.after(max(0.0, due - self.world.now), self._ticked, due)
+
+    def _ticked(self, due: float) -> None:
+        if self.alive and due == self._tick_at:
+            self._tick_at = -1.0
+            self.post(self._step, Ticked())
+
+
+class ChildProcess(NodeProcess):
+    """A worker an agent started: it attaches as the incarnation it was started as."""
+
+    def __init__(self, world: World, agent: AgentProcess, assignment: Assignment, attaches: bool) -> None:
+        self.agent = agent
+        self.assignment = assignment
+        self.attaches = attaches
+        name = f"{agent.name}/{assignment.rank}.{assignment.incarnation}"
+        wish = Register(
+            Role.WORKER,
+            assignment.node_id,
+            life=world.new_life(name),
+            host=world.host(agent.host),
+            fingerprint=world.plan.cluster.fingerprint(),
+            incarnation=assignment.incarnation,
+        )
+        never = msgspec.structs.replace(world.plan.node, topo_timeout_s=-1.0, node_timeout_s=-1.0)
+        super().__init__(world, name, agent.host, wish, never)
+
+    def exit(self, code: int) -> None:
+        """The program ends by itself."""
+        self.world.tell(self.name, "exits", f"code {code}")
+        self.code = code
+        self.gone()
+        self.agent.post(self.agent.child_over, self)
+
+    def finished(self, code: int, reason: str) -> None:
+        self.world.tell(self.name, "finished", f"code {code}: {reason}")
+        self.exit(code)
+
+    def die(self, silently: bool = False) -> None:
+        if self.alive:
+            self.exit(KILLED)
+
+    def _schedule(self) -> None:
+        if self.attaches:
+            super()._schedule()
+
+
+class AgentProcess(NodeProcess):
+    """The parent of a host's workers. It levels: what the newest `Start` says is compared with what runs."""
+
+    def __init__(self, world: World, name: str, host: str, wish: RegisterAgent) -> None:
+        self.children: dict[str, ChildProcess] = {}
+        self.start: Start | None = None
+        super().__init__(world, name, host, wish, world.plan.node)
+
+    def delivered(self, message: FromScheduler) -> None:
+        if not isinstance(message, Start):
+            return
+        self.start = message
+        wanted = {a.node_id: a for a in message.assignments}
+        for node_id, child in list(self.children.items()):
+            wish = wanted.get(node_id)
+            if wish is None or wish.incarnation != child.assignment.incarnation:
+                self._end(child)
+                del self.children[node_id]
+        for assignment in message.assignments:
+            child_here = self.children.get(assignment.node_id)
+            if child_here is None:
+                self.world.checker.started(self, message, assignment)
+                child = ChildProcess(self.world, self, assignment, self.world.random.random() < 0.7)
+                self.children[assignment.node_id] = child
+                self.world.tell(child.name, "started", f"rank {assignment.rank}, generation {message.generation}")
+                self.say(Started(assignment.node_id, assignment.incarnation, 1))
+            elif not child_here.alive:
+                self.child_over(child_here)
+
+    def child_over(self, child: ChildProcess) -> None:
+        if self.children.get(child.assignment.node_id) is child and self.machine.stage is Stage.MEMBER:
+            code = child.code if child.code is not None else KILLED
+            self.say(Exited(child.assignment.node_id, child.assignment.incarnation, code, f"exit code {code}", ["last line"]))
+
+    def gone(self, silently: bool = False) -> None:
+        super().gone(silently)
+        for child in self.children.values():
+            self._end(child)
+
+    @staticmethod
+    def _end(child: ChildProcess) -> None:
+        if child.alive:
+            child.code = KILLED
+            child.gone()
+
+
+def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
+    """Does this node know what the scheduler of a READY cluster knows?"""
+    cluster = scheduler.machine.cluster
+    if cluster.phase is not Phase.READY or not node.linked:
+        return False
+    wish = node.wish
+    if isinstance(wish, RegisterAgent):
+        assert isinstance(node, AgentProcess)
+        running = all(settled(child, scheduler) for child in node.children.values() if child.alive and child.attaches)
+        return running and wish.agent in cluster.agents
+    member = cluster.members.get((wish.role, wish.node_id))
+    return (
+        member is not None
+        and (member.life, member.rank, member.incarnation) == (wish.life, wish.rank, wish.incarnation)
+        and wish.generation == cluster.generation
+    )
+
+
+def host(name: str) -> Host:
+    number = int(name[1:]) if name[1:].isdigit() else 0
+    return Host(id=name, name="node", address=f"10.0.{number // 250}.{number % 250 + 1}")

@@ -1,0 +1,603 @@
+"""A command line in, a plan or one sentence out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from covey.cli import slurm
+from covey.cli.options import BY_NAME, OPTIONS, RunPlan, describe, help_text, parse
+from covey.cli.plan import Asked
+from covey.errors import ExitCode, UsageError
+from covey.settings import TABLE
+
+
+def plan(line: str, environ: Mapping[str, str] | None = None, *, cpus: int = 4, gpus: int = 0) -> RunPlan:
+    return parse(shlex.split(line), environ or {}, cpu_count=cpus, gpu_count=gpus)
+
+
+def refusal(line: str, environ: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        plan(line, environ)
+    assert caught.value.exit_code is ExitCode.BAD_SETTING
+    assert str(caught.value).endswith(".")
+    return str(caught.value)
+
+
+# -- how many, and where ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "local", "nnodes", "node_rank"),
+    [
+        ("t.py", 1, 1, 1, 0),
+        ("-n 8 t.py", 8, 8, 1, 0),
+        ("-n8 t.py", 8, 8, 1, 0),
+        ("-n=8 t.py", 8, 8, 1, 0),
+        ("--worker_num 4 t.py", 4, 4, 1, 0),
+        ("--worker-num=4 t.py", 4, 4, 1, 0),
+        ("--worker_num=8 --local_worker_num=8 t.py", 8, 8, 1, 0),
+        ("-n 8 --worker_num 8 t.py", 8, 8, 1, 0),
+        ("-n 4 -n 8 t.py", 8, 8, 1, 0),
+        ("--local 4 t.py", 4, 4, 1, 0),
+        ("--nproc-per-node 4 t.py", 4, 4, 1, 0),
+        ("--nproc_per_node=auto t.py", 4, 4, 1, 0),
+        ("--nproc-per-node cpu t.py", 4, 4, 1, 0),
+        ("--standalone --nproc-per-node 2 --nnodes 1 t.py", 2, 2, 1, 0),
+        ("-n 8 --nproc-per-node 8 t.py", 8, 8, 1, 0),
+        ("-n 8 --local 4 --master a:2000 t.py", 8, 4, 2, -1),
+        ("-n 8 --local 4 --master a:2000 --node-rank 1 t.py", 8, 4, 2, 1),
+        ("-n 8 --local 4 --master a:2000 --node_rank -1 t.py", 8, 4, 2, -1),
+        ("-n 8 --local 5 --master a:2000 t.py", 8, 5, 0, -1),
+        ("-n 8 --local 5 --nnodes 2 --master a:2000 t.py", 8, 5, 2, -1),
+        ("-n 8 --nnodes 2 --master a:2000 t.py", 8, 4, 2, -1),
+        ("-n 8 --nproc-per-node 4 --master a:2000 t.py", 8, 4, 2, -1),
+        ("--nproc-per-node 4 --local 4 --nnodes 3 --master a:2000 t.py", 12, 4, 3, -1),
+        ("--nnodes 2 --master a:2000 --node-rank 0 t.py", 2, 1, 2, 0),
+        ("--nnodes 2:4 --nproc-per-node 4 --rdzv-endpoint a:2000 t.py", 8, 4, 2, -1),
+    ],
+)
+def test_sizes(line: str, world: int, local: int, nnodes: int, node_rank: int) -> None:
+    made = plan(line)
+    assert (made.world, made.local, made.nnodes, made.node_rank) == (world, local, nnodes, node_rank)
+
+
+def test_gpus_are_counted_where_there_are_any() -> None:
+    assert plan("--nproc-per-node gpu t.py", gpus=3).world == 3
+    assert plan("--nproc-per-node auto t.py", gpus=3).world == 3
+    assert plan("--nproc-per-node cpu t.py", gpus=3).world == 4
+    assert "this host has none" in refusal("--nproc-per-node gpu t.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "first_rank"),
+    [
+        ("-n 8 t.py", 0),
+        ("-n 8 --local 4 --master a:2000 --node-rank 1 t.py", 4),
+        ("-n 8 --local 4 --master a:2000 t.py", -1),
+    ],
+)
+def test_the_first_rank_is_known_where_the_host_is(line: str, first_rank: int) -> None:
+    assert plan(line).first_rank == first_rank
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-n 8 --nproc-per-node 3 --nnodes 2 t.py", "-n 8 contradicts --nproc-per-node 3 on 2 hosts, which makes 6"),
+        ("-n 8 --nproc-per-node 3 t.py", "-n 8 contradicts --nproc-per-node 3, which makes 6"),
+        ("-n 8 --local 4 --nnodes 1 t.py", "-n 8 contradicts --local 4 on 1 host, which makes 4"),
+        ("-n 8 --local 7 --nnodes 3 --master a t.py", "every host has at least one worker"),
+        ("-n 4 --local 5 t.py", "--local 5 is more than the whole cluster has: -n 4"),
+        ("--local 3 --nproc-per-node 4 t.py", "--local 3 contradicts --nproc-per-node 4"),
+        ("-n 8 --worker_num 4 t.py", "-n says 8 but --worker_num says 4"),
+        ("-n 8 --nnodes 3 --master a t.py", "cannot be shared evenly by 3 hosts"),
+        ("-n 8 --local 4 t.py", "say with --master HOST:PORT"),
+        ("--nnodes 2 t.py", "say with --master HOST:PORT"),
+        ("--node-rank 2 --nnodes 2 --master a t.py", "--node-rank 2 is beyond the last host, 1"),
+        ("--node_rank 1 t.py", "--node_rank 1 is beyond the last host, 0"),
+        ("-n 8 --local 5 --master a --node-rank 0 t.py", "--node-rank 0 needs hosts of equal size"),
+        ("--standalone -n 8 --local 4 t.py", "--local 4 on 1 host"),
+        ("--standalone --nnodes 2 t.py", "--standalone means this host alone"),
+        ("--master a:2000 --master-port 3000 t.py", "--master says 2000 but --master-port says 3000"),
+        ("--master-addr a --rdzv-endpoint b:3000 t.py", "--master-addr says a but --rdzv-endpoint says b"),
+        ("-n 5000 t.py", "too many"),
+        ("--nnodes 1000000 --nproc-per-node 1000 --master a t.py", "too many"),
+        ("--module --no-python t", "-m contradicts --no-python"),
+        ("--start fork --no-python ./t", "--start fork contradicts"),
+        ("--start exec --preload torch t.py", "--preload torch contradicts"),
+        ("--tee 4:3 -n 4 t.py", "--tee 4:3 names 4, but there are only 0 to 3"),
+        ("--tail_worker_log 0,9 -n 4 t.py", "names 9, but there are only 0 to 3"),
+        ("--local-ranks-filter 4 -n 4 t.py", "names 4, but there are only 0 to 3"),
+        ('--bind_core {"device4":["0"]} -n 4 t.py', "but there are only 0 to 3"),
+    ],
+)
+def test_a_contradiction_is_one_sentence(line: str, words: str) -> None:
+    assert words in refusal(line.replace('"', '\\"'))
+
+
+# -- the master ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "port"),
+    [
+        ("t.py", "127.0.0.1", 0),
+        ("--master node1:8118 t.py", "node1", 8118),
+        ("--master node1 t.py", "node1", 0),
+        ("--master [fe80::1%eth0]:8118 t.py", "fe80::1%eth0", 8118),
+        ("--master [::1] t.py", "::1", 0),
+        ("--master-addr ::1 --master-port 2000 t.py", "::1", 2000),
+        ("--master_addr=10.0.0.1 --master_port=2000 t.py", "10.0.0.1", 2000),
+        ("--master_port 2000 t.py", "127.0.0.1", 2000),
+        ("--master-port 0 t.py", "127.0.0.1", 0),
+        ("--rdzv-endpoint localhost:0 t.py", "localhost", 0),
+        ("--rdzv_endpoint=node1:29500 t.py", "node1", 29500),
+        ("-n 8 --local 4 --master_addr 10.0.0.1 t.py", "10.0.0.1", 8118),
+        ("-n 8 --local 4 --master_port 2000 t.py", "127.0.0.1", 2000),
+        ("--standalone --rdzv-endpoint a:2000 t.py", "127.0.0.1", 0),
+    ],
+)
+def test_masters(line: str, host: str, port: int) -> None:
+    made = plan(line)
+    assert (made.master_host, made.master_port) == (host, port)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--master a:80 t.py",
+        "--master a:b t.py",
+        "--master :8118 t.py",
+        "--master ::1:8118 t.py",
+        "--master [10.0.0.1]:8118 t.py",
+        "--master 999.1.1.1:8118 t.py",
+        "--rdzv-endpoint a:2000:3000 t.py",
+    ],
+)
+def test_a_bad_master_is_refused(line: str) -> None:
+    assert "is not allowed: HOST or HOST:PORT" in refusal(line)
+
+
+# -- single options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("--log_dir out t.py", "log_dir", "out"),
+        ("--log-dir=out t.py", "log_dir", "out"),
+        ("t.py", "join", True),
+        ("--join t.py", "join", True),
+        ("--join True t.py", "join", True),
+        ("--join=false t.py", "join", False),
+        ("t.py", "topo_timeout_s", 1800.0),
+        ("--cluster_time_out 60 t.py", "topo_timeout_s", 60.0),
+        ("--cluster-time-out -1 t.py", "topo_timeout_s", -1.0),
+        ("t.py", "bind_core", False),
+        ("--bind_core t.py", "bind_core", True),
+        ("--bind-core=True t.py", "bind_core", True),
+        (
+            """--bind_core '{"device0": ["0-2", "7"], "scheduler": ["3"]}' t.py""",
+            "bind_core",
+            {"device0": [0, 1, 2, 7], "scheduler": [3]},
+        ),
+        ("--max-restarts 3 t.py", "max_restarts", 3),
+        ("--max_restarts=0 t.py", "max_restarts", 0),
+        ("-t 3 -n 2 t.py", "tee", {0: 3, 1: 3}),
+        ("-t3 t.py", "tee", {0: 3}),
+        ("--tee 1:2,0:1 -n 2 t.py", "tee", {0: 1, 1: 2}),
+        ("--tee 0 t.py", "tee", {}),
+        ("-r 1 t.py", "redirects", {0: 1}),
+        ("--redirects=0:0,1:2 -n 2 t.py", "redirects", {1: 2}),
+        ("--tail_worker_log -1 t.py", "tail_ranks", [-1]),
+        ("--tail-worker-log=3,1,3 -n 4 t.py", "tail_ranks", [1, 3]),
+        ("--local-ranks-filter 1,0 -n 2 t.py", "shown_local_ranks", [0, 1]),
+        ("--worker_log_name {hostname}_w t.py", "worker_log_name", "{hostname}_w"),
+        ("--start exec t.py", "start", "exec"),
+        ("--preload numpy,torch.optim t.py", "preload", ["numpy", "torch.optim"]),
+        ("--grace 3 t.py", "grace_s", 3.0),
+        ("--shutdown-timeout 3 t.py", "grace_s", 3.0),
+        ("--tls config.json t.py", "tls", "config.json"),
+        ("t.py", "manage_port", -1),
+        ("--manage-port 0 t.py", "manage_port", 0),
+        ("--manage-port 11202 t.py", "manage_port", 11202),
+        ("--recovery-path r t.py", "recovery_path", "r"),
+        ("--rdzv-id j7 t.py", "job", "j7"),
+        ("--role trainer t.py", "role_name", "trainer"),
+        ("--rank_table_file t.json t.py", "rank_table_file", "t.json"),
+        ("--no-live t.py", "live", False),
+        ("--dry-run t.py", "dry_run", True),
+        ("--dry_run t.py", "dry_run", True),
+        ("-h", "help", True),
+        ("-n 8 --help", "help", True),
+        ("t.py --help", "help", False),
+    ],
+)
+def test_options(line: str, field: str, value: object) -> None:
+    assert getattr(plan(line), field) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("-n 0 t.py", "-n 0 is not allowed: a whole number from 1 to 1000000 is."),
+        ("-n t.py", "-n t.py is not allowed: a whole number from 1 to 1000000 is."),
+        ("--local 0 t.py", "--local 0 is not allowed: a whole number from 1 to 1000000 is."),
+        ("--nnodes 4:2 t.py", "--nnodes 4:2 is not allowed: a number of hosts, or a range such as 2:4, is."),
+        ("--nproc-per-node xpu t.py", "--nproc-per-node xpu is not allowed: a number of workers, auto, cpu or gpu is."),
+        ("--master_port 80 t.py", "--master_port 80 is not allowed: a port from 1024 to 65535 is."),
+        ("--start-method thread t.py", "--start-method thread is not allowed: spawn, fork or forkserver is."),
+        ("--start spawn t.py", "--start spawn is not allowed: fork or exec is."),
+        ("--join=maybe t.py", "--join maybe is not allowed: True or False is."),
+        ("--preload torch.,os t.py", "--preload torch.,os is not allowed: a list of modules such as numpy,torch.optim is."),
+        ("--dry-run=1 t.py", "--dry-run=1 is not allowed: --dry-run takes no value."),
+        ("-mx t.py", "-mx is not allowed: -m takes no value."),
+        ("--log-dir --join t.py", "--log-dir needs a value: --log-dir DIR."),
+        ("--log-dir", "--log-dir needs a value: --log-dir DIR."),
+        ("--virtual-local-rank t.py", "--virtual-local-rank is not supported: every worker here has its true LOCAL_RANK."),
+        ("--nproc-pernode 3 t.py", "There is no option --nproc-pernode: --nproc-per-node is the nearest."),
+        ("--zzz t.py", "There is no option --zzz: covey run --help shows them."),
+        ("-q t.py", "There is no option -q: covey run --help shows them."),
+        ("-n 4", "No script is given: covey run [options] train.py [its arguments] would start one."),
+        ("--", "No script is given: covey run [options] train.py [its arguments] would start one."),
+    ],
+)
+def test_a_bad_option_is_one_sentence(line: str, sentence: str) -> None:
+    assert refusal(line) == sentence
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--rdzv-backend etcd t.py",
+        "--sim_level 1 t.py",
+        "--tee 4 t.py",
+        "--tee 0:1:2 t.py",
+        "--tail_worker_log a t.py",
+        "--tail_worker_log -2 t.py",
+        "--worker_log_name a/b t.py",
+        "--worker_log_name {rank} t.py",
+        "--worker_log_name= t.py",
+        """--bind_core '{"cpu0": ["1"]}' t.py""",
+        """--bind_core '{"device0": ["3-1"]}' t.py""",
+        """--bind_core '{"device0": []}' t.py""",
+        """--bind_core '{"device0": [1' t.py""",
+        "--max-restarts -1 t.py",
+        "--grace -1 t.py",
+        "--cluster_time_out 0 t.py",
+        "--node-rank -2 t.py",
+        "--local-addr node1 t.py",
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_with_its_option(line: str) -> None:
+    flag = shlex.split(line)[0].rstrip("=")
+    assert refusal(line).startswith(f"{flag} ") and " is not allowed: " in refusal(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--monitor-interval 1 t.py", "--monitor-interval is accepted without effect"),
+        ("--rdzv-backend c10d t.py", "--rdzv-backend is accepted without effect"),
+        ("--rdzv_backend=static t.py", "--rdzv_backend is accepted without effect"),
+        ("--rdzv-conf timeout=5 t.py", "--cluster_time_out"),
+        ("--start-method spawn t.py", "--start fork or exec"),
+        ("--sim_rank_id 0 t.py", "there is no simulation"),
+        ("--nnodes 2:4 --master a t.py", "forms with 2 hosts and does not grow to 4"),
+        ("--standalone --rdzv-endpoint a:2000 t.py", "the given master is not used"),
+        ("--rank_table_file r.json t.py", "passed on as RANK_TABLE_FILE"),
+    ],
+)
+def test_what_means_little_here_is_remarked(line: str, words: str) -> None:
+    (remark,) = plan(line).remarks
+    assert words in remark
+
+
+@pytest.mark.parametrize("line", ["t.py", "--sim_level -1 t.py", "--run-path t.py", "--nnodes 2:2 --master a t.py"])
+def test_what_is_plain_is_not_remarked(line: str) -> None:
+    assert plan(line).remarks == []
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "module", "python", "start"),
+    [
+        ("train.py --lr 0.1 -n 3 --help", "train.py --lr 0.1 -n 3 --help", False, True, "fork"),
+        ("-n 2 -- train.py -- -x", "train.py -- -x", False, True, "fork"),
+        ("-- -odd.py", "-odd.py", False, True, "fork"),
+        ("-m package.train -m", "package.train -m", True, True, "fork"),
+        ("--module package.train", "package.train", True, True, "fork"),
+        ("--no-python ./a.out x", "./a.out x", False, False, "exec"),
+        ("--no_python python t.py", "python t.py", False, False, "exec"),
+        ("python train.py --lr 1", "train.py --lr 1", False, True, "fork"),
+        ("python3 -m pkg x", "pkg x", True, True, "fork"),
+        ("python -u train.py", "python -u train.py", False, False, "exec"),
+        ("python", "python", False, False, "exec"),
+        ("/opt/bin/python train.py", "/opt/bin/python train.py", False, False, "exec"),
+        ("pytest -x tests", "pytest -x tests", True, True, "fork"),
+        ("--start exec train.py", "train.py", False, True, "exec"),
+    ],
+)
+def test_commands(line: str, command: str, module: bool, python: bool, start: str) -> None:
+    made = plan(line)
+    assert (made.command, made.module, made.python, made.start) == (command.split(), module, python, start)
+
+
+# -- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_variables_count_where_no_option_speaks() -> None:
+    environ = {"MS_WORKER_NUM": "8", "MS_SCHED_HOST": "node1", "MS_SCHED_PORT": "8118", "COVEY_GRACE": "2"}
+    made = plan("--local 4 t.py", environ | {"MS_TOPO_TIMEOUT": "9", "MS_SCHED_MANAGE_PORT": "0"})
+    assert (made.world, made.local, made.master_host, made.master_port) == (8, 4, "node1", 8118)
+    assert (made.topo_timeout_s, made.manage_port, made.grace_s) == (9.0, 0, 2.0)
+    assert made.loaded.origins["worker_num"] == "MS_WORKER_NUM"
+
+
+def test_options_go_before_variables() -> None:
+    made = plan("-n 2 --master-port 3000 t.py", {"MS_WORKER_NUM": "8", "MS_SCHED_PORT": "8118"})
+    assert (made.world, made.master_port, made.loaded.origins["sched_port"]) == (2, 3000, "--master-port")
+
+
+def test_workers_per_host_overrule_a_variable_and_say_so() -> None:
+    made = plan("--nproc-per-node 2 t.py", {"MS_WORKER_NUM": "8"})
+    assert made.world == 2
+    assert made.remarks == ["MS_WORKER_NUM=8 is overruled by --nproc-per-node 2."]
+
+
+def test_a_bad_variable_is_named() -> None:
+    assert refusal("t.py", {"MS_WORKER_NUM": "none"}).startswith("MS_WORKER_NUM=none is not allowed")
+    assert "MS_WORKER_NUM=2" in refusal("--local 4 t.py", {"MS_WORKER_NUM": "2"})
+
+
+def test_recovery_by_variables_needs_a_folder() -> None:
+    assert "--recovery-path" in refusal("t.py", {"MS_ENABLE_RECOVERY": "1"})
+    assert plan("t.py", {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": "r"}).recovery_path == "r"
+    assert plan("t.py", {"MS_RECOVERY_PATH": "r"}).recovery_path == ""
+
+
+# -- Slurm -----------------------------------------------------------------------------------------------------------
+
+STEP = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_NODELIST": "gpu[05-08]",
+    "SLURM_NNODES": "4",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "world", "local", "node_rank"),
+    [
+        ("-n 8 t.py", {}, 8, 4, 1),
+        ("--nproc-per-node 3 t.py", {}, 6, 3, 1),
+        ("--nproc-per-node 3 --nnodes 2 t.py", {}, 6, 3, 1),
+        ("t.py", {}, 2, 1, 1),
+        ("t.py", {"SLURM_NTASKS_PER_NODE": "4"}, 8, 4, 1),
+        ("-n 2 t.py", {"SLURM_NTASKS_PER_NODE": "4"}, 2, 1, 1),
+        ("-n 8 --node-rank 0 t.py", {}, 8, 4, 0),
+        ("-n 8 t.py", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, 8, 1, 5),
+    ],
+)
+def test_srun_says_how_many_and_who(line: str, changes: dict[str, str], world: int, local: int, node_rank: int) -> None:
+    made = plan(line, STEP | changes)
+    assert (made.world, made.local, made.node_rank) == (world, local, node_rank)
+    assert (made.master_host, made.master_port) == ("gpu07", 14242)
+
+
+def test_all_tasks_of_a_step_meet_at_one_place_and_steps_do_not_collide() -> None:
+    first = plan("-n 4 t.py", STEP | {"SLURM_NODEID": "0"})
+    other = plan("-n 4 t.py", STEP)
+    later = plan("-n 4 t.py", STEP | {"SLURM_STEP_ID": "1"})
+    assert first.master_port == other.master_port != later.master_port
+    assert (first.first_rank, other.first_rank) == (0, 2)
+
+
+def test_a_given_port_goes_before_slurms() -> None:
+    made = plan("-n 4 --master-port 3000 t.py", STEP)
+    assert (made.master_host, made.master_port) == ("gpu07", 3000)
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "world", "local"),
+    [
+        ("-n 8 --local 4 --master head:2000 t.py", "head", 8, 4),
+        ("--standalone -n 3 t.py", "127.0.0.1", 3, 3),
+        ("--nnodes 1 -n 3 t.py", "127.0.0.1", 3, 3),
+    ],
+)
+def test_what_was_said_goes_before_slurm(line: str, host: str, world: int, local: int) -> None:
+    made = plan(line, STEP)
+    assert (made.master_host, made.world, made.local) == (host, world, local)
+
+
+def test_many_tasks_on_a_host_are_remarked() -> None:
+    (remark,) = plan("t.py", STEP | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}).remarks
+    assert "8 tasks on 2 hosts" in remark
+
+
+def test_a_step_on_one_host_is_local() -> None:
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu07"}
+    made = plan("-n 4 t.py", STEP | alone)
+    assert (made.local, made.master_host, made.master_port) == (4, "127.0.0.1", 0)
+
+
+def test_a_batch_script_without_srun_stays_on_its_host_and_says_so() -> None:
+    batch = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NODEID": "0"}
+    made = plan("-n 4 t.py", batch)
+    assert (made.local, made.master_host) == (4, "127.0.0.1")
+    assert made.remarks == ["SLURM_NNODES=2, but without srun only this host is used: srun covey run ... takes them all."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID=x is not allowed"),
+        ({"SLURM_STEP_NUM_NODES": "0"}, "SLURM_STEP_NUM_NODES=0 is not allowed"),
+        ({"SLURM_NODEID": "2"}, "Slurm's host number 2 is beyond the last host, 1"),
+        ({"SLURM_STEP_NODELIST": "gpu[07-"}, 'Slurm\'s list of hosts "gpu[07-"'),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "Slurm did not set SLURM_STEP_NODELIST"),
+    ],
+)
+def test_what_slurm_cannot_mean_is_one_sentence(changes: dict[str, str], words: str) -> None:
+    assert words in refusal("-n 4 t.py", STEP | changes)
+
+
+def test_a_size_that_does_not_fit_slurms_hosts_is_one_sentence() -> None:
+    assert "-n 4 contradicts --local 4 on 2 hosts, as Slurm started it" in refusal("-n 4 --local 4 t.py", STEP)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("a", ["a"]),
+        ("a,b-2", ["a", "b-2"]),
+        ("node[01-03,7],x", ["node01", "node02", "node03", "node7", "x"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("n[098-101]-ib", ["n098-ib", "n099-ib", "n100-ib", "n101-ib"]),
+        ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
+    ],
+)
+def test_host_lists(nodelist: str, hosts: list[str]) -> None:
+    assert slurm.expand(nodelist) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist", ["", "a[", "a]", "a[1-]", "a[3-1]", "a[x]", "a,,b", "a[]", "a[1-999999999]", "a[1-400][1-400]"]
+)
+def test_bad_host_lists(nodelist: str) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        slurm.expand(nodelist)
+
+
+# -- the table, help and description ---------------------------------------------------------------------------------
+
+
+def test_every_option_fills_something_that_exists() -> None:
+    fields = {*Asked.__struct_fields__, *TABLE, "master", "help", ""}
+    for options in OPTIONS.values():
+        for option in options:
+            assert option.says in fields, option.names
+            assert (option.kind is None) == (not option.value or option.says in TABLE), option.names
+    assert not set(Asked.__struct_fields__) & set(TABLE)
+
+
+def test_every_question_of_the_plan_can_be_asked() -> None:
+    said = {option.says for options in OPTIONS.values() for option in options}
+    assert set(Asked.__struct_fields__) <= said
+
+
+def test_no_two_options_share_a_name() -> None:
+    names = [name.replace("_", "-") for options in OPTIONS.values() for option in options for name in option.names.split()]
+    assert sorted(names) == sorted(BY_NAME)
+
+
+MSRUN = (
+    "--worker_num --local_worker_num --master_addr --master_port --node_rank --log_dir --join --cluster_time_out --bind_core "
+    "--sim_level --sim_rank_id --rank_table_file --worker_log_name --tail_worker_log"
+)
+TORCHRUN = (
+    "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --max-restarts "
+    "--monitor-interval --start-method --event-log-handler --role -m --module --no-python --run-path --log-dir -r --redirects "
+    "-t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr "
+    "--master-port --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout --virtual-local-rank"
+)
+
+
+@pytest.mark.parametrize("name", [*MSRUN.split(), *TORCHRUN.split()])
+def test_every_option_of_msrun_and_torchrun_is_known(name: str) -> None:
+    assert name.replace("_", "-") in BY_NAME if name.startswith("--") else name in BY_NAME
+
+
+def test_help_shows_every_option_once_below_its_heading() -> None:
+    text = help_text()
+    for heading, options in OPTIONS.items():
+        assert f"\n{heading}:\n" in text
+        for option in options:
+            shown = f"  {', '.join(option.names.split())} {option.value}".rstrip()
+            assert sum(line.startswith(f"{shown} ") for line in text.splitlines()) == 1, shown
+    assert "covey run -n 8 train.py --lr 0.1" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_description_says_who_starts_what_where() -> None:
+    text = describe(
+        plan(
+            "-n 8 --local 4 --master [::1]:2000 --node-rank 1 --log-dir out --tls c.json --recovery-path r --preload numpy "
+            "--tee 0:1 --bind-core --rdzv-backend c10d train.py 'a b'",
+            {"COVEY_SECRET": "mellon"},
+        )
+    )
+    for words in (
+        "8 in all on 2 hosts, 4 on this one (host 1)",
+        "[::1]:2000, started by the host that has this address",
+        "python train.py 'a b'",
+        "which also imports numpy",
+        "out/scheduler.log, out/worker_<rank>.log",
+        "stdout of local rank 0",
+        "an even share",
+        "journal      r",
+        "TLS          c.json",
+        "MS_WORKER_NUM=8 (from -n)",
+        "COVEY_SECRET=(set)",
+        "RANK=4..7",
+        "--rdzv-backend is accepted without effect",
+    ):
+        assert words in text, words
+    assert "mellon" not in text
+
+
+def test_a_description_of_what_is_left_open() -> None:
+    text = describe(plan("-n 8 --local 5 --master a --manage-port 0 --cluster_time_out -1 -m pkg"))
+    for words in (
+        "as many hosts as it takes",
+        "a:8118",
+        "waits for ever",
+        "REST port    none",
+        "python -m pkg",
+        "(dealt out by",
+    ):
+        assert words in text, words
+    assert "127.0.0.1:(a free port), started here" in describe(plan("t.py"))
+
+
+# -- anything at all -------------------------------------------------------------------------------------------------
+
+WORDS = st.one_of(
+    st.sampled_from(sorted(BY_NAME)),
+    st.sampled_from(["1", "2", "8", "-1", "0", "True", "a:2000", "[::1]:2000", "2:3", "0:1,1:2", "fork", "t.py", "--", "auto"]),
+    st.builds("{}={}".format, st.sampled_from(sorted(BY_NAME)), st.text(max_size=8)),
+    st.text(max_size=12),
+)
+SLURM = st.dictionaries(st.sampled_from(sorted([*STEP, "SLURM_NTASKS_PER_NODE"])), st.text("0129a[]-,", max_size=6))
+
+
+@settings(deadline=None)
+@example(["-h"], 1, 0, {})
+@given(st.lists(WORDS, max_size=8), st.integers(1, 256), st.integers(0, 8), st.one_of(st.just({}), SLURM))
+def test_any_command_line_is_a_whole_plan_or_one_sentence(
+    argv: list[str], cpus: int, gpus: int, environ: dict[str, str]
+) -> None:
+    try:
+        made = parse(argv, environ, cpu_count=cpus, gpu_count=gpus)
+    except UsageError as error:
+        assert str(error).endswith(".") and str(error).isprintable()
+        return
+    assert made.help or made.command
+    assert 1 <= made.local <= made.world
+    assert made.alone or made.master_port
+    assert made.nnodes == 0 or -1 <= made.node_rank < made.nnodes
+    assert made.first_rank + made.local <= made.world
+    assert describe(made)

@@ -1,0 +1,363 @@
+"""Each variable: what it may be, what it becomes, and the sentence that refuses the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.core.model import Role
+from covey.errors import ExitCode, UsageError
+from covey.settings import (
+    FIELD_OF,
+    TABLE,
+    Given,
+    Loaded,
+    Settings,
+    load,
+    require_raw,
+    rows,
+    suspects,
+)
+
+LONG = "n" * 101
+
+
+def refusal(environ: dict[str, str]) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(environ)
+    assert caught.value.exit_code is ExitCode.BAD_SETTING
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("MS_ROLE", "MS_SCHED", Role.SCHEDULER),
+        ("MS_ROLE", "MS_WORKER", Role.WORKER),
+        ("MS_ROLE", "MS_PSERVER", Role.PSERVER),
+        ("MS_ROLE", "MS_SERVER", Role.SERVER),
+        ("MS_SCHED_HOST", "127.0.0.1", "127.0.0.1"),
+        ("MS_SCHED_HOST", "::1", "::1"),
+        ("MS_SCHED_HOST", "[2001:db8::7]", "2001:db8::7"),
+        ("MS_SCHED_HOST", "fe80::1%eth0", "fe80::1%eth0"),
+        ("MS_SCHED_HOST", "node-1.example.org", "node-1.example.org"),
+        ("MS_SCHED_HOST", "sched_0.jobs.svc.", "sched_0.jobs.svc."),
+        ("MS_SCHED_PORT", "1024", 1024),
+        ("MS_SCHED_PORT", " 65535 ", 65535),
+        ("MS_NODE_ID", "0", "0"),
+        ("MS_NODE_ID", "n" * 100, "n" * 100),
+        ("MS_WORKER_NUM", "8", 8),
+        ("MS_SERVER_NUM", "0", 0),
+        ("MS_SERVER_NUM", "2", 2),
+        ("MS_WORKER_IP", "10.0.0.7", "10.0.0.7"),
+        ("MS_WORKER_IP", "[fe80::2%eth1]", "fe80::2%eth1"),
+        ("MS_ENABLE_RECOVERY", "1", True),
+        ("MS_ENABLE_RECOVERY", "0", False),
+        ("MS_RECOVERY_PATH", "/var/lib/a job", "/var/lib/a job"),
+        ("MS_TOPO_TIMEOUT", "600", 600.0),
+        ("MS_TOPO_TIMEOUT", "-1", -1.0),
+        ("MS_NODE_TIMEOUT", "0.5", 0.5),
+        ("MS_NODE_TIMEOUT", "-1", -1.0),
+        ("MS_RECEIVE_MSG_TIMEOUT", ".5", 0.5),
+        ("MS_RETRY_INTERVAL_LOWER", "1.25", 1.25),
+        ("MS_RETRY_INTERVAL_UPPER", "60", 60.0),
+        ("MS_DISABLE_HEARTBEAT", "1", True),
+        ("MS_ENABLE_LCCL", "1", True),
+        ("MS_ENABLE_LCCL", "2", False),
+        ("MS_ENABLE_LCCL", "yes", False),
+        ("MS_SCHED_MANAGE_PORT", "0", 0),
+        ("MS_SCHED_MANAGE_PORT", "11203", 11203),
+        ("GLOG_v", "4", 4),
+        ("GLOG_log_dir", "logs", "logs"),
+        ("GLOG_logtostderr", "1", True),
+        ("COVEY_SECRET", "mellon", "mellon"),
+        ("COVEY_SECRET_FILE", "/run/secret", "/run/secret"),
+        ("COVEY_TOKEN", "t0ken", "t0ken"),
+        ("COVEY_HOST_ID", "rack-3", "rack-3"),
+        ("COVEY_GRACE", "0", 0.0),
+        ("COVEY_JOB", "mnist", "mnist"),
+    ],
+)
+def test_a_good_value_is_read_and_its_origin_kept(variable: str, text: str, value: object) -> None:
+    loaded = load({variable: text})
+    field = FIELD_OF[variable]
+    assert getattr(loaded.settings, field) == value
+    assert type(getattr(loaded.settings, field)) is type(value)
+    assert loaded.origins[field] == variable
+    assert [other for other, origin in loaded.origins.items() if origin != "default"] == [field]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "allowed"),
+    [
+        ("MS_ROLE", "WORKER", "MS_SCHED, MS_WORKER, MS_PSERVER or MS_SERVER is."),
+        ("MS_ROLE", "ms_worker", "MS_SCHED, MS_WORKER, MS_PSERVER or MS_SERVER is."),
+        ("MS_SCHED_HOST", "999.1.1.1", "DNS name"),
+        ("MS_SCHED_HOST", "1.2.3", "DNS name"),
+        ("MS_SCHED_HOST", "010.0.0.1", "DNS name"),
+        ("MS_SCHED_HOST", "12345", "DNS name"),
+        ("MS_SCHED_HOST", "node1:8118", "without a port"),
+        ("MS_SCHED_HOST", "[10.0.0.1]", "DNS name"),
+        ("MS_SCHED_HOST", "[::1", "DNS name"),
+        ("MS_SCHED_HOST", "::1%a b", "DNS name"),
+        ("MS_SCHED_HOST", "-node", "DNS name"),
+        ("MS_SCHED_HOST", "node..org", "DNS name"),
+        ("MS_SCHED_HOST", "knöten", "DNS name"),
+        ("MS_SCHED_HOST", "http://node", "DNS name"),
+        ("MS_SCHED_HOST", "a." * 127, "DNS name"),
+        ("MS_SCHED_PORT", "70000", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "1023", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "0", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "-8118", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "eight", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "8118.0", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "8_118", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "٨١١٨", "a port from 1024 to 65535 is."),
+        ("MS_SCHED_PORT", "9" * 5000, "a port from 1024 to 65535 is."),
+        ("MS_NODE_ID", LONG, "at most 100"),
+        ("MS_NODE_ID", "a/b", 'without "/"'),
+        ("MS_NODE_ID", "a\nb", "printable"),
+        ("MS_NODE_ID", "..", 'without "/"'),
+        ("MS_WORKER_NUM", "0", "from 1 to 1000000 is."),
+        ("MS_WORKER_NUM", "-1", "from 1 to 1000000 is."),
+        ("MS_WORKER_NUM", "1000001", "from 1 to 1000000 is."),
+        ("MS_WORKER_NUM", "four", "from 1 to 1000000 is."),
+        ("MS_SERVER_NUM", "-1", "from 0 to 1000000 is."),
+        ("MS_WORKER_IP", "node1", "an IPv4 or IPv6 address is."),
+        ("MS_WORKER_IP", "10.0.0.256", "an IPv4 or IPv6 address is."),
+        ("MS_ENABLE_RECOVERY", "true", "0 (off) or 1 (on) is."),
+        ("MS_ENABLE_RECOVERY", "2", "0 (off) or 1 (on) is."),
+        ("MS_RECOVERY_PATH", "a\tb", "a path without control characters is."),
+        ("MS_TOPO_TIMEOUT", "soon", "a negative one for no limit, is."),
+        ("MS_TOPO_TIMEOUT", "0", "a negative one for no limit, is."),
+        ("MS_TOPO_TIMEOUT", "nan", "a negative one for no limit, is."),
+        ("MS_NODE_TIMEOUT", "inf", "a negative one for no limit, is."),
+        ("MS_NODE_TIMEOUT", "9" * 400, "a negative one for no limit, is."),
+        ("MS_RECEIVE_MSG_TIMEOUT", "0", "a number of seconds above 0 is."),
+        ("MS_RECEIVE_MSG_TIMEOUT", "-1", "a number of seconds above 0 is."),
+        ("MS_RETRY_INTERVAL_LOWER", "0", "a number of seconds above 0 is."),
+        ("MS_RETRY_INTERVAL_UPPER", "5s", "a number of seconds above 0 is."),
+        ("MS_DISABLE_HEARTBEAT", "on", "0 (off) or 1 (on) is."),
+        ("MS_SCHED_MANAGE_PORT", "80", "0 or a port from 1024 to 65535 is."),
+        ("GLOG_v", "5", "4 (critical) is."),
+        ("GLOG_v", "info", "4 (critical) is."),
+        ("GLOG_log_dir", "a\x1bb", "a path without control characters is."),
+        ("GLOG_logtostderr", "2", "0 (off) or 1 (on) is."),
+        ("COVEY_SECRET_FILE", "a\nb", "a path without control characters is."),
+        ("COVEY_HOST_ID", LONG, "at most 100"),
+        ("COVEY_GRACE", "-1", "a number of seconds, 0 or more, is."),
+        ("COVEY_JOB", "a/b", 'without "/"'),
+    ],
+)
+def test_a_bad_value_is_one_sentence_naming_variable_value_and_what_is_allowed(variable: str, text: str, allowed: str) -> None:
+    sentence = refusal({variable: text})
+    visible = text if text.isprintable() else ascii(text)
+    assert sentence.startswith(f"{variable}={visible[:80]}")
+    assert " is not allowed: " in sentence
+    assert sentence.endswith(".") and allowed in sentence
+    assert sentence.isprintable() and len(sentence) < 300
+
+
+def test_the_sentence_about_a_port() -> None:
+    assert refusal({"MS_SCHED_PORT": "70000"}) == "MS_SCHED_PORT=70000 is not allowed: a port from 1024 to 65535 is."
+
+
+@pytest.mark.parametrize("variable", ["COVEY_SECRET", "COVEY_TOKEN"])
+def test_a_bad_secret_is_refused_without_being_shown(variable: str) -> None:
+    sentence = refusal({variable: "hush\n"})
+    assert variable in sentence and "hush" not in sentence
+
+
+def test_every_setting_has_a_variable_of_its_own_and_is_read() -> None:
+    assert list(TABLE) == list(Settings.__struct_fields__)
+    assert len(FIELD_OF) == len(TABLE)
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    loaded = load(dict.fromkeys(FIELD_OF, ""))
+    assert loaded.settings == Settings()
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_the_lower_interval_may_not_exceed_the_upper_one() -> None:
+    sentence = refusal({"MS_RETRY_INTERVAL_LOWER": "9", "MS_RETRY_INTERVAL_UPPER": "4"})
+    assert "MS_RETRY_INTERVAL_LOWER=9" in sentence and "MS_RETRY_INTERVAL_UPPER=4" in sentence
+    assert "MS_RETRY_INTERVAL_UPPER=5 (default)" in refusal({"MS_RETRY_INTERVAL_LOWER": "6"})
+    assert load({"MS_RETRY_INTERVAL_LOWER": "5"}).settings.retry_lower_s == 5.0
+
+
+def test_logging_to_files_needs_a_folder() -> None:
+    assert "GLOG_log_dir" in refusal({"GLOG_logtostderr": "0"})
+    assert load({"GLOG_logtostderr": "0", "GLOG_log_dir": "logs"}).settings.log_to_stderr is False
+
+
+@pytest.mark.parametrize(("worker", "scheduler"), [("10.0.0.1", "::1"), ("fe80::1%eth0", "10.0.0.1")])
+def test_the_address_of_another_family_is_refused_with_both(worker: str, scheduler: str) -> None:
+    sentence = refusal({"MS_WORKER_IP": worker, "MS_SCHED_HOST": scheduler})
+    assert f"MS_WORKER_IP={worker}" in sentence and f"MS_SCHED_HOST={scheduler}" in sentence
+
+
+def test_a_name_of_the_scheduler_fits_any_family() -> None:
+    assert load({"MS_WORKER_IP": "::1", "MS_SCHED_HOST": "node1"}).settings.worker_ip == "::1"
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_then_file_then_environment_then_flags(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('sched_port = 2000\nMS_WORKER_NUM = 2\ngrace_s = 0.5\nrecovery = true\nMS_NODE_ID = "a"\n')
+    environ = {"MS_SCHED_PORT": "3000", "MS_WORKER_NUM": "3"}
+    loaded = load(environ, flags={"sched_port": Given("4000", "--master-port")}, file=file)
+    settings, origins = loaded.settings, loaded.origins
+    assert (settings.sched_port, origins["sched_port"]) == (4000, "--master-port")
+    assert (settings.worker_num, origins["worker_num"]) == (3, "MS_WORKER_NUM")
+    assert (settings.grace_s, origins["grace_s"]) == (0.5, str(file))
+    assert (settings.recovery, settings.node_id) == (True, "a")
+    assert (settings.topo_timeout_s, origins["topo_timeout_s"]) == (1800.0, "default")
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"sched_host": "node1", "MS_TOPO_TIMEOUT": -1, "disable_heartbeat": False}))
+    settings = load({}, file=file).settings
+    assert (settings.sched_host, settings.topo_timeout_s, settings.disable_heartbeat) == ("node1", -1.0, False)
+
+
+def test_a_good_flag_mends_a_bad_variable() -> None:
+    flags = {"sched_port": Given(4000, "--master-port")}
+    assert load({"MS_SCHED_PORT": "eight"}, flags=flags).settings.sched_port == 4000
+
+
+def test_a_bad_flag_is_named_as_it_was_typed() -> None:
+    with pytest.raises(UsageError, match=r"^--master_port 80 is not allowed: a port from 1024 to 65535 is\.$"):
+        load({}, flags={"sched_port": Given("80", "--master_port")})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("c.toml", "sched_port = 80", "MS_SCHED_PORT=80 in"),
+        ("c.toml", "sched_prot = 8118", "sched_port is"),
+        ("c.toml", "sched_port = [8118]", "a text, a number, true or false is"),
+        ("c.json", '{"sched_port": null}', "a text, a number, true or false is"),
+        ("c.toml", "sched_port = 8118\nMS_SCHED_PORT = 8118", "twice"),
+        ("c.toml", "sched_port = ", "cannot be understood"),
+        ("c.json", "[1]", "cannot be understood"),
+        ("c.json", '{"a": ' * 5000, "cannot be understood"),
+        ("c.toml", "#" * 1_000_001, "larger than"),
+        ("c.yaml", "", ".toml and .json"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_naming_it(tmp_path: Path, name: str, content: str, words: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        load({}, file=file)
+    assert words in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        load({}, file=tmp_path / "nowhere.toml")
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(FIELD_OF)), st.text(max_size=30)))
+def test_any_environment_loads_or_is_refused_in_one_printable_sentence(environ: dict[str, str]) -> None:
+    try:
+        loaded = load(environ)
+    except UsageError as error:
+        assert str(error).isprintable() and str(error).endswith(".")
+    else:
+        assert msgspec.json.decode(msgspec.json.encode(loaded), type=Loaded) == loaded
+
+
+# -- the raw way -----------------------------------------------------------------------------------------------------
+
+WORKER = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"MS_ROLE": "MS_SCHED", "MS_NODE_ID": "sched"},
+        {"MS_ROLE": "MS_PSERVER", "MS_SERVER_NUM": "1"},
+        {"MS_ROLE": "MS_PSERVER", "MS_SERVER_NUM": "1", "MS_WORKER_NUM": ""},
+        {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": "/tmp/r"},
+        {"MS_SCHED_PORT": "11202"},
+        {"MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "11202", "MS_SCHED_MANAGE_PORT": "0"},
+    ],
+)
+def test_complete_variables_join(changes: dict[str, str]) -> None:
+    require_raw(load(WORKER | changes).settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MS_ROLE": ""}, ["MS_ROLE is not set", "MS_SCHED_HOST=127.0.0.1", "MS_PSERVER"]),
+        ({"MS_ROLE": "", "MS_SCHED_HOST": ""}, ["MS_ROLE is not set:"]),
+        ({"MS_SCHED_HOST": ""}, ["MS_SCHED_HOST is not set", "MS_ROLE=MS_WORKER"]),
+        ({"MS_SCHED_PORT": ""}, ["MS_SCHED_PORT is not set", "MS_ROLE=MS_WORKER"]),
+        ({"MS_WORKER_NUM": ""}, ["MS_WORKER_NUM is not set", "MS_ROLE=MS_WORKER"]),
+        ({"MS_WORKER_NUM": "", "MS_ROLE": "MS_SCHED"}, ["MS_WORKER_NUM is not set", "MS_ROLE=MS_SCHED"]),
+        ({"MS_ROLE": "MS_PSERVER"}, ["MS_SERVER_NUM is not set", "MS_ROLE=MS_PSERVER"]),
+        ({"MS_ROLE": "MS_SERVER", "MS_SERVER_NUM": "0"}, ["MS_SERVER_NUM is not set", "MS_ROLE=MS_SERVER"]),
+        ({"MS_ENABLE_RECOVERY": "1"}, ["MS_RECOVERY_PATH is not set", "MS_ENABLE_RECOVERY=1"]),
+        ({"MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "11202"}, ["MS_SCHED_PORT and MS_SCHED_MANAGE_PORT are both 11202"]),
+    ],
+)
+def test_a_missing_variable_is_named_with_what_needs_it(changes: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        require_raw(load(WORKER | changes).settings)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+# -- showing ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_spell_values_as_their_variables_do_and_hide_secrets() -> None:
+    loaded = load({"MS_ROLE": "MS_SCHED", "COVEY_SECRET": "mellon", "MS_NODE_TIMEOUT": "0.5", "MS_ENABLE_RECOVERY": "1"})
+    table = {name: (value, origin) for name, value, origin, description in rows(loaded) if description}
+    assert list(table) == list(FIELD_OF)
+    assert table["MS_ROLE"] == ("MS_SCHED", "MS_ROLE")
+    assert table["COVEY_SECRET"] == ("(set)", "COVEY_SECRET")
+    assert table["COVEY_TOKEN"] == ("", "default")
+    assert table["MS_NODE_TIMEOUT"] == ("0.5", "MS_NODE_TIMEOUT")
+    assert table["MS_TOPO_TIMEOUT"] == ("1800", "default")
+    assert table["MS_ENABLE_RECOVERY"] == ("1", "MS_ENABLE_RECOVERY")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("MS_WORKER_NUMS", "MS_WORKER_NUM"),
+        ("MS_WORKERNUM", "MS_WORKER_NUM"),
+        ("MS_SCHED_PROT", "MS_SCHED_PORT"),
+        ("ms_role", "MS_ROLE"),
+        ("GLOG_V", "GLOG_v"),
+        ("COVEY_SECRETFILE", "COVEY_SECRET_FILE"),
+    ],
+)
+def test_a_mistyped_variable_is_suspected(typed: str, meant: str) -> None:
+    (sentence,) = suspects({typed: "1", "PATH": "/bin"})
+    assert sentence.startswith(f"{typed} is set") and f" {meant} would." in sentence
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *FIELD_OF,
+        *("MS_RECOVERY_INTERVAL", "MS_SIMULATION_LEVEL", "MS_ENABLE_TFT", "MS_TFT_PORT", "MS_DEV_NODE_ID"),
+        *("GLOG_max_log_size", "MS_ENABLE_GRACEFUL_EXIT", "MS_COMPILER_CACHE_PATH", "PATH", "WORKER_NUM"),
+    ],
+)
+def test_a_known_or_foreign_variable_is_not_suspected(variable: str) -> None:
+    assert suspects({variable: "1"}) == []
