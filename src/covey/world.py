@@ -7,7 +7,7 @@ import random
 import sys
 from typing import Final
 
-from covey.core.model import Role
+from covey.core.model import Progress, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.log import configure, log
 from covey.node.worker import Node, door, wait_for_the_end
@@ -94,11 +94,9 @@ def group() -> Group:
 
 def report(step: int, phase: str = "") -> None:
     """Say what this worker is doing; the next beat carries it to `covey status` and the live view."""
-    from covey.core.model import Progress
-
     node = _joined().node
     if node is not None:
-        node.progress = Progress(step, phase)
+        node.report(Progress(step, phase))
 
 
 def set_seed(seed: int) -> None:

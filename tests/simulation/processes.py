@@ -97,8 +97,7 @@ class SchedulerProcess(Process):
         self.links: dict[int, Link] = {}
         self.ended: End | None = None
         self.crash_armed = False
-        self.killed_silently = False
-        world.net.listener = self
+        world.net.listener = world.scheduler = self
         world.tell(name, "started", f"cluster {cluster_id}, {len(world.disk.records())} records")
         self._step(Restored(world.disk.records()))
         world.after(TICK_S, self._tick)
@@ -184,7 +183,6 @@ class NodeProcess(Process):
         self.step_no = 0
         self._link: Link | None = None
         self._tick_at = -1.0
-        self._ticks_in_place = 0
         self._schedule()
 
     @property

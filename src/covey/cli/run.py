@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import os
 import secrets
 import shutil
@@ -13,6 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from covey.cli.describe import describe
 from covey.cli.live import Show
@@ -27,6 +30,8 @@ from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import SchedulerProcess
 from covey.node.serve import Sockets, bind_manage
+from covey.settings import Settings
+from covey.store import secret as join_secret
 from covey.wire import address
 
 SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
@@ -117,14 +122,19 @@ def _listen(plan: RunPlan) -> Sockets | None:
 
 def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str]]:
     """How this host's processes reach the scheduler, and the environment they start from."""
-    settings = plan.loaded.settings
+    settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     host = address.bare(plan.master_host)
     port = int(sockets.cluster[0].getsockname()[1]) if sockets is not None else plan.master_port
     environ = dict(os.environ)
     if plan.tls:
         environ["COVEY_TLS"] = str(Path(plan.tls).resolve())
-    guard = security.find(settings, listens_at=host if not address.is_loopback(host) else "")
+        settings = _with_passwords(settings)
+        environ["COVEY_TLS_SERVER_PASSWORD"] = settings.tls_server_password
+        environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
+    guard = security.find(settings)
     secret = guard.secret
+    if not secret and sockets is not None and not address.is_loopback(host):
+        secret = join_secret.find("", "", make=True)
     if not secret and sockets is not None and plan.alone:
         secret = secrets.token_hex(16)  # for this run's own processes
     if secret:
@@ -133,6 +143,17 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str]]
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
     return Door(host, port, secret, guard.client), environ
+
+
+def _with_passwords(settings: Settings) -> Settings:
+    """The passwords of the p12 files come from the environment or, at a terminal, from a prompt."""
+    found = {}
+    for side in ("server", "client"):
+        value = getattr(settings, f"tls_{side}_password")
+        if not value and sys.stdin.isatty():
+            value = getpass.getpass(f"Password of the {side}'s p12 file: ")
+        found[f"tls_{side}_password"] = value
+    return msgspec.structs.replace(settings, **found)
 
 
 def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str], folder: str, log_dir: Path) -> dict[str, str]:

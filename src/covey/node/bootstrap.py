@@ -23,7 +23,6 @@ from covey.node import entry, kernel, lifeline
 from covey.node.child import ChildSpec
 from covey.node.threads import restore_threads
 
-
 _imported: list[str] = []  # by the template, before this child was forked
 
 
@@ -82,8 +81,8 @@ def restore_interpreter(spec: ChildSpec) -> None:
     sys.orig_argv = [sys.executable, *flags, *spec.argv]
     kernel.show_command(sys.orig_argv)
     for folder in reversed(spec.env.get("PYTHONPATH", "").split(os.pathsep)):
-        if folder and folder not in sys.path:
-            sys.path.insert(0, folder)
+        if folder and (path := str(Path(folder).absolute())) not in sys.path:
+            sys.path.insert(0, path)
     importlib.invalidate_caches()
 
 

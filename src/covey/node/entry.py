@@ -40,6 +40,8 @@ def load_script(script: str) -> tuple[ModuleType, CodeType]:
 
 def load_module(name: str) -> tuple[ModuleType, CodeType]:
     """`python -m name`, where the name may also be a package with a __main__ in it."""
+    if name.startswith("."):
+        end(f"{sys.executable}: Relative module names not supported", 1)
     _prepend_path(os.getcwd())  # noqa: PTH109 (sys.path holds strings)
     found = _find(name)
     if found is None:

@@ -32,6 +32,7 @@ from covey.node.child import (
     Order,
     Reply,
     encode_spec,
+    exit_of,
 )
 from covey.node.lifeline import Lifeline
 
@@ -143,9 +144,9 @@ class TemplateLife:
         self._loop.remove_reader(self._socket)
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(TemplateOver())
-        code = os.waitstatus_to_exitcode(status)
+        how = exit_of("template", self.pid, os.waitstatus_to_exitcode(status)).reason
         said = self.said()
-        self.over.set_result(f"exit code {code}" + (f", after saying: {said}" if said else ""))
+        self.over.set_result(f"{how}, after saying: {said}" if said else how)
         self._socket.close()
         os.close(self._said)
         os.close(self._pidfd)

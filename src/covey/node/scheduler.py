@@ -30,7 +30,7 @@ from covey.errors import StoreError
 from covey.node.log import log, tell
 from covey.node.report import failure_report
 from covey.store.journal import Journal
-from covey.wire.link import Link, listen
+from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
 RETRY_DISK_S: Final = 1.0
@@ -95,15 +95,15 @@ class Scheduler:
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
-        servers = await listen(sockets, self._secret, self._context, **calls)
+        listener = Listener(sockets, self._secret, self._context, **calls)
+        await listener.open()
         ticker = loop.create_task(self._tick())
         try:
             end = await self._ended
             await self._let_go(end)
         finally:
             ticker.cancel()
-            for server in servers:
-                server.close()
+            listener.close()
             for link in list(self._links.values()):
                 link.abort("the scheduler ended")
         return end

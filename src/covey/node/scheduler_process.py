@@ -71,7 +71,7 @@ class SchedulerProcess:
         words = ";".join(",".join(map(str, group)) for group in numbers)
 
         def in_child() -> None:
-            os.setsid()  # Ctrl-C is the agent's to hear
+            os.setpgrp()  # Ctrl-C is the agent's to hear; the session stays, by which the agent knows its own from orphans
             kernel.die_with(agent)
 
         with self._log_path.open("ab") as file:

@@ -29,17 +29,21 @@ def find(settings: Settings, *, listens_at: str = "") -> Security:
         join_secret = settings.secret  # a loopback cluster asks for a secret only where one was given
     else:
         join_secret = secret.find(settings.secret, settings.secret_file, make=beyond)
-    config = settings.tls_config or (context.get_ps_context("config_file_path") if context.get_ps_context("enable_ssl") else "")
-    if not config:
+    if not settings.tls_config and not context.get_ps_context("enable_ssl"):
         return Security(join_secret)
+    config = settings.tls_config or str(context.get_ps_context("config_file_path"))
     contexts = tls.build(
-        tls.read_config(str(config)),
+        tls.read_config(config),
         server_password=settings.tls_server_password or str(context.get_ps_context("server_password")),
         client_password=settings.tls_client_password or str(context.get_ps_context("client_password")),
         now=datetime.now(UTC),
     )
     for warning in contexts.warnings:
         log.warning("%s", warning)
+    if listens_at and contexts.server is None:
+        raise tls.bad_tls(f"{config} names no server_cert_path, and a scheduler with TLS needs one")
+    if not listens_at and contexts.client is None:
+        raise tls.bad_tls(f"{config} names no client_cert_path, and a node of a cluster with TLS needs one")
     if beyond:
         log.warning("the control link is encrypted; the tensors that gloo exchanges between workers are not")
     return Security(join_secret, contexts.server, contexts.client)

@@ -213,7 +213,7 @@ def run_in_this_process(loaded: Loaded) -> None:
         require_raw(loaded.settings)
         settings = loaded.settings
         port = int(context.get_ps_context("scheduler_manage_port"))
-        if loaded.origins.get("manage_port") == "default" and port != settings.manage_port:
+        if context.is_set("scheduler_manage_port"):
             origins = loaded.origins | {"manage_port": "set_ps_context"}
             loaded = Loaded(msgspec.structs.replace(settings, manage_port=port), origins)
         code = serve(loaded)

@@ -14,12 +14,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 import uuid
 from types import TracebackType
 from typing import Final
 
 from covey.core.effects import Finish
-from covey.core.messages import Formed, FromScheduler, Get, Put, Register, Regrouped, Stop, Value
+from covey.core.messages import Beat, Formed, FromScheduler, Get, Put, Register, Regrouped, Stop, Value
 from covey.core.model import Progress, Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security
@@ -31,6 +32,8 @@ from covey.wire import address
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
 GOODBYE_S: Final = 8.0
 FLUSH_S: Final = 0.2
+TELL_S: Final = 0.5  # shortest time between two words on progress
+TELL_NODES_PER_S: Final = 500  # all workers together
 
 
 class Generation(PeerError):
@@ -55,7 +58,8 @@ class Node:
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self._wanted: set[str] = set()
-        self.progress = Progress()
+        self._progress = Progress()
+        self._told_at = 0.0
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -92,6 +96,14 @@ class Node:
         """The address by which the other ranks reach this one."""
         assert self._runtime is not None
         return self._runtime.address
+
+    def report(self, progress: Progress) -> None:
+        """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
+        self._progress = progress
+        now = time.monotonic()
+        if now - self._told_at > max(TELL_S, self.place.world / TELL_NODES_PER_S):
+            self._told_at = now
+            self._say(Beat(progress))
 
     # -- the board ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class Node:
             self._door,
             deliver=self._deliver,
             finished=self._finished,
-            progress=lambda: self.progress,
+            progress=lambda: self._progress,
         )
         await asyncio.Event().wait()
 
@@ -197,7 +209,7 @@ class Node:
         assert self._runtime is not None
         self._runtime.leave(code, reason)
 
-    def _say(self, message: Put | Get) -> None:
+    def _say(self, message: Put | Get | Beat) -> None:
         if self._loop is not None and self._runtime is not None:
             self._loop.call_soon_threadsafe(self._runtime.say, message)
 

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +25,7 @@ from covey.wire.greeting import ClientGreeting, GreetingError, ServerGreeting
 
 GREETING_S: Final = 10.0
 CONNECT_S: Final = 10.0
+HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
 UNREAD_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
 
 
@@ -94,9 +95,7 @@ class Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._limit is not None:
             self._limit.cancel()
-        reason = self.reason or (tls.explain(exc, connecting=False) if exc else "closed by the other side")
-        if not self.reason and self._greeting is not None:
-            reason = f"{reason} before the greeting was over"
+        reason = self.reason or self._why(exc)
         self._transport = None
         self.on_close(self, reason)
 
@@ -150,6 +149,13 @@ class Link(asyncio.Protocol):
         self.on_open(self)
         return rest
 
+    def _why(self, exc: Exception | None) -> str:
+        encrypted = self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
+        if exc is None and self._greeting is not None and encrypted:
+            return tls.explain(EOFError(), connecting=True)  # how TLS 1.3 shows that a certificate was refused
+        reason = tls.explain(exc, connecting=False) if exc else "closed by the other side"
+        return f"{reason} before the greeting was over" if self._greeting is not None else reason
+
     def _too_late(self) -> None:
         self.abort(f"it did not greet within {GREETING_S:g} s")
 
@@ -176,22 +182,62 @@ def tune(sock: Any) -> None:
                 sock.setsockopt(level, option, value)
 
 
-async def listen(
-    sockets: list[socket.socket],
-    secret: str,
-    context: ssl.SSLContext | None,
-    **calls: Any,
-) -> list[asyncio.Server]:
-    """Accept links on bound sockets."""
-    loop = asyncio.get_running_loop()
+class Listener:
+    """Accepts links on bound sockets until closed."""
 
-    def make() -> Link:
-        return Link(ServerGreeting(secret), from_node, **calls)
+    def __init__(self, sockets: list[socket.socket], secret: str, context: ssl.SSLContext | None, **calls: Any) -> None:
+        self._sockets = sockets
+        self._secret = secret
+        self._context = context
+        self._calls = calls
+        self._servers: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    limit = GREETING_S if context is not None else None
-    return [
-        await loop.create_server(make, sock=sock, ssl=context, backlog=BACKLOG, ssl_handshake_timeout=limit) for sock in sockets
-    ]
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sock in self._sockets:
+            if self._context is None:
+                self._servers.append(await loop.create_server(self._link, sock=sock, backlog=BACKLOG))
+            else:
+                self._keep(self._accept(sock))
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _link(self) -> Link:
+        return Link(ServerGreeting(self._secret), from_node, **self._calls)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, sock: socket.socket) -> None:
+        """asyncio's own server keeps failed handshakes to itself; accepting by hand lets us say why a peer was turned away."""
+        while True:
+            try:
+                accepted, peer = await asyncio.get_running_loop().sock_accept(sock)
+            except OSError:  # out of descriptors, or the peer is gone already
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._tasks) > HANDSHAKES_MAX:
+                accepted.close()
+            else:
+                self._keep(self._shake_hands(accepted, str(peer[0])))
+
+    async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._link, accepted, ssl=self._context, ssl_handshake_timeout=GREETING_S
+            )
+        except (OSError, ssl.SSLError) as error:
+            accepted.close()
+            link = self._link()
+            link.peer = peer
+            link.on_close(link, tls.explain(error, connecting=False))
 
 
 async def connect(

@@ -1,0 +1,110 @@
+"""What goes wrong in a world, and when: each fault is one method, drawn by name from the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from covey.core.messages import Register
+from tests.simulation.plan import Place
+from tests.simulation.processes import AgentProcess, NodeProcess
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Chaos:
+    """Draws one fault after another until the world heals."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._faults = {
+            "kill node": self._kill_node,
+            "hang node": self._hang_node,
+            "leave": self._leave,
+            "fail": self._fail,
+            "cut path": self._cut_path,
+            "cut one way": self._cut_one_way,
+            "kill scheduler": self._kill_scheduler,
+            "kill scheduler mid-step": self._kill_scheduler_mid_step,
+            "hang scheduler": self._hang_scheduler,
+            "imposter": self._imposter,
+            "stranger": self._stranger,
+        }
+
+    def begin(self) -> None:
+        self.world.after(self.world.random.expovariate(1 / self.world.plan.fault_every_s), self._next)
+
+    def _next(self) -> None:
+        if not self.world.healing:
+            self._faults[self.world.random.choice(self.world.plan.faults)]()
+            self.begin()
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def _some_node(self, children: bool = True) -> NodeProcess | None:
+        awake: list[NodeProcess] = self.world.awake()
+        if children:
+            agents = [node for node in awake if isinstance(node, AgentProcess)]
+            awake += [child for agent in agents for child in agent.children.values() if child.alive]
+        return self.world.random.choice(awake) if awake else None
+
+    def _kill_node(self) -> None:
+        if node := self._some_node():
+            node.die(silently=self.world.random.random() < 0.3)
+            self.world.node_finished(node)
+
+    def _hang_node(self) -> None:
+        if node := self._some_node():
+            node.hang()
+            self.world.after(self.world.random.choice((0.5, 5.0, 40.0)), node.wake)
+
+    def _leave(self) -> None:
+        if node := self._some_node(children=False):
+            node.leave(0, "its work is done")
+
+    def _fail(self) -> None:
+        if node := self._some_node():
+            node.leave(1, "an exception in its program")
+
+    def _imposter(self) -> None:
+        """A second process with the settings of one that runs."""
+        self.world.past.append(self.world.spawn(self.world.random.choice(self.world.plan.places)))
+
+    def _stranger(self) -> None:
+        """One node too many, or one that was started with other numbers."""
+        world = self.world
+        node = world.spawn(Place("x", f"h{world.random.randint(0, 9)}", node_id=world.random.choice(("", "stray", "0", "99"))))
+        if isinstance(node.machine.wish, Register) and world.random.random() < 0.3:
+            node.machine.wish.fingerprint["MS_WORKER_NUM"] = "77"
+        world.past.append(node)
+
+    # -- paths -------------------------------------------------------------------------------------------------------
+
+    def _cut_path(self) -> None:
+        host = self.world.random.choice(self.world.plan.places).host
+        self._cut((host, "hs"), ("hs", host))
+
+    def _cut_one_way(self) -> None:
+        host = self.world.random.choice(self.world.plan.places).host
+        self._cut(self.world.random.choice(((host, "hs"), ("hs", host))))
+
+    def _cut(self, *paths: tuple[str, str]) -> None:
+        lasts = self.world.random.choice((1.0, 10.0, 60.0))
+        for path in paths:
+            self.world.tell("net", "blocks", f"{path[0]} to {path[1]} for {lasts} s")
+            self.world.net.block(*path)
+            self.world.after(lasts, self.world.net.unblock, *path)
+
+    # -- the scheduler -----------------------------------------------------------------------------------------------
+
+    def _kill_scheduler(self) -> None:
+        self.world.crash_scheduler("while idle", silently=self.world.random.random() < 0.3)
+
+    def _kill_scheduler_mid_step(self) -> None:
+        if self.world.scheduler is not None:
+            self.world.scheduler.crash_armed = True
+
+    def _hang_scheduler(self) -> None:
+        if (scheduler := self.world.scheduler) is not None:
+            scheduler.hang()
+            self.world.after(self.world.random.choice((0.5, 5.0, 40.0)), scheduler.wake)

@@ -1,0 +1,166 @@
+"""Truths about the whole world, checked from outside the code under test, after every event.
+
+Safety: who holds a rank in a generation; what was promised and was it durable first; time that runs backwards; words after
+the end. Each violation raises `Violation`, which names the nodes concerned so that their story can be told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from covey.core.effects import Send
+from covey.core.messages import (
+    Assignment,
+    Formed,
+    FromScheduler,
+    Goodbye,
+    Register,
+    RegisterAgent,
+    Regrouped,
+    Start,
+    Welcome,
+)
+from covey.core.model import ClusterRecord, MemberRecord, NodeState, Phase, Record, Role
+from tests.simulation.disk import Disk, group_of
+from tests.simulation.net import Link
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
+
+Place = tuple[str, int, str, int]  # cluster, generation, group, rank
+
+
+class Violation(AssertionError):
+    """A truth that does not hold, and the nodes it concerns."""
+
+    def __init__(self, sentence: str, *nodes: str) -> None:
+        super().__init__(sentence)
+        self.nodes = nodes
+
+
+class Checker:
+    """Watches every promise, every write and every delivery."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._holders: dict[Place, str] = {}  # the life that was told this rank in this generation
+        self._runs: dict[Place, int] = {}  # the incarnation that was started for this rank in this generation
+        self._ranks: dict[str, tuple[str, int]] = {}  # by life: cluster and rank, once told
+        self._generations: dict[tuple[str, str], int] = {}  # by cluster and speaker
+        self._clusters: dict[str, ClusterRecord] = {}
+        self.formed: set[str] = set()
+
+    # -- the scheduler's promises ------------------------------------------------------------------------------------
+
+    def promised(self, scheduler: SchedulerProcess, link: Link, message: FromScheduler) -> None:
+        """Before a message leaves: what it promises must survive a crash at this very moment."""
+        if isinstance(message, Goodbye):
+            self._check_goodbye(scheduler, link)
+        if not isinstance(message, Formed | Start | Regrouped):
+            return
+        kept, cluster = self._disk.cluster, scheduler.machine.cluster
+        if kept is None or kept.cluster_id != cluster.cluster_id or kept.generation < message.generation:
+            raise Violation(f"generation {message.generation} is promised, but the journal holds {kept}", scheduler.name)
+        if kept.phase in (Phase.ENDED, Phase.FORMING):
+            raise Violation(f"{message} is sent while the journal says {kept.phase}", scheduler.name)
+        if isinstance(message, Formed):
+            self.formed.add(cluster.cluster_id)
+            wish = scheduler.registered[link.id]
+            assert isinstance(wish, Register)
+            self._check_member(wish.role, message.rank, wish.life, wish.incarnation)
+        elif isinstance(message, Start):
+            self.formed.add(cluster.cluster_id)
+            for a in message.assignments:
+                self._check_member(Role.WORKER, a.rank, "", a.incarnation)
+
+    def _check_member(self, role: Role, rank: int, life: str, incarnation: int) -> None:
+        kept = self._disk.member(role, rank)
+        if kept is None:
+            raise Violation(f"{role} rank {rank} is promised, but the journal does not know it", life)
+        if not kept.agent and life and kept.life != life:
+            raise Violation(f"{role} rank {rank} is promised to {life}, but the journal holds {kept}", life, kept.life)
+        if kept.agent and kept.incarnation != incarnation:
+            raise Violation(f"incarnation {incarnation} of rank {rank} is promised, but the journal holds {kept}", life)
+        if kept.state is not NodeState.ALIVE:
+            raise Violation(f"{role} rank {rank} is promised, but the journal says {kept.state}", life)
+
+    def _check_goodbye(self, scheduler: SchedulerProcess, link: Link) -> None:
+        """A leave that was noted must be noted on disk, once the cluster has formed."""
+        wish = scheduler.registered.get(link.id)
+        if not isinstance(wish, Register):
+            return
+        members = [r for r in self._disk.durable.values() if isinstance(r, MemberRecord) and r.life == wish.life]
+        kept = self._disk.cluster
+        if kept is not None and kept.phase not in (Phase.FORMING, Phase.ENDED):
+            for record in members:
+                if record.state is NodeState.ALIVE and not record.agent:
+                    raise Violation(f"{wish.life} is told goodbye, but the journal says {record.state}", wish.life)
+
+    def spoke_to_nobody(self, scheduler: SchedulerProcess, effect: Send) -> None:
+        """A link that closed during this very step may still be spoken to; it is not an error."""
+
+    def written(self, record: Record) -> None:
+        """Before a record is written: it must not contradict what was told."""
+        if isinstance(record, MemberRecord):
+            told = self._ranks.get(record.life)
+            kept = self._disk.cluster
+            if told and kept and told[0] == kept.cluster_id and told[1] != record.rank:
+                raise Violation(f"{record.life} was told rank {told[1]}, the journal is to hold {record.rank}", record.life)
+        elif isinstance(record, ClusterRecord):
+            before = self._clusters.get(record.cluster_id)
+            if before and before.generation > record.generation:
+                raise Violation(f"the generation goes back from {before.generation} to {record.generation}")
+            if before and before.phase is Phase.ENDED:
+                raise Violation(f"cluster {record.cluster_id} ended, and is written again as {record.phase}")
+            self._clusters[record.cluster_id] = record
+
+    def stepped(self, scheduler: SchedulerProcess) -> None:
+        """After every step: the scheduler's own table is sound."""
+        cluster = scheduler.machine.cluster
+        if len(cluster.members) > 50:
+            return
+        taken: set[tuple[str, int]] = set()
+        for key, member in cluster.members.items():
+            if key != (member.role, member.node_id):
+                raise Violation(f"{member.name} is listed as {key}", member.name)
+            place = (group_of(member.role), member.rank)
+            if member.rank >= 0 and place in taken:
+                raise Violation(f"two members hold rank {member.rank} of {place[0]}", member.name)
+            taken.add(place)
+            if cluster.phase is not Phase.FORMING and member.rank < 0:
+                raise Violation(f"{member.name} is a member of a formed cluster without a rank", member.name)
+        if cluster.phase is Phase.READY:
+            absent = [m.name for m in cluster.members.values() if m.state is NodeState.DEAD]
+            if absent:
+                raise Violation(f"READY, but {absent} are dead", *absent)
+
+    # -- what nodes hear ---------------------------------------------------------------------------------------------
+
+    def delivered(self, node: NodeProcess, message: FromScheduler) -> None:
+        """A program hears something: no two lives may hold one rank in one generation, and nothing goes back."""
+        if isinstance(message, Welcome):
+            node.cluster = message.cluster_id
+        if not isinstance(message, Formed | Regrouped | Start):
+            return
+        seen = (node.cluster, node.wish.life)
+        if message.generation < self._generations.get(seen, 0):
+            raise Violation(f"{node.name} saw generation {self._generations[seen]} and now {message.generation}", node.name)
+        self._generations[seen] = message.generation
+        wish = node.wish
+        if isinstance(wish, RegisterAgent) or isinstance(message, Start):
+            return
+        if isinstance(message, Formed):
+            told = self._ranks.setdefault(wish.life, (node.cluster, message.rank))
+            if told != (node.cluster, message.rank):
+                raise Violation(f"{node.name} was told rank {told[1]} of {told[0]} and now {message.rank}", node.name)
+        if wish.rank >= 0:
+            place = (node.cluster, message.generation, group_of(wish.role), wish.rank)
+            holder = self._holders.setdefault(place, wish.life)
+            if holder != wish.life:
+                raise Violation(f"{wish.life} and {holder} both hold rank {wish.rank} in generation {message.generation}")
+
+    def started(self, agent: AgentProcess, start: Start, assignment: Assignment) -> None:
+        place = (agent.cluster, start.generation, group_of(Role.WORKER), assignment.rank)
+        incarnation = self._runs.setdefault(place, assignment.incarnation)
+        if incarnation != assignment.incarnation:
+            raise Violation(f"incarnations {incarnation} and {assignment.incarnation} both run as {place}", agent.name)

@@ -1,0 +1,132 @@
+"""What one seed is about: the cluster's settings, who takes part, and what may go wrong how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from covey.core.model import ClusterSettings, Role
+from covey.core.node import NodeSettings
+from tests.simulation.net import Weather
+
+FAULTS = (
+    "kill node",
+    "hang node",
+    "leave",
+    "fail",
+    "cut path",
+    "cut one way",
+    "kill scheduler",
+    "kill scheduler mid-step",
+    "hang scheduler",
+    "imposter",
+    "stranger",
+)
+
+
+@dataclass
+class Place:
+    """Somewhere a process runs, again and again where a supervisor restarts it."""
+
+    name: str
+    host: str
+    role: Role = Role.WORKER
+    node_id: str = ""
+    slots: int = 0  # above 0: an agent
+    first_rank: int = -1
+    welcome: bool = True  # False: this one is meant to be refused
+    restarts: int = 0
+
+
+@dataclass
+class Plan:
+    """One world, drawn from its seed."""
+
+    cluster: ClusterSettings
+    node: NodeSettings
+    places: list[Place]
+    weather: Weather = field(default_factory=Weather)
+    faults: tuple[str, ...] = ()
+    fault_every_s: float = 10.0
+    chaos_s: float = 120.0
+    supervised: bool = True
+    scheduler_returns: bool = True
+    arrive_within_s: float = 10.0
+
+
+def draw(random: Random) -> Plan:
+    """A plan for one seed: mostly small worlds, one in thirty large, one in twelve without any fault."""
+    recovery = random.random() < 0.6
+    agents = random.random() < 0.4
+    world = 100 if random.random() < 0.03 else random.randint(2, 8)
+    servers = random.randint(1, 2) if random.random() < 0.2 else 0
+    topo = random.uniform(20.0, 90.0)
+    node_timeout = random.choice((3.0, 10.0, 30.0))
+    beats = random.random() < 0.9
+    if beats and random.random() < 0.05:
+        topo = -1.0
+    elif random.random() < 0.05:
+        node_timeout = -1.0
+    cluster = ClusterSettings(
+        worker_num=world,
+        server_num=servers,
+        recovery=recovery,
+        topo_timeout_s=topo,
+        node_timeout_s=node_timeout,
+        beats=beats,
+        max_restarts=random.randint(0, 3) if agents else 0,
+    )
+    lower = min(3.0, abs(node_timeout) / 4)
+    node = NodeSettings(
+        address="hs:8118",
+        topo_timeout_s=topo,
+        node_timeout_s=node_timeout,
+        receive_timeout_s=random.choice((5.0, 20.0)),
+        retry_lower_s=lower,
+        retry_upper_s=lower * 5 / 3,
+        recovery=recovery,
+        beats=beats,
+    )
+    places = _agents(random, world) if agents else _raw(random, world, Role.WORKER)
+    places += _raw(random, servers, Role.PSERVER)
+    plan = Plan(cluster, node, places)
+    if random.random() < 1 / 12:
+        return plan
+    plan.weather = Weather(
+        delay_s=random.choice(((0.0002, 0.002), (0.001, 0.2), (0.01, 2.0))),
+        loss=random.choice((0.0, 0.002, 0.02)),
+        reorder=random.choice((0.0, 0.0, 0.05)),
+        duplicate=random.choice((0.0, 0.0, 0.05)),
+    )
+    plan.faults = tuple(random.sample(FAULTS, random.randint(1, len(FAULTS))))
+    plan.fault_every_s = random.choice((3.0, 10.0, 30.0))
+    plan.chaos_s = random.choice((40.0, 120.0, 240.0)) if world < 50 else 40.0
+    plan.supervised = recovery and random.random() < 0.8
+    plan.scheduler_returns = recovery or random.random() < 0.5
+    plan.arrive_within_s = random.choice((0.1, 5.0, 30.0))
+    return plan
+
+
+def _raw(random: Random, count: int, role: Role) -> list[Place]:
+    """Raw nodes, with ids of digits, ids of words, or none; several to a host, or one each."""
+    style = random.choice(("digits", "words", "none", "mixed"))
+    per_host = random.choice((1, 2, 4))
+    places = []
+    for number in range(count):
+        kind = random.choice(("digits", "words", "none")) if style == "mixed" else style
+        node_id = {"digits": str(number), "words": f"node-{number}", "none": ""}[kind]
+        places.append(Place(f"{role.value[0]}{number}", f"h{number // per_host}", role, node_id))
+    return places
+
+
+def _agents(random: Random, world: int) -> list[Place]:
+    """Agents that bring `world` workers together, all with a --node-rank or none."""
+    ranked = random.random() < 0.3
+    places: list[Place] = []
+    first = 0
+    while first < world:
+        slots = min(random.choice((1, 2, 4, 8)), world - first)
+        number = len(places)
+        places.append(Place(f"a{number}", f"h{number}", slots=slots, first_rank=first if ranked else -1))
+        first += slots
+    return places

@@ -1,0 +1,262 @@
+"""A whole cluster in one seed: the real core on a heap clock, with a network and a disk that fail.
+
+Two phases. Under chaos, safety is checked after every event. Then everything heals, and within a bound the cluster must be
+READY with every node knowing so, or over with a reason and every node finished. A READY cluster is then asked to finish its
+work, and must end with code 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from random import Random
+
+from covey.core.messages import Register, RegisterAgent
+from covey.core.model import Host, NodeState, Phase
+from tests.simulation import processes
+from tests.simulation.chaos import Chaos
+from tests.simulation.checkers import Checker, Violation
+from tests.simulation.disk import Disk
+from tests.simulation.net import LINK_DEAD_S, Net
+from tests.simulation.plan import Place, Plan, draw
+from tests.simulation.processes import AgentProcess, ChildProcess, NodeProcess, SchedulerProcess
+
+STORY_MAX = 20_000  # events remembered
+RESTARTS_MAX = 8  # per place, while there is chaos
+EVENTS_MAX = 3_000_000  # a world that needs more is going round in circles
+
+
+class World:
+    """Everything there is, and the clock."""
+
+    def __init__(self, seed: int, plan: Plan | None = None) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.now = 0.0
+        self.plan = plan or draw(self.random)
+        self.net = Net(self)
+        self.net.weather = self.plan.weather
+        self.disk = Disk()
+        self.checker = Checker(self.disk)
+        self.counts: Counter[str] = Counter()
+        self.scheduler: SchedulerProcess | None = None
+        self.over: str = ""  # why no scheduler will ever come back
+        self.nodes: dict[str, NodeProcess] = {}  # by place: the newest process
+        self.past: list[NodeProcess] = []  # processes of a place that has a newer one, and uninvited ones
+        self.healing = False
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._sequence = 0
+        self._lives = 0
+        self._clusters = 0
+        self._story: deque[tuple[float, str, str, str, str]] = deque(maxlen=STORY_MAX)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def after(self, delay: float, call: Callable[..., None], *args: object) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.now + delay, self._sequence, call, args))
+
+    def run(self, until: float, done: Callable[[], bool] | None = None, every_s: float = 1.0) -> bool:
+        """Let time pass until then, or until it is done; says whether it is."""
+        look_at = self.now
+        while self._heap and self._heap[0][0] <= until:
+            self.now, sequence, call, args = heapq.heappop(self._heap)
+            if sequence > EVENTS_MAX:
+                raise Violation(f"{EVENTS_MAX} events, and no end")
+            call(*args)
+            if done is not None and self.now >= look_at:
+                if done():
+                    return True
+                look_at = self.now + every_s
+        self.now = until
+        return done is not None and done()
+
+    # -- the two phases ----------------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """One seed from its first to its last event."""
+        self.start_scheduler()
+        for place in self.plan.places:
+            self.after(self.random.uniform(0.0, self.plan.arrive_within_s), self.start, place)
+        chaos = Chaos(self)
+        if self.plan.faults:
+            chaos.begin()
+        self.run(self.plan.chaos_s)
+        self.heal()
+        bound = self.now + self.bound_s()
+        if not self.run(bound, self.settled):
+            raise Violation(f"not settled {self.bound_s():.0f} s after everything healed: {self.unsettled()}", *self.concerned())
+        if self.scheduler is not None and self.scheduler.ended is None:
+            self.counts["ready after healing"] += 1
+            self.finish_work()
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more; what went wrong is repaired, where there is somebody to do it."""
+        self.tell("world", "heals")
+        self.healing = True
+        self.net.heal()
+        for node in [*self.nodes.values(), *self.past]:
+            node.wake()
+            if isinstance(node, AgentProcess):
+                for child in list(node.children.values()):
+                    child.wake()
+        if self.scheduler is not None:
+            self.scheduler.crash_armed = False
+            self.scheduler.wake()
+        for place in self.plan.places:
+            if self.plan.supervised and (node := self.nodes.get(place.name)) is not None and not node.alive:
+                self.node_finished(node)
+
+    def finish_work(self) -> None:
+        """Every program ends well: the cluster must end with code 0, and every node know it."""
+        self.tell("world", "lets every program finish")
+        for node in list(self.nodes.values()):
+            if isinstance(node, AgentProcess):
+                for child in list(node.children.values()):
+                    if child.alive:
+                        child.exit(0)
+            elif node.alive:
+                node.leave(0, "done")
+        scheduler = self.scheduler
+        assert scheduler is not None
+        everyone_left = self.run(self.now + 60.0, lambda: not self.awake() and scheduler.ended is not None)
+        if not everyone_left:
+            raise Violation(f"every program finished, but {self.unsettled()}", *self.concerned())
+        assert scheduler.ended is not None
+        if scheduler.ended.code != 0:
+            raise Violation(f"every program finished well, but the cluster ended with {scheduler.ended}")
+        self.counts["ended well"] += 1
+
+    # -- liveness ----------------------------------------------------------------------------------------------------
+
+    def bound_s(self) -> float:
+        """Links die, members are judged, places are waited for: each at most twice in a row; then there is an answer."""
+        c, n = self.plan.cluster, self.plan.node
+        return 2 * LINK_DEAD_S + 3 * max(c.topo_timeout_s, 30.0) + 3 * max(c.node_timeout_s, 0.0) + 2 * n.receive_timeout_s + 60
+
+    def awake(self) -> list[NodeProcess]:
+        return [node for node in [*self.nodes.values(), *self.past] if node.alive]
+
+    def settled(self) -> bool:
+        """READY and everybody knows, or over and everybody is finished."""
+        if self.scheduler is None:
+            return bool(self.over) and not self.awake()
+        cluster = self.scheduler.machine.cluster
+        if cluster.phase is not Phase.READY or not all(processes.settled(n, self.scheduler) for n in self.awake()):
+            return False
+        speaking = {node.wish.life for node in self.awake()}
+        raw = [m for m in cluster.members.values() if not m.agent]
+        return all(m.life in speaking or m.state is NodeState.LEFT for m in raw)
+
+    def unsettled(self) -> str:
+        said = [f"{n.name} is {n.machine.stage}" for n in self.awake()]
+        if self.scheduler is not None:
+            cluster = self.scheduler.machine.cluster
+            said.insert(0, f"the cluster is {cluster.phase} ({cluster.reason})")
+            said += [f"{m.name} is {m.state}" for m in cluster.members.values() if m.state is not NodeState.ALIVE]
+        return "; ".join(said[:20])
+
+    def concerned(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.awake()[:4])
+
+    # -- the scheduler -----------------------------------------------------------------------------------------------
+
+    def start_scheduler(self) -> None:
+        """As its shell would: with recovery from its journal, unless that cluster has ended; else anew."""
+        if self.scheduler is not None or self.over:
+            return
+        kept = self.disk.cluster
+        if not self.plan.cluster.recovery or (kept is not None and kept.phase is Phase.ENDED):
+            self.disk.wipe()
+        self._clusters += 1
+        self.counts["scheduler starts"] += 1
+        SchedulerProcess(self, f"scheduler.{self._clusters}", f"c{self._clusters}")
+
+    def crash_scheduler(self, where: str, silently: bool = False) -> None:
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        self.counts["scheduler crashes"] += 1
+        self.tell(scheduler.name, "killed", where)
+        self.scheduler = None
+        scheduler.gone(silently)
+        if self.plan.scheduler_returns:
+            self.after(self.random.choice((0.1, 2.0, 20.0)), self.start_scheduler)
+        else:
+            self.over = "the scheduler was killed"
+
+    def scheduler_done(self, scheduler: SchedulerProcess) -> None:
+        """The cluster ended and the scheduler's last answers are given."""
+        if scheduler.alive:
+            assert scheduler.ended is not None
+            self.over = scheduler.ended.reason
+            self.counts["ended"] += 1
+            self.scheduler = None
+            scheduler.gone()
+            self.after(LINK_DEAD_S, self._programs_notice)
+
+    def _programs_notice(self) -> None:
+        """A member that recovers calls its scheduler for ever; its program ends when its peers do not answer."""
+        for node in self.awake():
+            node.leave(1, "the peers are gone")
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def start(self, place: Place) -> NodeProcess:
+        """Start a process in this place: the same node id, a new life."""
+        before = self.nodes.get(place.name)
+        if before is not None:
+            self.past = [node for node in [*self.past, before] if node.alive]
+        node = self.spawn(place)
+        self.nodes[place.name] = node
+        return node
+
+    def spawn(self, place: Place) -> NodeProcess:
+        life = self.new_life(place.name)
+        fingerprint = self.plan.cluster.fingerprint()
+        self.tell(life, "started", f"as {place.role} {place.node_id!r}")
+        if place.slots:
+            agent = RegisterAgent(place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint)
+            return AgentProcess(self, life, place.host, agent)
+        wish = Register(place.role, place.node_id, life, self.host(place.host), fingerprint, pid=self._lives)
+        return NodeProcess(self, life, place.host, wish, self.plan.node)
+
+    def node_finished(self, node: NodeProcess) -> None:
+        """A supervisor, where there is one, starts what failed again."""
+        place = next((p for p in self.plan.places if self.nodes.get(p.name) is node), None)
+        if place is None or not self.plan.supervised or self.over or node.code == 0 or isinstance(node, ChildProcess):
+            return
+        if place.restarts < RESTARTS_MAX or self.healing:
+            place.restarts += 1
+            self.after(self.random.uniform(0.2, 8.0), self._restart, place, node)
+
+    def _restart(self, place: Place, node: NodeProcess) -> None:
+        if self.nodes.get(place.name) is node and not self.over:
+            self.counts["restarts by the supervisor"] += 1
+            self.start(place)
+
+    def new_life(self, name: str) -> str:
+        self._lives += 1
+        return f"{name}.{self._lives}"
+
+    @staticmethod
+    def host(name: str) -> Host:
+        return processes.host(name)
+
+    # -- the story ---------------------------------------------------------------------------------------------------
+
+    def tell(self, who: str, what: str, more: str = "", by: str = "") -> None:
+        self._story.append((self.now, who, what, more, by))
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def story(self, *nodes: str, last: int = 60) -> str:
+        """The last events of the world, and before them those of the nodes it is about."""
+        events = list(self._story)
+        tail = events[-last:]
+        about = [e for e in events[:-last] if any(n and (n in e[1] or n in e[3]) for n in nodes)][-last:]
+        lines = [f"{at:9.3f}  {who:<16} {what} {more}" + (f"  [{by}]" if by else "") for at, who, what, more, by in about + tail]
+        head = f"seed {self.seed}: {self.plan.cluster}\nfaults {self.plan.faults}, {self.plan.weather}"
+        return "\n".join([head, f"counts {dict(self.counts)}", *lines])
