@@ -137,7 +137,7 @@ def test_head_is_get_without_the_body(http: httpx2.Client) -> None:
 
 
 def test_metrics_are_what_prometheus_reads(source: Shown, http: httpx2.Client) -> None:
-    source.cluster = a_view(*WORKERS, counters={"beats": 12.0, "refusals_total": 2.0, "odd-name": 1.0, "restarts": 77.0})
+    source.cluster = a_view(*WORKERS, counters={"beats": 12.0, "refusals_total": 2.0, "odd-name": 1.0, "restarts_total": 77.0})
     response = http.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))

@@ -38,4 +38,12 @@ def test_every_door_is_documented(port: int) -> None:
     assert document["openapi"] == "3.1.0"
     described = {(method.upper(), path) for path, doors in document["paths"].items() for method in doors}
     assert described == {(operation.method, operation.path) for operation in OPERATIONS}
+    assert document["paths"]["/stop"]["post"]["requestBody"]["required"] is False
+    responses = document["components"]["responses"]
+    for path in ("/nodes", "/stop", "/metrics"):
+        (door,) = document["paths"][path].values()
+        assert set(door["responses"]) == {"200", *responses}
+    assert {"400", "401", "403", "405", "413", "500"} <= set(responses)
+    assert "Allow" in responses["405"]["headers"]
+    assert "WWW-Authenticate" in responses["401"]["headers"]
     assert {"/nodes", "/state", "/view", "/stop", "/metrics", "/healthz", "/openapi.json"} == set(document["paths"])

@@ -56,6 +56,11 @@ def test_requests_in_drops_are_cut_off(loop_factory: Loop) -> None:
         with dial(port) as second:  # one request is whole, the next one is not
             second.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nodes HTTP/1.1\r\nHost: loc")
             assert read_to_end(second).count(b"HTTP/1.1 ") == 1
+        with dial(port) as third:  # an empty line after an answer ends the keep-alive and begins nothing
+            third.sendall(b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert third.recv(65536).startswith(b"HTTP/1.1 200 ")
+            third.sendall(b"\r\n")
+            assert read_to_end(third) == b""
         for sock in slow:
             with sock:
                 assert read_to_end(sock) == b""

@@ -29,6 +29,7 @@ class Chaos:
             "hang scheduler": self._hang_scheduler,
             "imposter": self._imposter,
             "stranger": self._stranger,
+            "stop": self._stop,
         }
 
     def begin(self) -> None:
@@ -108,3 +109,8 @@ class Chaos:
         if (scheduler := self.world.scheduler) is not None:
             scheduler.hang()
             self.world.after(self.world.random.choice((0.5, 5.0, 40.0)), scheduler.wake)
+
+    def _stop(self) -> None:
+        """A visitor asks for the end; rarely, for it is the end."""
+        if self.world.scheduler is not None and self.world.random.random() < 0.1:
+            self.world.scheduler.stop()

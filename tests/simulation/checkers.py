@@ -47,7 +47,6 @@ class Checker:
         self._runs: dict[Place, int] = {}  # the incarnation that was started for this rank in this generation
         self._ranks: dict[str, tuple[str, int]] = {}  # by life: cluster and rank, once told
         self._generations: dict[tuple[str, str], int] = {}  # by cluster and speaker
-        self._clusters: dict[str, ClusterRecord] = {}
         self.formed: set[str] = set()
 
     # -- the scheduler's promises ------------------------------------------------------------------------------------
@@ -107,12 +106,11 @@ class Checker:
             if told and kept and told[0] == kept.cluster_id and told[1] != record.rank:
                 raise Violation(f"{record.life} was told rank {told[1]}, the journal is to hold {record.rank}", record.life)
         elif isinstance(record, ClusterRecord):
-            before = self._clusters.get(record.cluster_id)
+            before = self._disk.cluster
             if before and before.generation > record.generation:
                 raise Violation(f"the generation goes back from {before.generation} to {record.generation}")
             if before and before.phase is Phase.ENDED:
                 raise Violation(f"cluster {record.cluster_id} ended, and is written again as {record.phase}")
-            self._clusters[record.cluster_id] = record
 
     def stepped(self, scheduler: SchedulerProcess) -> None:
         """After every step: the scheduler's own table is sound."""
@@ -127,7 +125,9 @@ class Checker:
             if member.rank >= 0 and place in taken:
                 raise Violation(f"two members hold rank {member.rank} of {place[0]}", member.name)
             taken.add(place)
-            if cluster.phase is not Phase.FORMING and member.rank < 0:
+            if member.link and member.link not in scheduler.links and cluster.phase is not Phase.ENDED:
+                raise Violation(f"{member.name} is spoken for by link {member.link}, which is closed", member.name)
+            if cluster.phase not in (Phase.FORMING, Phase.ENDED) and member.rank < 0:
                 raise Violation(f"{member.name} is a member of a formed cluster without a rank", member.name)
         if cluster.phase is Phase.READY:
             absent = [m.name for m in cluster.members.values() if m.state is NodeState.DEAD]
@@ -151,9 +151,9 @@ class Checker:
             return
         if isinstance(message, Formed):
             told = self._ranks.setdefault(wish.life, (node.cluster, message.rank))
-            if told != (node.cluster, message.rank):
-                raise Violation(f"{node.name} was told rank {told[1]} of {told[0]} and now {message.rank}", node.name)
-        if wish.rank >= 0:
+            if told[1] != message.rank:
+                raise Violation(f"{node.name} was told rank {told[1]} and now {message.rank}", node.name)
+        if wish.rank >= 0 and node.cluster:  # a reordered Welcome has not named the cluster yet
             place = (node.cluster, message.generation, group_of(wish.role), wish.rank)
             holder = self._holders.setdefault(place, wish.life)
             if holder != wish.life:

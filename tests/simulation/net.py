@@ -60,6 +60,15 @@ class Weather:
     duplicate: float = 0.0
 
 
+@dataclass
+class Call:
+    """Somebody wants a link."""
+
+    caller: Caller
+    refused: Callable[[str], None]
+    answered: bool = False
+
+
 class Link:
     """One connection: two ends, two directions. Index 0 is the node's, 1 the scheduler's."""
 
@@ -86,37 +95,42 @@ class Net:
         self.blocked: set[tuple[str, str]] = set()
         self._clock = clock
         self._links: dict[int, Link] = {}
+        self._of: dict[Peer, set[Link]] = {}
         self._made = 0
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
     def connect(self, caller: Caller, refused: Callable[[str], None]) -> None:
-        """Try to reach the scheduler; the caller hears `made` or `refused`, always, exactly once."""
-        self._clock.after(self._delay(), self._arrive, caller, refused)
+        """Try to reach the scheduler; a caller that lives hears `made` or `refused`, exactly once."""
+        self._clock.after(self._delay(), self._arrive, Call(caller, refused))
 
-    def _arrive(self, caller: Caller, refused: Callable[[str], None]) -> None:
-        to = self.listener
+    def _arrive(self, call: Call) -> None:
+        to, host = self.listener, call.caller.host
         if to is None:
-            self._clock.after(self._delay(), caller.post, refused, "connection refused")
-        elif (caller.host, to.host) in self.blocked or (to.host, caller.host) in self.blocked:
-            self._clock.after(CONNECT_WAIT_S, caller.post, refused, "connection timed out")
-        else:
-            to.post(self._greet, to, caller, refused, self._clock.now)
+            self._clock.after(self._delay(), self._refuse, call, "connection refused")
+            return
+        self._clock.after(CONNECT_WAIT_S, self._refuse, call, "connection timed out")
+        if (host, to.host) not in self.blocked and (to.host, host) not in self.blocked:
+            to.post(self._greet, to, call)
 
-    def _greet(self, to: Listener, caller: Caller, refused: Callable[[str], None], since: float) -> None:
+    def _refuse(self, call: Call, reason: str) -> None:
+        if not call.answered:
+            call.answered = True
+            call.caller.post(call.refused, reason)
+
+    def _greet(self, to: Listener, call: Call) -> None:
         """The scheduler takes the call, unless it was away for so long that the caller has hung up."""
-        waited = self._clock.now - since
-        if not caller.alive:
+        if call.answered or not call.caller.alive:
             return
-        if waited > CONNECT_WAIT_S:
-            caller.post(refused, "connection timed out")
-            return
+        call.answered = True
         self._made += 1
-        link = Link(self._made, caller, to)
+        link = Link(self._made, call.caller, to)
         self._links[link.id] = link
+        for peer in link.ends:
+            self._of.setdefault(peer, set()).add(link)
         arrival = self._clock.now + self._delay()
         link.last_at[SCHEDULER] = arrival
-        self._clock.after(arrival - self._clock.now, caller.post, caller.made, link)
+        self._clock.after(arrival - self._clock.now, call.caller.post, call.caller.made, link)
         to.accept(link)
 
     # -- carrying ----------------------------------------------------------------------------------------------------
@@ -158,10 +172,8 @@ class Net:
 
     def vanish(self, peer: Peer, silently: bool) -> None:
         """A process is gone, and its ends with it."""
-        for link in list(self._links.values()):
-            for side in (NODE, SCHEDULER):
-                if link.ends[side] is peer:
-                    self.close(link, side, silently)
+        for link in sorted(self._of.pop(peer, ()), key=lambda link: link.id):
+            self.close(link, link.ends.index(peer), silently)
 
     def close(self, link: Link, side: int, silently: bool = False) -> None:
         """This end is over. Silently: as when the power goes, and nobody says so."""
@@ -184,6 +196,8 @@ class Net:
             self._clock.after(LINK_DEAD_S, self._reset, link, side, "keepalive timed out")
         else:
             self._links.pop(link.id, None)
+            for peer in link.ends:
+                self._of.get(peer, set()).discard(link)
 
     def _impatient(self, link: Link, side: int) -> None:
         if link.stalled[side]:

@@ -18,22 +18,30 @@ from covey.core.messages import (
     Assignment,
     Beat,
     Exited,
+    Formed,
     FromNode,
     FromScheduler,
+    Get,
+    Put,
     Register,
     RegisterAgent,
+    Regrouped,
     Start,
     Started,
+    StopAsked,
+    Value,
 )
 from covey.core.model import Host, Phase, Progress, Role
 from covey.core.node import NodeMachine, NodeSettings, Stage
 from tests.simulation.net import NODE, SCHEDULER, Link
+from tests.simulation.plan import Place
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TICK_S = 0.5
 KILLED = 137
+MEETING_MAX = 8  # larger groups do not try to meet: it would take the square of their number in messages
 ANSWERS_S = 5.0  # how long a scheduler whose cluster ended still answers those who call
 _encode = msgspec.msgpack.Encoder().encode
 _from_node = msgspec.msgpack.Decoder(FromNode).decode
@@ -121,9 +129,20 @@ class SchedulerProcess(Process):
         super().gone(silently)
         self.world.disk.crash(self.world.random)
 
+    def stop(self) -> None:
+        """A visitor asks for the end."""
+        self.post(self._step, Heard(StopAsked("a visitor asked")))
+
+    def wake(self) -> None:
+        """Of everything that waited, its own clock comes first: the worst order there is."""
+        if self.hung and self.alive:
+            self._waiting.insert(0, (self._step, (Ticked(),)))
+        super().wake()
+
     def _tick(self) -> None:
         if self.alive:
-            self.post(self._step, Ticked())
+            if not self.hung:
+                self._step(Ticked())
             self.world.after(TICK_S, self._tick)
 
     def _step(self, event: SchedulerEvent) -> None:
@@ -150,13 +169,15 @@ class SchedulerProcess(Process):
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, Close):
-            link = self.links.pop(effect.link, None)
-            if link is not None:
+            link = self.links.get(effect.link)
+            if link is not None and link.open[SCHEDULER]:
                 self.world.net.close(link, SCHEDULER)
+                self.world.after(0.001, self.post, self.lost, link, "closed here")
         elif isinstance(effect, Publish):
             self.world.tell(effect.node, effect.what, effect.reason, by=self.name)
             self.world.count(effect.what)
         else:
+            assert self.ended is None, "a cluster ends once"
             self.ended = effect
             self.world.tell(self.name, "ends", f"code {effect.code}: {effect.reason}")
             self.world.after(ANSWERS_S, self.world.scheduler_done, self)
@@ -177,10 +198,13 @@ class NodeProcess(Process):
     def __init__(self, world: World, name: str, host: str, wish: Register | RegisterAgent, settings: NodeSettings) -> None:
         super().__init__(world, name, host)
         self.machine = NodeMachine(wish, settings, jitter=world.random.random, now=self.now)
+        self.place: Place | None = None  # where a supervisor would start it again
         self.code: int | None = None
         self.reason = ""
         self.cluster = ""
         self.step_no = 0
+        self.met: set[str] = set()  # the ranks it found on the board of this generation
+        self._generation = 0
         self._link: Link | None = None
         self._tick_at = -1.0
         self._schedule()
@@ -221,7 +245,23 @@ class NodeProcess(Process):
             self.world.net.send(self._link, NODE, _encode(message))
 
     def delivered(self, message: FromScheduler) -> None:
-        """The program hears this."""
+        """The program hears this: in every generation the ranks of a group find each other over the board."""
+        if isinstance(message, Formed | Regrouped):
+            self._meet(message.generation)
+        elif isinstance(message, Value) and message.generation == self._generation:
+            self.met.add(message.key)
+
+    def _meet(self, generation: int) -> None:
+        wish = self.wish
+        assert isinstance(wish, Register)
+        if generation != self._generation:
+            self._generation = generation
+            self.met.clear()
+        world = self.world.plan.cluster.wanted(wish.role)
+        if world <= MEETING_MAX:
+            self.say(Put(f"{wish.role.group}/{wish.rank}", b"here", generation))
+            for rank in range(world):
+                self.say(Get(f"{wish.role.group}/{rank}", generation))
 
     def finished(self, code: int, reason: str) -> None:
         self.world.tell(self.name, "finished", f"code {code}: {reason}")
@@ -320,6 +360,7 @@ class AgentProcess(NodeProcess):
         super().__init__(world, name, host, wish, world.plan.node)
 
     def delivered(self, message: FromScheduler) -> None:
+        """What the newest `Start` says is to run; what ended of it is said again, for the first word may be lost."""
         if not isinstance(message, Start):
             return
         self.start = message
@@ -368,6 +409,8 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
         running = all(settled(child, scheduler) for child in node.children.values() if child.alive and child.attaches)
         return running and wish.agent in cluster.agents
     member = cluster.members.get((wish.role, wish.node_id))
+    if scheduler.world.meets and len(node.met) < cluster.settings.wanted(wish.role):
+        return False
     return (
         member is not None
         and (member.life, member.rank, member.incarnation) == (wish.life, wish.rank, wish.incarnation)

@@ -20,7 +20,7 @@ from tests.simulation.checkers import Checker, Violation
 from tests.simulation.disk import Disk
 from tests.simulation.net import LINK_DEAD_S, Net
 from tests.simulation.plan import Place, Plan, draw
-from tests.simulation.processes import AgentProcess, ChildProcess, NodeProcess, SchedulerProcess
+from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 
 STORY_MAX = 20_000  # events remembered
 RESTARTS_MAX = 8  # per place, while there is chaos
@@ -85,9 +85,15 @@ class World:
         self.run(self.plan.chaos_s)
         self.heal()
         bound = self.now + self.bound_s()
+        if self.plan.harmless and self.checker.formed and (self.over or self.counts["died"]):
+            raise Violation(f"no node ever failed, but {self.counts['died']} died, and the end was: {self.over or 'none'}")
+        self.run(self.now + 2 * LINK_DEAD_S)  # until no end believes in a link that is dead
         if not self.run(bound, self.settled):
+            if self.plan.cluster.topo_timeout_s < 0 or (self.over and self.plan.cluster.node_timeout_s < 0):
+                self.counts["waits for ever, as asked"] += 1
+                return
             raise Violation(f"not settled {self.bound_s():.0f} s after everything healed: {self.unsettled()}", *self.concerned())
-        if self.scheduler is not None and self.scheduler.ended is None:
+        if self.scheduler is not None and self.scheduler.machine.cluster.phase is Phase.READY:
             self.counts["ready after healing"] += 1
             self.finish_work()
 
@@ -111,12 +117,12 @@ class World:
     def finish_work(self) -> None:
         """Every program ends well: the cluster must end with code 0, and every node know it."""
         self.tell("world", "lets every program finish")
-        for node in list(self.nodes.values()):
+        for node in self.awake():
             if isinstance(node, AgentProcess):
                 for child in list(node.children.values()):
                     if child.alive:
                         child.exit(0)
-            elif node.alive:
+            else:
                 node.leave(0, "done")
         scheduler = self.scheduler
         assert scheduler is not None
@@ -127,6 +133,16 @@ class World:
         if scheduler.ended.code != 0:
             raise Violation(f"every program finished well, but the cluster ended with {scheduler.ended}")
         self.counts["ended well"] += 1
+        if self.plan.harmless and self.counts["died"]:
+            raise Violation("somebody died, though no node ever failed")
+
+    @property
+    def meets(self) -> bool:
+        """Whether all ranks of a group can be expected on the board: nobody left, and no word was reordered."""
+        assert self.scheduler is not None
+        members = self.scheduler.machine.cluster.members.values()
+        attached = all(m.life and m.state is not NodeState.LEFT for m in members)
+        return attached and len(members) <= processes.MEETING_MAX and self.plan.weather.reorder == 0
 
     # -- liveness ----------------------------------------------------------------------------------------------------
 
@@ -146,8 +162,8 @@ class World:
         if cluster.phase is not Phase.READY or not all(processes.settled(n, self.scheduler) for n in self.awake()):
             return False
         speaking = {node.wish.life for node in self.awake()}
-        raw = [m for m in cluster.members.values() if not m.agent]
-        return all(m.life in speaking or m.state is NodeState.LEFT for m in raw)
+        lives = [cluster.agents[m.agent].life if m.agent else m.life for m in cluster.members.values() if m.present]
+        return speaking.issuperset(lives)
 
     def unsettled(self) -> str:
         said = [f"{n.name} is {n.machine.stage}" for n in self.awake()]
@@ -209,6 +225,7 @@ class World:
         if before is not None:
             self.past = [node for node in [*self.past, before] if node.alive]
         node = self.spawn(place)
+        node.place = place
         self.nodes[place.name] = node
         return node
 
@@ -224,8 +241,8 @@ class World:
 
     def node_finished(self, node: NodeProcess) -> None:
         """A supervisor, where there is one, starts what failed again."""
-        place = next((p for p in self.plan.places if self.nodes.get(p.name) is node), None)
-        if place is None or not self.plan.supervised or self.over or node.code == 0 or isinstance(node, ChildProcess):
+        place = node.place
+        if place is None or self.nodes[place.name] is not node or not self.plan.supervised or self.over or node.code == 0:
             return
         if place.restarts < RESTARTS_MAX or self.healing:
             place.restarts += 1

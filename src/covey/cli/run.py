@@ -29,7 +29,7 @@ from covey.node.log import configure
 from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import SchedulerProcess
-from covey.node.serve import Sockets, bind_manage
+from covey.node.serve import Sockets, bind_manage, manage_words
 from covey.settings import Settings
 from covey.store import secret as join_secret
 from covey.wire import address
@@ -64,7 +64,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
-        door, environ = _door(plan, sockets)
+        door, environ, guard = _door(plan, sockets)
         agent = Agent(_agent_job(plan, log_dir), settings, door, environ)
         await agent.prepare()  # the template's imports are the longest part: begin with them
         scheduler = None
@@ -72,17 +72,18 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             folder = plan.recovery_path or undo.enter_context(
                 tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
             )
-            variables = _scheduler_environment(plan, environ, folder, log_dir)
             scheduler = SchedulerProcess(
                 sockets,
-                variables,
-                log_dir / "scheduler.log",
+                _scheduler_environment(plan, environ),
+                journal=folder,
+                log_path=log_dir / "scheduler.log",
+                max_restarts=plan.max_restarts,
                 over=lambda: agent.over,
                 gave_up=lambda code, reason: agent.settle(Outcome(code, reason)),
             )
             (log_dir / "scheduler.log").unlink(missing_ok=True)
             await scheduler.start()
-            print(f"covey: scheduler at {door.name}{_rest(sockets)}, logs in {log_dir}", flush=True)
+            print(f"covey: scheduler at {door.name}{manage_words(sockets, guard)}, logs in {log_dir}", flush=True)
         show = Show(door, live=plan.live)
         agent.on_start = lambda start: _echo(plan, show, agent, start)
         interrupted = _take_signals(agent, show)
@@ -120,7 +121,7 @@ def _listen(plan: RunPlan) -> Sockets | None:
     return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
 
 
-def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str]]:
+def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str], security.Security]:
     """How this host's processes reach the scheduler, and the environment they start from."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     host = address.bare(plan.master_host)
@@ -142,7 +143,7 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str]]
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
-    return Door(host, port, secret, guard.client), environ
+    return Door(host, port, secret, guard.client), environ, guard
 
 
 def _with_passwords(settings: Settings) -> Settings:
@@ -156,18 +157,15 @@ def _with_passwords(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, **found)
 
 
-def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str], folder: str, log_dir: Path) -> dict[str, str]:
+def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, str]:
     return dict(environ) | {
         "MS_ROLE": "MS_SCHED",
         "MS_SCHED_HOST": address.bare(plan.master_host),
         "MS_WORKER_NUM": str(plan.world),
         "MS_NODE_ID": "sched",
-        "MS_ENABLE_RECOVERY": "1",
-        "MS_RECOVERY_PATH": str(folder),
+        "MS_ENABLE_RECOVERY": "0",
         "COVEY_GRACE": f"{plan.grace_s:g}",
         "COVEY_JOB": plan.job or " ".join(plan.command)[:100].replace("/", "."),
-        "COVEY_MAX_RESTARTS": str(plan.max_restarts),
-        "COVEY_RUN_LOG_DIR": str(log_dir),
     }
 
 
@@ -300,7 +298,3 @@ def without_join(argv: list[str]) -> list[str]:
 def gpu_count() -> int:
     """GPUs of this host as the kernel's driver shows them; torch is not imported for it."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
-
-
-def _rest(sockets: Sockets) -> str:
-    return f", REST at http://127.0.0.1:{sockets.manage_port}" if sockets.manage else ""

@@ -16,6 +16,7 @@ class Board:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, list[int]] = {}
         self.size = 0
+        self._waiters = 0
 
     def put(self, key: str, value: bytes) -> list[int] | None:
         """Pin a value; returns the links that waited for it, or None when the board is full."""
@@ -24,12 +25,14 @@ class Board:
             return None
         self.size = size
         self.values[key] = value
-        return self.waiting.pop(key, [])
+        waited = self.waiting.pop(key, [])
+        self._waiters -= len(waited)
+        return waited
 
-    def get(self, key: str, link: int) -> bytes | None:
-        """The value, or None after noting who waits for it."""
-        if key in self.values:
-            return self.values[key]
-        if sum(map(len, self.waiting.values())) < KEYS_MAX:
-            self.waiting.setdefault(key, []).append(link)
-        return None
+    def wait(self, key: str, link: int) -> bool:
+        """Note who waits for a value that is not there yet; False when too many wait."""
+        if self._waiters >= KEYS_MAX:
+            return False
+        self._waiters += 1
+        self.waiting.setdefault(key, []).append(link)
+        return True

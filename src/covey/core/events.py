@@ -31,7 +31,7 @@ class LinkMade(msgspec.Struct, frozen=True):
 
 
 class Ticked(msgspec.Struct, frozen=True):
-    """Time has passed."""
+    """Time has passed. The scheduler's shell says so several times a second; a node's when its `due` has come."""
 
 
 class Restored(msgspec.Struct, frozen=True):

@@ -1,35 +1,83 @@
-"""When is the cluster complete? Returns the plan, or none and the reason."""
+"""When is the cluster complete, who gets which place in it, and what is each node told about its place?"""
 
 from __future__ import annotations
 
 import msgspec
 
 from covey.core import ranks
-from covey.core.membership import Cluster, claims, names
-from covey.core.model import NodeState, Role
+from covey.core.cluster import Cluster
+from covey.core.membership import names
+from covey.core.messages import Assignment, Formed, Start
+from covey.core.model import Agent, Member, Role
 
 COUNTED = (Role.WORKER, Role.PSERVER)  # a federated server counts with the parameter servers
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Rank by (role, node id as registered)."""
+    """Rank by member name, as registered."""
 
-    ranks: dict[tuple[Role, str], int]
+    ranks: dict[str, int]
 
 
 def decide(cluster: Cluster) -> tuple[Plan | None, str]:
     """Complete as soon as every role has its number; then everyone's rank follows from who they are."""
-    missing = []
-    for role in COUNTED:
-        here = [m for m in cluster.of(role) if m.state is NodeState.WAITING]
-        short = cluster.settings.wanted(role) - len(here)
-        if short > 0:
-            missing.append(f"{short} {role}{'s' if short > 1 else ''} missing, here: {names(here)}")
+    missing = [f"{short} {role}{'s' if short > 1 else ''} missing" for role in COUNTED if (short := _short(cluster, role)) > 0]
     if missing:
-        return None, "; ".join(missing)
-    table: dict[tuple[Role, str], int] = {}
+        return None, ", ".join(missing)
+    table: dict[str, int] = {}
     for role in COUNTED:
-        members = cluster.of(role)
-        by_name = ranks.assign(members, claims(cluster, members), cluster.settings.wanted(role))
-        table |= {(member.role, member.node_id): by_name[member.name] for member in members}
+        table |= ranks.assign(cluster.of(role), cluster.settings.wanted(role))
     return Plan(table), f"all {len(table)} nodes are here"
+
+
+def missing(cluster: Cluster) -> str:
+    """Who is here and how many are not, for everyone who waited in vain."""
+    return "; ".join(
+        f"{short} {role}{'s' if short > 1 else ''} missing, here: {names(cluster.of(role))}"
+        for role in COUNTED
+        if (short := _short(cluster, role)) > 0
+    )
+
+
+def _short(cluster: Cluster, role: Role) -> int:
+    return cluster.settings.wanted(role) - cluster.size(role)
+
+
+class Layout:
+    """How a formed cluster lies on its hosts. Made once per change of membership, so that telling all of it is O(N)."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._workers = sorted(cluster.of(Role.WORKER), key=lambda m: m.rank)
+        self._local_worlds: dict[tuple[Role, str], int] = {}
+        self._children: dict[str, list[Member]] = {}
+        for member in cluster.members.values():
+            where = (member.role.group, member.host.id)
+            self._local_worlds[where] = self._local_worlds.get(where, 0) + 1
+        for member in self._workers:
+            self._children.setdefault(member.agent, []).append(member)
+        hosts = dict.fromkeys(m.agent or m.host.id for m in self._workers)
+        self._hosts = {host: index for index, host in enumerate(hosts)}
+
+    def formed(self, member: Member) -> Formed:
+        """What a node is told about its place."""
+        world = self._cluster.settings.wanted(member.role)
+        local_world = self._local_worlds[(member.role.group, member.host.id)]
+        return Formed(self._cluster.generation, member.rank, world, member.local_rank, local_world, member.restarts)
+
+    def start(self, agent: Agent) -> Start:
+        """What an agent is told to let run."""
+        cluster, first = self._cluster, self._workers[0]
+        mine = [m for m in self._children.get(agent.id, []) if m.present]
+        return Start(
+            generation=cluster.generation,
+            world=len(self._workers),
+            assignments=[Assignment(m.node_id, m.rank, m.incarnation, m.local_rank) for m in mine],
+            master_address=first.host.address,
+            master_port=cluster.agents.get(first.agent, agent).meet_port,
+            host_index=self._hosts.get(agent.id, 0),
+            host_count=len(self._hosts),
+            local_world=self._local_worlds.get((Role.WORKER, agent.host.id), 0),
+            restarts=cluster.restarts,
+            max_restarts=cluster.settings.max_restarts,
+        )

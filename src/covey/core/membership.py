@@ -14,10 +14,10 @@ from enum import StrEnum
 import msgspec
 
 from covey.core import ranks
+from covey.core.cluster import Cluster, Key
 from covey.core.messages import NAMES_MAX, Register, RegisterAgent
-from covey.core.model import Agent, ClusterSettings, Member, NodeState, Phase, Role
+from covey.core.model import Member, NodeState, Phase, Role
 
-Key = tuple[Role, str]
 HOLD_OFF_S = 0.5  # how soon a node that is held off asks again
 
 
@@ -37,28 +37,6 @@ class Answer(msgspec.Struct, frozen=True):
     place: Key | None = None
 
 
-class Cluster(msgspec.Struct):
-    """Everything the scheduler knows. Only `machine.Machine` changes it."""
-
-    cluster_id: str
-    settings: ClusterSettings
-    job: str = ""
-    phase: Phase = Phase.FORMING
-    reason: str = "waiting for the first node"
-    generation: int = 0
-    restarts: int = 0
-    members: dict[Key, Member] = {}
-    agents: dict[str, Agent] = {}
-
-    def of(self, role: Role) -> list[Member]:
-        """The members that count towards the number of this role. Both kinds of server count as one."""
-        kinds = (Role.WORKER,) if role is Role.WORKER else (Role.PSERVER, Role.SERVER)
-        return [member for member in self.members.values() if member.role in kinds]
-
-    def children(self, agent: str) -> list[Member]:
-        return [member for member in self.members.values() if member.agent == agent]
-
-
 def answer_node(cluster: Cluster, wish: Register) -> Answer:
     """May this node join, and as what?"""
     if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint) or _impossible(cluster, wish):
@@ -74,6 +52,11 @@ def answer_node(cluster: Cluster, wish: Register) -> Answer:
     return _other_life(cluster, member, wish, place)
 
 
+def node_id(wish: Register) -> str:
+    """The id a node asks for, or one made of its life, which must not look like a claim to a rank."""
+    return wish.node_id or (wish.life if ranks.claim(wish.life) is None else f"n{wish.life}")
+
+
 def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
     """May this agent bring its workers?"""
     if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint):
@@ -83,36 +66,23 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         return Answer(Verdict.REATTACH, "the same agent again")
     if known is not None and known.link:
         return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
-    workers, world = cluster.of(Role.WORKER), cluster.settings.worker_num
+    here, world = cluster.size(Role.WORKER), cluster.settings.worker_num
     if cluster.phase is not Phase.FORMING:
         return Answer(Verdict.REFUSE, f"the cluster has formed with its {world} workers: this host came too late")
-    if len(workers) + wish.slots > world:
+    if here + wish.slots > world:
         reason = (
-            f"this host brings {wish.slots} workers, but {len(workers)} of {world} are here already:"
+            f"this host brings {wish.slots} workers, but {here} of {world} are here already:"
             " start fewer, or raise the number of workers on every host"
         )
         return Answer(Verdict.REFUSE, reason)
-    if wish.first_rank >= 0:
-        claimed = claims(cluster, workers)
-        wanted = range(wish.first_rank, wish.first_rank + wish.slots)
-        if clash := sorted(set(wanted) & set(claimed.values())):
-            return Answer(Verdict.REFUSE, f"rank {clash[0]} is taken: two hosts were started with the same --node-rank")
-        if wanted.stop > world:
-            return Answer(Verdict.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+    wanted = range(wish.first_rank, wish.first_rank + wish.slots) if wish.first_rank >= 0 else range(0)
+    if wanted.stop > world:
+        return Answer(Verdict.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+    for rank in wanted:
+        if (member := cluster.at(Role.WORKER, rank)) is not None:
+            who = f"{member.name} on {member.host.name}"
+            return Answer(Verdict.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?")
     return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.slots} workers")
-
-
-def claims(cluster: Cluster, members: Iterable[Member]) -> dict[str, int]:
-    """Ranks claimed before formation, by member name: through an id of digits, or the --node-rank of an agent."""
-    found: dict[str, int] = {}
-    for member in members:
-        agent = cluster.agents.get(member.agent)
-        if agent is not None:
-            if agent.first_rank >= 0:
-                found[member.name] = agent.first_rank + int(member.node_id.rpartition("/")[2])
-        elif (rank := ranks.claim(member.node_id)) is not None:
-            found[member.name] = rank
-    return found
 
 
 def names(members: Iterable[Member]) -> str:
@@ -139,6 +109,7 @@ def _foreign(cluster: Cluster, cluster_id: str, fingerprint: Mapping[str, str]) 
 
 
 def _impossible(cluster: Cluster, wish: Register) -> str:
+    """Why no place can exist for this registration; "" when one can."""
     world = cluster.settings.wanted(wish.role)
     if world == 0:
         count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
@@ -146,33 +117,32 @@ def _impossible(cluster: Cluster, wish: Register) -> str:
     rank = ranks.claim(wish.node_id)
     if rank is not None and rank >= world:
         return f"MS_NODE_ID={wish.node_id} claims rank {rank}, but the {world} {wish.role} ranks end at {world - 1}"
+    if wish.generation > cluster.generation:
+        return f"it has seen generation {wish.generation}, but the scheduler's journal ends at {cluster.generation}"
     return ""
 
 
 def _holder(cluster: Cluster, wish: Register) -> Member | None:
     """The member in the place this registration asks for: by id, or by the rank that id claims."""
-    if not wish.node_id:
-        return next((m for m in cluster.of(wish.role) if m.life == wish.life), None)
-    if (member := cluster.members.get((wish.role, wish.node_id))) is not None:
+    if (member := cluster.members.get((wish.role, node_id(wish)))) is not None:
         return member
     rank = ranks.claim(wish.node_id)
-    if rank is None:
-        return None
-    if cluster.phase is not Phase.FORMING:
-        return next((m for m in cluster.of(wish.role) if m.rank == rank), None)
-    claimed = claims(cluster, cluster.of(wish.role))
-    return next((m for m in cluster.of(wish.role) if claimed.get(m.name) == rank), None)
+    return cluster.at(wish.role, rank) if rank is not None else None
 
 
 def _newcomer(cluster: Cluster, wish: Register) -> Answer:
     world = cluster.settings.wanted(wish.role)
+    if cluster.phase is Phase.FORMING and cluster.size(wish.role) < world:
+        return Answer(Verdict.ADMIT, f"{cluster.size(wish.role) + 1} of {world} {wish.role}s are here")
+    if wish.incarnation:
+        return Answer(Verdict.REFUSE, f"this life is over: another node took its rank {wish.rank}")
     here = cluster.of(wish.role)
-    if cluster.phase is Phase.FORMING and len(here) < world:
-        return Answer(Verdict.ADMIT, f"{len(here) + 1} of {world} {wish.role}s are here")
-    dead = [m for m in here if m.state is NodeState.DEAD and not m.agent]
-    if cluster.phase is not Phase.FORMING and cluster.settings.recovery and dead:
-        vacant = min(dead, key=lambda m: m.rank)
-        return Answer(Verdict.RETURN, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id))
+    if cluster.phase is not Phase.FORMING and cluster.settings.recovery:
+        raw = sorted((m for m in here if not m.agent), key=lambda m: m.rank)
+        for vacant in (m for m in raw if m.state is NodeState.DEAD):
+            return Answer(Verdict.RETURN, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id))
+        for silent in (m for m in raw if m.state is NodeState.SUSPECT):
+            return Answer(Verdict.HOLD, f"every place is taken, but {silent.name} is silent: its place may become free")
     reason = (
         f"one {wish.role} too many: the cluster has its {world}"
         f" ({names(here)}). Stop this one, or start the cluster with a larger number"
@@ -182,15 +152,21 @@ def _newcomer(cluster: Cluster, wish: Register) -> Answer:
 
 def _child(member: Member, wish: Register, place: Key) -> Answer:
     """A worker whose process an agent started: the agent's word says which incarnation may speak."""
-    if wish.incarnation < member.incarnation:
-        return Answer(Verdict.REFUSE, f"this life of {member.name} is over: incarnation {member.incarnation} runs now")
-    if member.life in ("", wish.life) and member.present and wish.incarnation == member.incarnation:
+    if wish.incarnation == 0:
+        rank = ranks.claim(wish.node_id)
+        return Answer(Verdict.REFUSE, f"rank {rank} is taken by {member.name}, which the agent on {member.host.name} runs")
+    if wish.incarnation != member.incarnation or not member.present:
+        now = f"incarnation {member.incarnation} is {member.state}"
+        return Answer(Verdict.REFUSE, f"incarnation {wish.incarnation} of {member.name} is over: {now}")
+    if member.life in ("", wish.life):
         return Answer(Verdict.REATTACH, "the process its agent started", place)
     return Answer(Verdict.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
 
 
 def _other_life(cluster: Cluster, member: Member, wish: Register, place: Key) -> Answer:
     where = f"{member.name} on {member.host.name} (process {member.pid})"
+    if wish.incarnation:
+        return Answer(Verdict.REFUSE, f"this life is over: {where} took its rank {member.rank}")
     if member.state is NodeState.LEFT:
         return Answer(Verdict.REFUSE, f"{member.name} has finished and left: its work is done")
     if member.state is NodeState.DEAD:
@@ -198,7 +174,7 @@ def _other_life(cluster: Cluster, member: Member, wish: Register, place: Key) ->
             return Answer(Verdict.RETURN, f"incarnation {member.incarnation + 1} of {member.name}", place)
         return Answer(Verdict.REFUSE, f"{member.name} is dead and recovery is off: set MS_ENABLE_RECOVERY=1")
     if member.link and member.state is not NodeState.SUSPECT:
-        if ranks.claim(member.node_id) != ranks.claim(wish.node_id) or member.node_id == wish.node_id:
-            return Answer(Verdict.REFUSE, f"{where} is alive: a second node with its id is not allowed", place)
-        return Answer(Verdict.REFUSE, f"rank {ranks.claim(wish.node_id)} is taken by {where}", place)
-    return Answer(Verdict.HOLD, f"the life before, {where}, is not known to be over yet", place)
+        if member.node_id == wish.node_id:
+            return Answer(Verdict.REFUSE, f"{where} is alive: a second node with its id is not allowed")
+        return Answer(Verdict.REFUSE, f"rank {ranks.claim(wish.node_id)} is taken by {where}")
+    return Answer(Verdict.HOLD, f"the life before, {where}, is not known to be over yet")

@@ -15,6 +15,11 @@ class Role(StrEnum):
     PSERVER = "pserver"
     SERVER = "server"
 
+    @property
+    def group(self) -> Role:
+        """The role under which this one is counted and ranked: both kinds of server count as one."""
+        return Role.PSERVER if self is Role.SERVER else self
+
 
 class NodeState(StrEnum):
     """waiting at the gate → alive → suspect → dead; or left, meant to go."""
@@ -48,6 +53,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     max_restarts: int = 0
     grace_s: float = 10.0
 
+    @property
+    def judges_silence(self) -> bool:
+        return self.beats and self.node_timeout_s >= 0
+
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
         return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
@@ -55,7 +64,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     def wanted(self, role: Role) -> int:
         if role is Role.WORKER:
             return self.worker_num
-        return self.server_num if role in (Role.PSERVER, Role.SERVER) else 0
+        return self.server_num if role.group is Role.PSERVER else 0
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -95,7 +104,8 @@ class Member(msgspec.Struct):
     life: str
     host: Host
     incarnation: int = 1
-    rank: int = -1
+    rank: int = -1  # claimed before the cluster forms, given from then on
+    local_rank: int = -1  # among the members of its group on its host
     state: NodeState = NodeState.WAITING
     link: int = 0  # the connection that speaks for it; 0 when there is none
     agent: str = ""  # the agent whose child it is
@@ -140,6 +150,16 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     state: NodeState
     agent: str = ""
     restarts: int = 0
+    local_rank: int = -1
+
+    @classmethod
+    def of(cls, member: Member) -> MemberRecord:
+        """Suspicion is not written: it is this scheduler's own, and the next one begins with it anyway."""
+        record = cls(**{name: getattr(member, name) for name in cls.__struct_fields__})
+        return msgspec.structs.replace(record, state=NodeState.ALIVE) if member.state is NodeState.SUSPECT else record
+
+    def member(self) -> Member:
+        return Member(**msgspec.structs.asdict(self))
 
 
 class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
@@ -152,6 +172,13 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     first_rank: int
     meet_port: int
     log_dir: str
+
+    @classmethod
+    def of(cls, agent: Agent) -> AgentRecord:
+        return cls(**{name: getattr(agent, name) for name in cls.__struct_fields__})
+
+    def agent(self) -> Agent:
+        return Agent(**msgspec.structs.asdict(self))
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):

@@ -84,6 +84,7 @@ class NodeMachine:
         self._beat_at = NEVER
         self._connect_at = now
         self._was_member = False
+        self._generation = 0
         self._leave: Leave | None = None
         self._pending = Welcome("")
 
@@ -109,17 +110,20 @@ class NodeMachine:
 
     def _link_made(self, now: float) -> list[NodeEffect]:
         self._linked = True
-        self._connect_at = NEVER
-        self._answer_by = now + self._settings.receive_timeout_s
         if self.stage is not Stage.LEAVING:
             self.stage = Stage.REGISTERING
+        return self._register(now)
+
+    def _register(self, now: float) -> list[NodeEffect]:
+        self._connect_at = NEVER
+        self._answer_by = now + self._settings.receive_timeout_s
         return [Send(self.wish)]
 
     def _link_lost(self, reason: str, now: float) -> list[NodeEffect]:
         self._trouble = reason
         lost_now, self._linked = self._linked, False
         self._answer_by = self._beat_at = NEVER
-        if self.stage is Stage.LEAVING and not self._settings.recovery:
+        if self.stage is Stage.LEAVING and not self._insists:
             return self._finish(self._leave_code(), "left; the scheduler was gone already")
         if lost_now:
             self._retry_s = FIRST_RETRY_S
@@ -139,28 +143,26 @@ class NodeMachine:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _heard(self, message: FromScheduler, now: float) -> list[NodeEffect]:
-        self._answer_by = NEVER
+        if self.stage is Stage.LEAVING and isinstance(message, Goodbye | Stop | Refused):
+            return self._finish(self._leave_code(), "left")
+        if self.stage is not Stage.LEAVING:
+            self._answer_by = NEVER
         if isinstance(message, Welcome):
             return self._welcomed(message, now)
-        if isinstance(message, Formed | Start):
+        if isinstance(message, Formed | Start | Regrouped):
             return self._placed(message)
         if isinstance(message, Refused):
             return self._refused(message, now)
         if isinstance(message, Stop):
             return self._finish(message.code, message.reason, message)
-        if isinstance(message, Goodbye):
-            return self._finish(self._leave_code(), "left") if self.stage is Stage.LEAVING else []
-        if isinstance(message, Regrouped):
-            self._hold(generation=message.generation)
-        return [Deliver(message)]
+        return [] if isinstance(message, Goodbye) else [Deliver(message)]
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[NodeEffect]:
         out: list[NodeEffect] = [Deliver(welcome)]
         if isinstance(self.wish, Register):
             self.wish = msgspec.structs.replace(self.wish, node_id=welcome.node_id)
-        if self.stage is Stage.LEAVING and self._leave is not None:
-            self._answer_by = now + min(LEAVE_WAIT_S, self._settings.receive_timeout_s)
-            return [*out, Send(self._leave)]
+        if self.stage is Stage.LEAVING:
+            return [*out, *self._say_leave(now)]
         self.stage = Stage.MEMBER if self._was_member else Stage.WAITING
         self._retry_s = FIRST_RETRY_S
         self._beat_at = self._next_beat(now)
@@ -173,9 +175,17 @@ class NodeMachine:
             self._deadline = _after(now, self._settings.topo_timeout_s, VERDICT_SLACK_S)
         return out
 
-    def _placed(self, message: Formed | Start) -> list[NodeEffect]:
-        self.stage = Stage.MEMBER if self.stage is not Stage.LEAVING else self.stage
-        self._deadline = NEVER
+    def _placed(self, message: Formed | Start | Regrouped) -> list[NodeEffect]:
+        """News of a generation. What is older than the news before it is no news."""
+        if message.generation < self._generation:
+            return []
+        self._generation = message.generation
+        if isinstance(message, Regrouped):
+            self._hold(generation=message.generation)
+            return [Deliver(message)]
+        if self.stage is not Stage.LEAVING:
+            self.stage = Stage.MEMBER
+            self._deadline = NEVER
         if not self._was_member:
             self._was_member = True
             self._hold(cluster_id=self._pending.cluster_id, incarnation=self._pending.incarnation)
@@ -186,9 +196,10 @@ class NodeMachine:
     def _refused(self, refused: Refused, now: float) -> list[NodeEffect]:
         if refused.retry_after_s <= 0:
             return self._finish(ExitCode.REFUSED, f"the scheduler at {self._settings.address} refused: {refused.reason}")
+        news = refused.reason != self._trouble
         self._trouble = refused.reason
         self._connect_at = now + min(refused.retry_after_s, self._settings.retry_upper_s)
-        return [Publish("scheduler", "held off", refused.reason)]
+        return [Publish("scheduler", "held off", refused.reason)] if news else []
 
     # -- time and leaving --------------------------------------------------------------------------------------------
 
@@ -196,14 +207,15 @@ class NodeMachine:
         if now >= self._deadline:
             return self._give_up()
         if now >= self._answer_by:
-            if self.stage is Stage.LEAVING:
+            if self.stage is Stage.LEAVING and not self._insists:
                 return self._finish(self._leave_code(), "left; the scheduler did not answer")
-            self._answer_by = NEVER
             waited = f"no answer within {self._settings.receive_timeout_s:g} s (MS_RECEIVE_MSG_TIMEOUT)"
             return [Close(), *self._link_lost(waited, now)]
         if now >= self._connect_at:
+            if self._linked:
+                return self._register(now)
             self._connect_at = NEVER
-            return [Send(self.wish)] if self._linked else [Connect()]
+            return [Connect()]
         if now >= self._beat_at:
             self._beat_at = self._next_beat(now)
             return [SendBeat()]
@@ -213,15 +225,21 @@ class NodeMachine:
         if self.stage is Stage.LEAVING:
             return []
         self._leave = leave
-        registered = self._linked and self.stage in (Stage.WAITING, Stage.MEMBER)
-        self.stage = Stage.LEAVING
-        if registered:
-            self._answer_by = now + min(LEAVE_WAIT_S, self._settings.receive_timeout_s)
-            return [Send(leave)]
-        if self._was_member and self._settings.recovery:  # a restarted scheduler should hear that this one finished
-            self._deadline = _after(now, max(self._settings.node_timeout_s, LEAVE_WAIT_S))
-            return []
-        return self._finish(leave.code, "left before it was a member")
+        before, self.stage = self.stage, Stage.LEAVING
+        if not self._linked and not self._insists:
+            return self._finish(leave.code, "left before it was a member")
+        self._deadline = now + max(self._settings.node_timeout_s if self._insists else 0.0, LEAVE_WAIT_S)
+        return self._say_leave(now) if self._linked and before is not Stage.REGISTERING else []
+
+    def _say_leave(self, now: float) -> list[NodeEffect]:
+        assert self._leave is not None
+        self._answer_by = now + min(LEAVE_WAIT_S, self._settings.receive_timeout_s)
+        return [Send(self._leave)]
+
+    @property
+    def _insists(self) -> bool:
+        """Whether a restarted scheduler should hear that this one finished, though it must be called for that."""
+        return self._was_member and self._settings.recovery
 
     def _give_up(self) -> list[NodeEffect]:
         where, s = self._settings.address, self._settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from covey.core.membership import Cluster
+from covey.core.cluster import Cluster
 from covey.core.model import Member, Role
 
 
@@ -21,9 +21,13 @@ class After(StrEnum):
 def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
     """Decide what follows the death of one member."""
     settings = cluster.settings
-    if settings.max_restarts > cluster.restarts and all(m.agent for m in cluster.of(Role.WORKER)):
+    if not dead.agent:
+        if settings.recovery:
+            return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
+        return After.END, "recovery is off"
+    if dead.agent not in cluster.agents:
+        return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
+    if settings.max_restarts > cluster.restarts and all(m.agent in cluster.agents for m in cluster.of(Role.WORKER)):
         count = cluster.restarts + 1
         return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
-    if settings.recovery and not dead.agent:
-        return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
-    return After.END, "recovery is off" if not settings.max_restarts else "no restart is left"
+    return After.END, "no restart is left" if settings.max_restarts else "no restarts were asked for (--max-restarts)"

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.membership import Cluster
+from covey.core.cluster import Cluster
 from covey.core.model import Member, Phase, Role
 
 

@@ -20,8 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from covey.errors import CoveyError, ExitCode, StoreError, UsageError
 from covey.node import kernel, lifeline
 from covey.node.child import ChildSpec, Exit, exit_of
@@ -78,7 +76,7 @@ class Children:
 
     async def open(self) -> None:
         """The template, where there is one, begins to import; nobody waits for it before the first `start`."""
-        self._strangers = {process.pid for process in psutil.Process().children()}
+        self._strangers = set(kernel.own_children())
         kernel.adopt_orphans(True)
         self._is_open = True
         if self._fork:
@@ -204,10 +202,10 @@ class Children:
     def _orphans(self) -> Iterator[tuple[int, int]]:
         """Adopted processes with their sessions, dead or alive."""
         ours = {child.pid for child in self._alive.values()} | self._strangers | {self.template_pid}
-        for process in psutil.Process().children():
+        for pid in kernel.own_children():
             with contextlib.suppress(ProcessLookupError):
-                if process.pid not in ours and (session := os.getsid(process.pid)) != os.getsid(0):
-                    yield process.pid, session
+                if pid not in ours and (session := os.getsid(pid)) != os.getsid(0):
+                    yield pid, session
 
 
 async def signal_and_wait(chosen: Sequence[Child], number: int, limit_s: float) -> list[Child]:

@@ -265,10 +265,10 @@ def exit_now(code: int) -> None:
     os._exit(code)
 
 
-def on_signal(scheduler: Scheduler, number: int, recovery: bool) -> None:
-    """SIGINT ends the cluster; so does SIGTERM, unless recovery is on: then only this process goes, to come back."""
+def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
+    """SIGINT ends the cluster; so does SIGTERM, unless this process comes back: then it goes alone."""
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and recovery and scheduler.machine.cluster.phase is not Phase.ENDED:
+    if number == signal.SIGTERM and comes_back and scheduler.machine.cluster.phase is not Phase.ENDED:
         log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
         exit_now(128 + number)
     scheduler.stop(f"the scheduler received {name}")

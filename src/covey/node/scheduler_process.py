@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from covey.errors import ExitCode
 from covey.node import kernel
 from covey.node.log import log
-from covey.node.serve import SOCKETS_VARIABLE, Sockets
+from covey.node.serve import KEPT_VARIABLE, Kept, Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
@@ -30,14 +32,21 @@ class SchedulerProcess:
         self,
         sockets: Sockets,
         environ: Mapping[str, str],
-        log_path: Path,
         *,
+        journal: str,
+        log_path: Path,
+        max_restarts: int,
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
     ) -> None:
-        self._sockets = sockets
         self._environ = environ
         self._log_path = log_path
+        self._kept = Kept(
+            sockets=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.manage]),
+            journal=journal,
+            log_dir=str(log_path.parent),
+            max_restarts=max_restarts,
+        )
         self._over = over
         self._gave_up = gave_up
         self._process: asyncio.subprocess.Process | None = None
@@ -66,9 +75,6 @@ class SchedulerProcess:
 
     async def _spawn(self) -> None:
         agent = os.getpid()
-        groups = (self._sockets.cluster, self._sockets.manage)
-        numbers = [[sock.fileno() for sock in group] for group in groups]
-        words = ";".join(",".join(map(str, group)) for group in numbers)
 
         def in_child() -> None:
             os.setpgrp()  # Ctrl-C is the agent's to hear; the session stays, by which the agent knows its own from orphans
@@ -79,11 +85,11 @@ class SchedulerProcess:
                 sys.executable,
                 "-m",
                 "covey.node.serve",
-                env={**self._environ, SOCKETS_VARIABLE: words},
+                env={**self._environ, KEPT_VARIABLE: msgspec.json.encode(self._kept).decode()},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                pass_fds=[number for group in numbers for number in group],
+                pass_fds=[number for group in self._kept.sockets for number in group],
                 preexec_fn=in_child,
             )
 

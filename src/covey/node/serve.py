@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -29,7 +30,16 @@ from covey.store import registry
 from covey.store.journal import Journal, open_journal
 from covey.wire import address
 
-SOCKETS_VARIABLE = "COVEY_SCHEDULER_SOCKETS"  # descriptors of bound sockets that an agent hands over: "7,8;9"
+KEPT_VARIABLE = "COVEY_KEPT"
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What an agent gives the scheduler it keeps alive, as JSON in `KEPT_VARIABLE`."""
+
+    sockets: tuple[list[int], list[int]]  # descriptors of the bound sockets it hands over: the cluster's, the REST port's
+    journal: str  # the folder from which a restarted one goes on
+    log_dir: str = ""
+    max_restarts: int = 0
 
 
 class Sockets(msgspec.Struct, frozen=True):
@@ -96,25 +106,26 @@ def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
     return found
 
 
-def serve(loaded: Loaded, *, sockets: Sockets | None = None, max_restarts: int = 0, log_dir: str = "") -> int:
-    """Run a scheduler until its cluster has ended; returns the code to end with."""
+def serve(loaded: Loaded, *, sockets: Sockets | None = None, kept: Kept | None = None) -> int:
+    """Run a scheduler until its cluster has ended; returns the code to end with. `kept`: it is an agent's child."""
     settings = loaded.settings
     if sockets is None:
         sockets = bind(settings, manage_given=loaded.origins.get("manage_port") != "default")
     raise_file_limit()
     guard = security.find(settings, listens_at=address.split(sockets.address)[0])
     job = settings.job or str(Path(sys.argv[0]).resolve())
-    journal = _journal(settings, job)
+    folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
+    journal = _journal(settings, folder, job)
     place = Place(
         address=sockets.address,
         host=socket.gethostname(),
         node_id=settings.node_id or "sched",
         manage_port=sockets.manage_port,
-        log_dir=log_dir,
+        log_dir=kept.log_dir if kept is not None else "",
         job=job,
     )
     scheduler = Scheduler(
-        cluster_settings(settings, max_restarts),
+        cluster_settings(settings, kept.max_restarts if kept is not None else 0),
         place,
         cluster_id=uuid.uuid4().hex[:12],
         secret=guard.secret,
@@ -123,23 +134,25 @@ def serve(loaded: Loaded, *, sockets: Sockets | None = None, max_restarts: int =
     )
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            end = runner.run(_run(scheduler, sockets, settings, guard))
+            end = runner.run(_run(scheduler, sockets, settings, guard, comes_back=settings.recovery or kept is not None))
     finally:
         if journal is not None:
             journal.close()
     return end.code
 
 
-def _journal(settings: Settings, job: str) -> Journal | None:
-    if not settings.recovery_path or not settings.recovery:
+def _journal(settings: Settings, folder: str, job: str) -> Journal | None:
+    if not folder:
         return None
-    return open_journal(settings.recovery_path, job=job, worker_num=settings.worker_num, server_num=settings.server_num)
+    return open_journal(folder, job=job, worker_num=settings.worker_num, server_num=settings.server_num)
 
 
-async def _run(scheduler: Scheduler, sockets: Sockets, settings: Settings, guard: security.Security) -> End:
+async def _run(
+    scheduler: Scheduler, sockets: Sockets, settings: Settings, guard: security.Security, *, comes_back: bool
+) -> End:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, scheduler, number, settings.recovery)
+        loop.add_signal_handler(number, on_signal, scheduler, number, comes_back)
     token = settings.token or secrets.token_urlsafe(24)
     serving = loop.create_task(scheduler.run(sockets.cluster))
     await asyncio.sleep(0)  # let it take over the journal: the cluster id may come from there
@@ -157,7 +170,7 @@ async def _run(scheduler: Scheduler, sockets: Sockets, settings: Settings, guard
             tls=settings.tls_config,
         )
     )
-    log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, _manage_words(sockets))
+    log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage_words(sockets, guard))
     console = loop.create_task(_serve_console(scheduler, sockets, token, guard)) if sockets.manage else None
     try:
         return await serving
@@ -165,14 +178,19 @@ async def _run(scheduler: Scheduler, sockets: Sockets, settings: Settings, guard
         entry.unlink(missing_ok=True)
         if console is not None:
             console.cancel()
-            await asyncio.gather(console, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await console
 
 
 async def _serve_console(scheduler: Scheduler, sockets: Sockets, token: str, guard: security.Security) -> None:
     """The REST port. Its imports take longer than forming a small cluster, so they happen beside the loop."""
     api, console = await asyncio.to_thread(_console_modules)
     server = console.Server(api.make_app(scheduler, token=token), sockets.manage, guard.server)
-    await server.start()
+    try:
+        await server.start()
+    except OSError as error:
+        log.error("the REST port cannot be served (%s): the cluster goes on without it", error)
+        return
     try:
         await asyncio.Event().wait()
     finally:
@@ -185,8 +203,11 @@ def _console_modules() -> tuple[Any, Any]:
     return api, server
 
 
-def _manage_words(sockets: Sockets) -> str:
-    return f", REST at http://127.0.0.1:{sockets.manage_port}" if sockets.manage else ""
+def manage_words(sockets: Sockets, guard: security.Security) -> str:
+    """Where the REST port is, for the first line a person reads."""
+    if not sockets.manage:
+        return ""
+    return f", REST at {'https' if guard.server else 'http'}://127.0.0.1:{sockets.manage_port}"
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -195,15 +216,6 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     except ImportError:  # an accelerator, never required
         return None
     return uvloop.Loop
-
-
-def handed_over() -> Sockets:
-    """The sockets an agent bound before it started this process."""
-    cluster, _, manage = os.environ.pop(SOCKETS_VARIABLE).partition(";")
-    return Sockets(
-        [socket.socket(fileno=int(number)) for number in cluster.split(",")],
-        [socket.socket(fileno=int(number)) for number in manage.split(",") if number],
-    )
 
 
 def run_in_this_process(loaded: Loaded) -> None:
@@ -225,16 +237,12 @@ def run_in_this_process(loaded: Loaded) -> None:
 
 def main() -> None:
     """The scheduler of `covey run`."""
-    loaded = load(os.environ)
-    configure(loaded.settings, "scheduler")
+    kept = msgspec.json.decode(os.environ.pop(KEPT_VARIABLE), type=Kept)
+    cluster, manage = ([socket.socket(fileno=number) for number in group] for group in kept.sockets)
     try:
-        sockets = handed_over()
-        code = serve(
-            loaded,
-            sockets=sockets,
-            max_restarts=int(os.environ.get("COVEY_MAX_RESTARTS", "0")),
-            log_dir=os.environ.get("COVEY_RUN_LOG_DIR", ""),
-        )
+        loaded = load(os.environ)
+        configure(loaded.settings, "scheduler")
+        code = serve(loaded, sockets=Sockets(cluster, manage), kept=kept)
     except CoveyError as error:
         log.error("%s", error)
         code = error.exit_code

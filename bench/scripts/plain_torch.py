@@ -1,0 +1,29 @@
+"""A first all-reduce as any script for torchrun would do it; each rank leaves a stamp of when it was done."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+started = time.monotonic()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+imported = time.monotonic()
+dist.init_process_group("gloo")
+joined = time.monotonic()
+total = torch.ones(1)
+dist.all_reduce(total)
+ready = time.monotonic()
+assert total.item() == dist.get_world_size()
+
+folder = Path(sys.argv[1])
+stamp = {"pid": os.getpid(), "started": started, "imported": imported, "joined": joined, "ready": ready}
+part = folder / f"{dist.get_rank()}.part"
+part.write_text(json.dumps(stamp))
+part.rename(part.with_suffix(".json"))
+while (folder / "hold").exists():  # while it is there, the bench looks at this process
+    time.sleep(0.05)
+dist.destroy_process_group()

@@ -1,0 +1,71 @@
+"""Hand-written digits for the examples: the ones in `data/`, or MNIST where DATA_PATH names a folder of its idx files.
+
+MNIST's four files may be plain or end in .gz, and lie in one folder or in neighbours called train and test.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+EMBEDDED = Path(__file__).parent / "data" / "digits.npz"
+HELD_OUT = 360  # of the embedded digits, for testing
+MNIST_NAMES = {"train": "train", "test": "t10k"}  # by part; the files begin with it
+
+
+class Digits(NamedTuple):
+    images: np.ndarray  # float32, (count, 1, height, width), about zero mean and unit variance
+    labels: np.ndarray  # int64, (count,)
+
+
+def load(part: str) -> Digits:
+    """The digits to train on ("train") or to be judged by ("test")."""
+    folder = os.environ.get("DATA_PATH")
+    return _mnist(Path(folder), part) if folder else _embedded(part)
+
+
+def _embedded(part: str) -> Digits:
+    chosen = slice(None, -HELD_OUT) if part == "train" else slice(-HELD_OUT, None)
+    with np.load(EMBEDDED) as stored:
+        return _normalised(stored["images"][chosen], stored["labels"][chosen], top=16, mean=0.3054, std=0.3755)
+
+
+def _mnist(folder: Path, part: str) -> Digits:
+    name = MNIST_NAMES[part]
+    images = _idx(_find(folder, part, f"{name}-images-idx3-ubyte"), dimensions=3)
+    labels = _idx(_find(folder, part, f"{name}-labels-idx1-ubyte"), dimensions=1)
+    if len(images) != len(labels):
+        raise SystemExit(f"DATA_PATH={folder} has {len(images)} {part} images but {len(labels)} labels: get the files again.")
+    return _normalised(images, labels, top=255, mean=0.1307, std=0.3081)
+
+
+def _normalised(images: np.ndarray, labels: np.ndarray, *, top: int, mean: float, std: float) -> Digits:
+    scaled = (images.astype(np.float32) / top - mean) / std
+    return Digits(scaled[:, np.newaxis].astype(np.float32), labels.astype(np.int64))
+
+
+def _find(folder: Path, part: str, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz", folder.parent / part / name, folder.parent / part / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise SystemExit(
+        f"DATA_PATH={folder} holds no {name}, plain or .gz: name a folder with MNIST's idx files, "
+        "or unset DATA_PATH to train on the digits that come with covey."
+    )
+
+
+def _idx(path: Path, dimensions: int) -> np.ndarray:
+    """An idx file: a magic number whose last byte counts the dimensions, their sizes, then the bytes."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read()
+    start = 4 * (1 + dimensions)
+    if len(content) >= start:
+        magic, *shape = struct.unpack(f">{1 + dimensions}I", content[:start])
+        if magic == 0x800 + dimensions and len(content) - start == np.prod(shape):
+            return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    raise SystemExit(f"{path} is not a complete idx file of {dimensions} dimension(s): get it again.")

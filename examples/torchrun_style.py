@@ -1,0 +1,50 @@
+"""A script written for torchrun, as such scripts are: it knows nothing of covey, and runs under it unchanged.
+
+covey run -n 4 examples/torchrun_style.py
+torchrun --nproc-per-node 4 examples/torchrun_style.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from digits import load
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    dist.init_process_group("gloo")  # rank, world and the meeting point come from the environment
+    rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    print(f"rank {rank} of {dist.get_world_size()}, local rank {local_rank}", flush=True)
+
+    dataset = TensorDataset(*(torch.from_numpy(array) for array in load("train")))
+    sampler = DistributedSampler(dataset)
+    batches = DataLoader(dataset, batch_size=32, sampler=sampler)
+    pixels = dataset[0][0].numel()
+    model = DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loss_fn = nn.CrossEntropyLoss()
+
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        for images, labels in batches:
+            loss = loss_fn(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if rank == 0:
+            print(f"epoch {epoch}  loss {loss.item():.4f}", flush=True)
+
+    if rank == 0:
+        images, labels = (torch.from_numpy(array) for array in load("test"))
+        right = (model.module(images).argmax(1) == labels).float().mean()
+        print(f"test accuracy {right:.3f} on {len(labels)} digits")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The cluster as the scheduler knows it: its settings, its phase, and its members found by id or by rank."""
+
+from __future__ import annotations
+
+import msgspec
+
+from covey.core.model import Agent, ClusterRecord, ClusterSettings, Member, Phase, Role
+
+Key = tuple[Role, str]  # role and node id
+
+
+class Cluster(msgspec.Struct):
+    """Everything the scheduler knows. Only `machine.Machine` changes it; members come and go through `add` and `remove`."""
+
+    cluster_id: str
+    settings: ClusterSettings
+    job: str = ""
+    phase: Phase = Phase.FORMING
+    reason: str = "waiting for the first node"
+    generation: int = 0
+    restarts: int = 0
+    members: dict[Key, Member] = {}
+    agents: dict[str, Agent] = {}
+    _ranks: dict[tuple[Role, int], Member] = {}
+    _sizes: dict[Role, int] = {}
+
+    def add(self, member: Member) -> None:
+        """Take a member in, under its id and, where it has one, its rank."""
+        group, key = member.role.group, (member.role, member.node_id)
+        assert key not in self.members and (group, member.rank) not in self._ranks, f"{member} would be there twice"
+        self.members[key] = member
+        self._sizes[group] = self.size(group) + 1
+        if member.rank >= 0:
+            self._ranks[(group, member.rank)] = member
+
+    def remove(self, member: Member) -> None:
+        """Let a member go, before its id or rank changes."""
+        group = member.role.group
+        del self.members[(member.role, member.node_id)]
+        self._sizes[group] -= 1
+        self._ranks.pop((group, member.rank), None)
+
+    def of(self, role: Role) -> list[Member]:
+        """The members that count towards the number of this role."""
+        return [member for member in self.members.values() if member.role.group is role.group]
+
+    def size(self, role: Role) -> int:
+        return self._sizes.get(role.group, 0)
+
+    def at(self, role: Role, rank: int) -> Member | None:
+        """Who holds this rank, or claims it before the cluster has formed."""
+        return self._ranks.get((role.group, rank))
+
+    def children(self, agent: str) -> list[Member]:
+        return [member for member in self.members.values() if member.agent == agent]
+
+    def record(self) -> ClusterRecord:
+        """The cluster as the journal keeps it."""
+        s = self.settings
+        numbers = (s.worker_num, s.server_num)
+        return ClusterRecord(self.cluster_id, self.job, *numbers, self.phase, self.generation, self.restarts)

@@ -1,0 +1,171 @@
+"""`covey` as a user types it: the verbs, what a run leaves behind, and who of it still lives.
+
+    def test_two(shell: Shell) -> None:                      # each file makes its own fixture from `shells`
+        run = shell.covey("run", "-n", "2", shell.default, shell.go)
+        shell.heard(1, "rank=1")
+        shell.release()
+        assert run.wait() == 0
+
+A run's logs go to the folder `logs`, unless the test says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tests.processes.harness import Cluster, Process, until
+
+# What a script prints about itself, as one line of JSON after a word that nothing else prints.
+SAY = 'print("SAYS", __import__("json").dumps({}), flush=True)\n'
+
+
+class Shell(Cluster):
+    """Types commands. Whatever they start ends with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.logs = folder / "logs"
+
+    def covey(self, *words: str | Path, name: str = "", before: Sequence[str | Path] = (), **options: Any) -> Process:
+        """Start a verb. `before` are words in front of the command."""
+        verb, *rest = words
+        where: list[str | Path] = ["--log-dir", self.logs] if verb == "run" and "--log-dir" not in rest else []
+        return self.start([*before, "covey", verb, *where, *rest], name=name or f"covey-{verb}", **options)
+
+    def ask(self, *words: str | Path, **options: Any) -> Process:
+        """Run a verb to its end: `.code` and `.text()` tell how."""
+        process = self.covey(*words, **options)
+        process.wait()
+        return process
+
+    def nodes(self, *words: str) -> list[dict[str, Any]]:
+        """What `covey nodes --json` says."""
+        asked = self.ask("nodes", "--json", *words)
+        assert asked.code == 0, asked.tail()
+        found: list[dict[str, Any]] = json.loads(asked.text())
+        return found
+
+    # -- logs --------------------------------------------------------------------------------------------------------
+
+    def log(self, rank: int | str) -> str:
+        """What a rank, or "scheduler", has written so far."""
+        path = self.logs / (f"worker_{rank}.log" if isinstance(rank, int) else f"{rank}.log")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def heard(self, rank: int | str, pattern: str, *, count: int = 1) -> re.Match[str]:
+        """The `count`th match of a regular expression in the log of a rank, as soon as it is there."""
+
+        def found() -> re.Match[str] | None:
+            over = not any(process.alive for process in self.all)
+            matches = list(re.finditer(pattern, self.log(rank)))
+            assert len(matches) >= count or not over, f"{rank} never said {pattern!r}\n{self.tails()}\n{self.log(rank)}"
+            return matches[count - 1] if len(matches) >= count else None
+
+        match: re.Match[str] = until(found, f"{rank} to say {pattern!r}", story=lambda: f"{self.tails()}\n{self.log(rank)}")
+        return match
+
+    def says(self, rank: int) -> Any:
+        """What a rank printed with SAY."""
+        return json.loads(self.heard(rank, r"SAYS (.*)\n")[1])
+
+    # -- who lives ---------------------------------------------------------------------------------------------------
+
+    def template(self, run: Process) -> psutil.Process:
+        """The template of a run."""
+        found: list[psutil.Process] = until(
+            lambda: [p for p in self.mine() if p.ppid() == run.pid and "covey: template" in "".join(p.cmdline())],
+            "a template",
+        )
+        return found[0]
+
+    def nobody(self) -> None:
+        """Be sure that nothing the test started is left."""
+
+        def described() -> str:
+            return "\n".join(f"{p.pid} {p.cmdline()}" for p in self.mine())
+
+        until(lambda: not self.mine(), "everything to be gone", story=described)
+
+
+class Terminal:
+    """A terminal of which a command may think that it is a person's. What it shows comes without its control sequences."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self._raw = b""
+
+    def wait_for(self, pattern: str) -> str:
+        """All that was shown, as soon as the pattern is in it."""
+        until(lambda: self._read() or re.search(pattern, self.text()), f"{pattern!r} on the terminal", story=self.text)
+        return self.text()
+
+    def text(self) -> str:
+        plain: bytes = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._raw)
+        return plain.decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._ours)
+        os.close(self.theirs)
+
+    def _read(self) -> None:
+        while select.select([self._ours], [], [], 0)[0]:
+            self._raw += os.read(self._ours, 65536)
+
+
+def shells(folder: Path) -> Iterator[Shell]:
+    """The body of a fixture."""
+    shell = Shell(folder)
+    try:
+        yield shell
+    finally:
+        shell.end()
+
+
+class Hosts:
+    """Two hosts: network namespaces tied by a cable. Both have this machine's one host name."""
+
+    def __init__(self, name: str) -> None:
+        self._names = [f"{name}-{index}" for index in range(2)]
+        self._ends = [f"{name[:10]}v{index}" for index in range(2)]
+        self.addresses = ["10.91.7.1", "10.91.7.2"]
+
+    def __enter__(self) -> Hosts:
+        try:
+            for name in self._names:
+                _ip("netns", "add", name)
+            _ip("link", "add", self._ends[0], "type", "veth", "peer", "name", self._ends[1])
+            for name, end, address in zip(self._names, self._ends, self.addresses, strict=True):
+                _ip("link", "set", end, "netns", name)
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+                _ip("-n", name, "link", "set", end, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+
+    def on(self, index: int) -> list[str]:
+        """The words in front of a command that runs on that host."""
+        return ["ip", "netns", "exec", self._names[index]]
+
+
+def hosts_possible() -> bool:
+    """Namespaces need root."""
+    return os.geteuid() == 0
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

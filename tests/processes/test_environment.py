@@ -1,0 +1,448 @@
+"""The seeds' variables, by what they change in real processes; that they are read at all is tested with `covey.settings`."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.processes.fakes import fake_scheduler, turned_away
+from tests.processes.harness import Cluster, Process, free_port, nodes_of, until
+
+from covey.core.messages import Beat, Formed, Message, Register, Welcome
+from covey.core.model import Phase
+
+SAID = "import covey\ntry:\n    covey.{call}\nexcept covey.CoveyError as error:\n    print(error)\n"
+QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
+
+
+def ranks(*workers: Process) -> list[int]:
+    return [int(worker.wait_for(r"rank=(\d+)")[1]) for worker in workers]
+
+
+# -- roles, addresses, order -----------------------------------------------------------------------------------------
+
+
+def test_each_role_has_its_own_ids_and_only_workers_run_the_training_code(cluster: Cluster) -> None:
+    cluster.workers = 1
+    cluster.env["MS_SERVER_NUM"] = 2
+    scheduler = cluster.scheduler()
+    worker = cluster.worker(0)
+    servers = [cluster.node("MS_SERVER", 0), cluster.node("MS_PSERVER", 1)]
+    worker.wait_for("rank=0 world=1 local=0/1")
+    view = cluster.until(lambda v: v.phase is Phase.READY, "the cluster to form")
+    assert [(str(n.role), n.node_id, n.rank) for n in view.nodes] == [
+        ("scheduler", "sched", 0),
+        ("pserver", "1", 1),
+        ("server", "0", 0),
+        ("worker", "0", 0),
+    ]
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+    for node in (scheduler, *servers):
+        assert "rank=" not in node.text() and "done" not in node.text()
+
+
+def test_a_server_need_not_know_the_number_of_workers(cluster: Cluster) -> None:
+    cluster.workers = 1
+    cluster.env["MS_SERVER_NUM"] = 1
+    cluster.scheduler()
+    server = cluster.node("MS_PSERVER", 0, MS_WORKER_NUM=None)
+    worker = cluster.worker(0)
+    server.wait_for("keeps its place")
+    cluster.release()
+    assert (worker.wait(), server.wait()) == (0, 0)
+
+
+def test_the_scheduler_never_returns_to_the_training_code(cluster: Cluster) -> None:
+    script = cluster.script(
+        "import atexit, covey\n"
+        "atexit.register(print, 'an exit function ran')\n"
+        "try:\n"
+        "    covey.init()\n"
+        "finally:\n"
+        "    print('the training code ran', covey.get_rank())\n"
+    )
+    cluster.workers = 1
+    scheduler = cluster.scheduler(script=script)
+    worker = cluster.worker(script=script)
+    assert (worker.wait(), scheduler.wait()) == (0, 0)
+    assert "the training code ran 0" in worker.text()
+    assert "ran" not in scheduler.text()
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1"), ("localhost", "")])
+def test_the_scheduler_is_found_by_ipv4_ipv6_and_name(cluster: Cluster, host: str, address: str) -> None:
+    cluster.port = free_port("::1" if ":" in host else "127.0.0.1")
+    cluster.host = host
+    cluster.formed()
+    cluster.host = host.strip("[]")
+    nodes = nodes_of(cluster.view())
+    assert {node.address for node in nodes.values()} <= ({address} if address else {"127.0.0.1", "::1"})
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+
+
+def test_workers_may_come_before_their_scheduler(cluster: Cluster) -> None:
+    cluster.env |= QUICK
+    first, second = cluster.worker(0), cluster.worker(1)
+    turned_away(cluster.port, 6)
+    cluster.scheduler()
+    assert ranks(first, second) == [0, 1]
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+
+
+def test_a_worker_that_calls_its_own_number_is_not_a_scheduler(cluster: Cluster) -> None:
+    """A port from the range of outgoing connections can meet itself: then both ends of a connection are the worker's."""
+    cluster.port, cluster.workers = 40000, 1
+    cluster.env |= QUICK
+    narrow = "ip link set lo up && echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range && exec \"$@\""
+    worker = cluster.worker(0, before=["unshare", "--net", "sh", "-c", narrow, "sh"])
+    met = "0100007F:9C40 0100007F:9C40"  # 127.0.0.1:40000 on both sides
+    until(lambda: not worker.alive or met in Path(f"/proc/{worker.pid}/net/tcp").read_text(), "the worker to meet itself")
+    assert worker.alive, worker.tail()
+    scheduler = cluster.scheduler(before=["nsenter", "--net", f"--target={worker.pid}"])
+    scheduler.wait_for("scheduler of cluster")
+    assert ranks(worker) == [0]
+    cluster.release()
+    assert (worker.wait(), scheduler.wait()) == (0, 0)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_digits_claim_a_rank_and_names_fill_the_others_in_a_human_order(cluster: Cluster) -> None:
+    cluster.workers = 5
+    _, workers = cluster.formed("node-10", "b", 3, "node-2", "a")
+    assert ranks(*workers) == [4, 1, 3, 2, 0]
+
+
+def test_an_explicit_rank_survives_beside_automatic_ones(cluster: Cluster) -> None:
+    cluster.workers = 3
+    _, (one, two, explicit) = cluster.formed(None, None, 1)
+    assert ranks(explicit) == [1]
+    assert sorted(ranks(one, two)) == [0, 2]
+    assert len(nodes_of(cluster.view())) == 3
+
+
+def test_ranks_are_contiguous_per_host_and_local_ranks_go_by_its_identity(cluster: Cluster) -> None:
+    cluster.workers = 4
+    cluster.scheduler()
+    east = [cluster.worker("a", COVEY_HOST_ID="east"), cluster.worker("c", COVEY_HOST_ID="east")]
+    west = [cluster.worker("b", COVEY_HOST_ID="west"), cluster.worker("d", COVEY_HOST_ID="west")]
+    assert ranks(*east, *west) == [0, 1, 2, 3]
+    assert [w.wait_for(r"local=(\d/\d)")[1] for w in (*east, *west)] == ["0/2", "1/2", "0/2", "1/2"]
+
+
+# -- the address of a worker -----------------------------------------------------------------------------------------
+
+
+def test_others_reach_a_worker_at_ms_worker_ip(cluster: Cluster) -> None:
+    """The address in the view, and the one at which its part of the group listens."""
+    script = cluster.script(
+        "import sys, time, pathlib, covey\n"
+        "covey.init()\n"
+        "covey.barrier()\n"
+        "print('met', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n"
+    )
+    cluster.scheduler()
+    named = cluster.worker(0, script=script, MS_WORKER_IP="127.0.0.2")
+    plain = cluster.worker(1, script=script)
+    named.wait_for("met")
+    plain.wait_for("met")
+    addresses = {node_id: node.address for node_id, node in nodes_of(cluster.view()).items()}
+    assert addresses == {"0": "127.0.0.2", "1": "127.0.0.1"}
+    listening = {c.laddr.ip for c in psutil.Process(named.pid).net_connections() if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.2"}
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("::1", "127.0.0.1"), ("127.0.0.1", "::1"), ("::1", "localhost")])
+def test_an_address_of_another_family_is_refused_with_both(cluster: Cluster, ours: str, theirs: str) -> None:
+    if theirs == "localhost" and any(found[0] == socket.AF_INET6 for found in socket.getaddrinfo("localhost", None)):
+        pytest.skip("localhost has both families on this host")
+    worker = cluster.worker(0, MS_WORKER_IP=ours, MS_SCHED_HOST=theirs)
+    assert worker.wait() == 10
+    assert f"MS_WORKER_IP={ours}" in worker.text() and f"MS_SCHED_HOST={theirs}" in worker.text()
+
+
+# -- timeouts --------------------------------------------------------------------------------------------------------
+
+
+def test_too_few_in_time_and_everyone_names_who_is_there_and_how_many_are_missing(cluster: Cluster) -> None:
+    cluster.workers = 5
+    cluster.env |= QUICK
+    workers = [cluster.worker(0), cluster.worker("b"), cluster.worker(2)]
+    turned_away(cluster.port, 9)
+    scheduler = cluster.scheduler(MS_TOPO_TIMEOUT=3)
+    assert cluster.wait() == {"scheduler": 20, "worker-0": 20, "worker-b": 20, "worker-2": 20}
+    for node in (scheduler, *workers):
+        assert "2 workers missing, here: worker:0, worker:2, worker:b" in node.text(), node.tail()
+        assert "Traceback" not in node.text()
+
+
+def test_without_any_scheduler_a_worker_says_where_it_looked(cluster: Cluster) -> None:
+    worker = cluster.worker(0, MS_TOPO_TIMEOUT=0.5)
+    assert worker.wait() == 22
+    assert f"127.0.0.1:{cluster.port}" in worker.text() and "Traceback" not in worker.text()
+
+
+def test_silence_is_a_death_after_ms_node_timeout(cluster: Cluster) -> None:
+    cluster.workers = 3
+    scheduler, (silent, *others) = cluster.formed(**QUICK, MS_NODE_TIMEOUT=2)
+    silent.stop()
+    for node in (scheduler, *others):
+        assert node.wait() == 30
+        assert "worker:0" in node.text() and "MS_NODE_TIMEOUT is 2 s" in node.text()
+    silent.resume()
+    assert silent.wait() in (21, 30)
+    assert "no beat for" in silent.text(), "it should be told why it is out, not that the scheduler was lost"
+
+
+def test_a_short_node_timeout_does_not_kill_a_healthy_node(cluster: Cluster) -> None:
+    """Beats are 3 to 5 s apart by default: a limit below that is refused, or brings the beats closer together."""
+    cluster.workers = 1
+    cluster.env["MS_NODE_TIMEOUT"] = 2
+    scheduler, worker = cluster.scheduler(), cluster.worker(0)
+    until(lambda: not scheduler.alive or "rank=0" in worker.text(), "the cluster to form, or to be refused")
+    if scheduler.alive:
+        began = cluster.view().now
+        cluster.until(lambda v: v.now > began + 6, "three times the limit to pass")
+        cluster.release()
+        assert set(cluster.wait().values()) == {0}
+    else:
+        assert scheduler.wait() == 10
+        assert "MS_NODE_TIMEOUT=2" in scheduler.text() and "MS_RETRY_INTERVAL_UPPER" in scheduler.text()
+
+
+def test_a_scheduler_that_greets_but_never_answers_is_called_again(cluster: Cluster) -> None:
+    with fake_scheduler(cluster.port) as fake:
+        worker = cluster.worker(0, MS_RECEIVE_MSG_TIMEOUT=0.3, MS_TOPO_TIMEOUT=3)
+        until(lambda: fake.links() >= 3, "three calls", story=worker.tail)
+        calls = fake.of(Register)
+        assert {(call.node_id, call.life) for call in calls} == {("0", calls[0].life)}
+        assert worker.wait() == 22
+        assert "MS_RECEIVE_MSG_TIMEOUT" in worker.text()
+
+
+def member(message: Message) -> list[Message]:
+    """What a scheduler answers to the only worker of its cluster."""
+    if isinstance(message, Register):
+        formed = Formed(generation=1, rank=0, world=1, local_rank=0, local_world=1)
+        return [Welcome("fake", message.node_id, 1), formed]
+    return []
+
+
+def test_beats_come_between_the_two_retry_intervals(cluster: Cluster) -> None:
+    with fake_scheduler(cluster.port, member) as fake:
+        quick = cluster.worker("quick", MS_RETRY_INTERVAL_LOWER=0.05, MS_RETRY_INTERVAL_UPPER=0.1)
+        rare = cluster.worker("rare", MS_RETRY_INTERVAL_LOWER=600, MS_RETRY_INTERVAL_UPPER=900)
+        ranks(quick, rare)
+        until(lambda: len(fake.of(Beat, "quick")) >= 40, "forty beats", story=cluster.tails)
+        assert fake.of(Beat, "rare") == []
+
+
+def test_calls_to_an_absent_scheduler_are_at_most_the_upper_interval_apart(cluster: Cluster) -> None:
+    cluster.worker(0, MS_RETRY_INTERVAL_LOWER=0.05, MS_RETRY_INTERVAL_UPPER=0.05)
+    turned_away(cluster.port, 40)  # with the default of 5 s this would take minutes
+
+
+def test_without_heartbeats_silence_is_no_death_but_an_exit_is(cluster: Cluster) -> None:
+    cluster.env |= QUICK
+    scheduler, (held, other) = cluster.formed(MS_DISABLE_HEARTBEAT=1, MS_NODE_TIMEOUT=0.5)
+    held.stop()
+    stopped = cluster.view().now
+    view = cluster.until(lambda v: v.now > stopped + 2.5, "five times the limit to pass")
+    assert view.phase is Phase.READY and nodes_of(view)["0"].alive
+    held.resume()
+    held.kill()
+    assert (scheduler.wait(), other.wait()) == (30, 30)
+    assert "worker:0" in other.text()
+
+
+def test_a_worker_held_by_a_debugger_goes_on_afterwards(cluster: Cluster) -> None:
+    _, (held, _) = cluster.formed(**QUICK, MS_DISABLE_HEARTBEAT=1, MS_NODE_TIMEOUT=0.5)
+    held.stop()
+    stopped = cluster.view().now
+    cluster.until(lambda v: v.now > stopped + 1.5, "three times the limit to pass")
+    held.resume()
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_lccl_is_accepted_and_says_what_it_means_here(cluster: Cluster) -> None:
+    cluster.workers = 1
+    _, (worker,) = cluster.formed(MS_ENABLE_LCCL=1)
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+    assert "MS_ENABLE_LCCL=1 is accepted and changes nothing" in worker.text()
+
+
+@pytest.mark.parametrize(
+    ("level", "said", "unsaid"), [("0", "joined", "Traceback"), ("1", "formed", "joined"), ("2", "", "formed")]
+)
+def test_glog_v_chooses_what_is_worth_a_line(cluster: Cluster, level: str, said: str, unsaid: str) -> None:
+    scheduler, _ = cluster.formed(GLOG_v=level)
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+    assert said in scheduler.text() and unsaid not in scheduler.text()
+
+
+def test_glog_log_dir_has_a_folder_per_node(cluster: Cluster) -> None:
+    """Also where two roles use one id, and where nodes have no id of their own."""
+    logs = cluster.folder / "logs"
+    cluster.workers = 3
+    cluster.env |= {"GLOG_logtostderr": 0, "GLOG_log_dir": str(logs), "GLOG_v": 0, "MS_SERVER_NUM": 1}
+    scheduler = cluster.scheduler(MS_NODE_ID="sched")
+    workers = [cluster.worker(0), cluster.worker(), cluster.worker()]
+    server = cluster.node("MS_SERVER", 0)
+    ranks(*workers)
+    cluster.release()
+    assert set(cluster.wait().values()) == {0}
+    assert scheduler.text() == "" and server.text() == ""
+    assert "formed" in (logs / "sched" / "covey.log").read_text()
+    assert len(list(logs.glob("*/covey.log"))) == 5, sorted(logs.rglob("*"))
+
+
+def test_a_log_folder_that_cannot_be_made_is_one_sentence(cluster: Cluster) -> None:
+    cluster.env |= {"GLOG_logtostderr": 0, "GLOG_log_dir": str(cluster.default)}
+    for node in (cluster.scheduler(), cluster.worker(0)):
+        assert node.wait() in (10, 41), node.tail()
+        assert str(cluster.default) in node.text() and "Traceback" not in node.text()
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("MS_ROLE", "MS_BOSS"),
+    ("MS_SCHED_HOST", "999.1.1.1"),
+    ("MS_SCHED_HOST", "127.0.0.1:8118"),
+    ("MS_SCHED_HOST", "no such host"),
+    ("MS_SCHED_PORT", "abc"),
+    ("MS_SCHED_PORT", "70000"),
+    ("MS_SCHED_PORT", "80"),
+    ("MS_WORKER_NUM", "0"),
+    ("MS_WORKER_NUM", "-1"),
+    ("MS_WORKER_NUM", "two"),
+    ("MS_SERVER_NUM", "-1"),
+    ("MS_NODE_ID", "a/b"),
+    ("MS_WORKER_IP", "localhost"),
+    ("MS_ENABLE_RECOVERY", "yes"),
+    ("MS_TOPO_TIMEOUT", "soon"),
+    ("MS_NODE_TIMEOUT", "0"),
+    ("MS_RECEIVE_MSG_TIMEOUT", "-1"),
+    ("MS_RETRY_INTERVAL_LOWER", "nan"),
+    ("MS_RETRY_INTERVAL_UPPER", "1"),
+    ("MS_DISABLE_HEARTBEAT", "2"),
+    ("MS_SCHED_MANAGE_PORT", "-1"),
+    ("GLOG_v", "9"),
+    ("GLOG_logtostderr", "stderr"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value"), BAD)
+def test_a_bad_value_is_one_sentence_that_names_it(cluster: Cluster, variable: str, value: str) -> None:
+    for node in (cluster.scheduler(**{variable: value}), cluster.worker(**{variable: value})):
+        assert node.wait() == 10, node.tail()
+        assert f"{variable}={value}" in node.text()
+        assert len(node.text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("variable", ["MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_ROLE"])
+def test_a_missing_value_is_one_sentence_that_names_it(cluster: Cluster, variable: str) -> None:
+    for node in (cluster.scheduler(**{variable: None}), cluster.worker(**{variable: None})):
+        assert node.wait() == 10, node.tail()
+        assert f"{variable} is not set" in node.text()
+        assert len(node.text().splitlines()) == 1
+
+
+def test_recovery_without_a_path_is_one_sentence(cluster: Cluster) -> None:
+    scheduler = cluster.scheduler(MS_ENABLE_RECOVERY=1)
+    assert scheduler.wait() == 10
+    assert "MS_RECOVERY_PATH is not set" in scheduler.text()
+
+
+def test_a_scheduler_with_a_name_nobody_knows_says_so(cluster: Cluster) -> None:
+    scheduler = cluster.scheduler(MS_SCHED_HOST="nobody.invalid")
+    assert scheduler.wait() == 10
+    assert "MS_SCHED_HOST=nobody.invalid" in scheduler.text() and "Traceback" not in scheduler.text()
+
+
+def test_a_scheduler_at_an_address_of_another_host_says_so(cluster: Cluster) -> None:
+    scheduler = cluster.scheduler(MS_SCHED_HOST="192.0.2.1")
+    assert scheduler.wait() == 10
+    assert "MS_SCHED_HOST=192.0.2.1 is not an address of this host" in scheduler.text()
+
+
+# -- without a cluster -----------------------------------------------------------------------------------------------
+
+
+def program(cluster: Cluster, text: str, **env: str) -> Process:
+    """A program that ends by itself."""
+    return cluster.run([sys.executable, cluster.script(text)], name="program", env=env)
+
+
+def test_without_variables_a_program_is_a_world_of_one(cluster: Cluster) -> None:
+    alone = program(
+        cluster,
+        "import covey, numpy\n"
+        "covey.init()\n"
+        "covey.init()\n"
+        "print(covey.get_rank(), covey.get_group_size(), covey.get_local_rank(), covey.get_local_rank_size())\n"
+        "print(covey.all_reduce(numpy.ones(2)), covey.broadcast(numpy.ones(1)), covey.all_gather(numpy.ones(1)))\n"
+        "covey.barrier()\n",
+    )
+    assert alone.code == 0, alone.tail()
+    assert alone.text().splitlines() == ["0 1 0 1", "[1. 1.] [1.] [array([1.])]"]
+
+
+def test_half_of_the_variables_is_a_mistake_and_not_a_world_of_one(cluster: Cluster) -> None:
+    """Four copies of a program that each believe to be alone would all look like a success."""
+    half = program(cluster, "import covey\ncovey.init()\n", MS_WORKER_NUM="4", MS_SCHED_PORT="8118")
+    assert half.code == 10, half.tail()
+    assert "MS_ROLE" in half.text()
+
+
+@pytest.mark.parametrize("call", ["get_rank", "get_group_size", "get_local_rank", "get_local_rank_size", "barrier"])
+def test_questions_before_init_say_what_to_call(cluster: Cluster, call: str) -> None:
+    early = program(cluster, SAID.format(call=f"{call}()"))
+    assert early.text() == "call covey.init() first: before it this process has no rank\n"
+
+
+def test_set_seed_seeds_python_numpy_and_torch(cluster: Cluster) -> None:
+    seeded = program(
+        cluster,
+        "import random, numpy, torch, covey\n"
+        "for seed in (7, 7, 8):\n"
+        "    covey.set_seed(seed)\n"
+        "    print(random.random(), numpy.random.rand(), torch.rand(1).item())\n",
+    )
+    first, again, other = (line.split() for line in seeded.text().splitlines())
+    assert first == again
+    assert not set(first) & set(other)
+
+
+@pytest.mark.parametrize("seed", ["-1", "True", "1.0", "2**32"])
+def test_a_seed_that_is_none_is_refused(cluster: Cluster, seed: str) -> None:
+    bad = program(
+        cluster, f"import covey\ntry:\n    covey.set_seed({seed})\nexcept covey.CoveyError as error:\n    print(error)\n"
+    )
+    assert "is not possible: give a whole number from 0" in bad.text()
+
+
+def test_sigint_while_waiting_for_the_cluster_ends_a_worker(cluster: Cluster) -> None:
+    cluster.scheduler(GLOG_v=0).wait_for("scheduler of cluster")
+    worker = cluster.worker(0)
+    cluster.until(lambda v: nodes_of(v), "the worker to be registered")
+    worker.signal(signal.SIGINT)
+    assert worker.wait() == 130
+    cluster.until(lambda v: not nodes_of(v), "the scheduler to see it go")

@@ -1,0 +1,182 @@
+"""Nobody is left behind, whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.nursery import FAMILY, HOME, LIMIT_S, Nursery, family, fifo, read_line, wait_until_gone
+
+from covey.node.children import Exit
+
+
+@pytest.fixture
+def nursery(tmp_path: Path) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path, fork=True, preload=[])
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path, fork=False, preload=[])
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.parametrize("python", [True, False], ids=["fork", "exec"])
+def test_with_a_child_dies_its_whole_family(nursery: Nursery, python: bool) -> None:
+    bystanders = family(nursery, "bystander")
+    relatives = family(nursery, "worker:0", python=python)
+    signal.pidfd_send_signal(relatives[0], signal.SIGKILL)
+    assert nursery.result("worker:0").exit.reason == "killed by SIGKILL"
+
+    async def swept() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, wait_until_gone, *relatives)
+
+    nursery.do(swept())
+    assert nursery.children.pid("bystander") > 0
+    for pidfd in bystanders:
+        signal.pidfd_send_signal(pidfd, 0)
+    nursery.do(nursery.children.end(None, grace_s=0))
+    wait_until_gone(*bystanders)
+
+
+def test_the_group_is_dead_before_the_death_is_told(nursery: Nursery) -> None:
+    leader, near, group, *nested = family(nursery, "worker:0")
+    nursery.witness = lambda: wait_until_gone(leader, near, *nested)
+    signal.pidfd_send_signal(leader, signal.SIGKILL)
+    nursery.result("worker:0")
+    nursery.do(nursery.children.end(None, grace_s=0))
+    wait_until_gone(group)
+
+
+def test_ending_asks_first_and_kills_then(nursery: Nursery) -> None:
+    polite = nursery.script(
+        """
+        import signal, sys
+        def leave(number, frame):
+            print("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        open(sys.argv[1], "w").close()
+        while True: signal.pause()
+    """,
+        "polite.py",
+    )
+    stubborn = nursery.script(
+        """
+        import signal, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(sys.argv[1], "w").close()
+        while True: signal.pause()
+    """,
+        "stubborn.py",
+    )
+    for name, script in (("polite", polite), ("stubborn", stubborn), ("other", stubborn)):
+        news = fifo(nursery, name)
+        nursery.start(name, script, news)
+        assert read_line(news) == ""
+    nursery.do(nursery.children.end(["polite", "gone long ago"], grace_s=LIMIT_S))
+    assert nursery.result("polite") == (Exit("polite", nursery.exits["polite"].pid, 0, "exit code 0"), "saved\n")
+    nursery.do(nursery.children.end(["stubborn"], grace_s=0.1))
+    assert nursery.exits["stubborn"].code == 137
+    nursery.children.signal("other", signal.SIGUSR1)
+    nursery.children.signal("gone long ago", signal.SIGUSR1)
+    assert nursery.result("other").exit.reason == "killed by SIGUSR1"
+
+
+def test_who_fled_into_a_session_of_its_own_is_ended_with_the_last_child(nursery: Nursery) -> None:
+    script = nursery.script("""
+        import subprocess, sys
+        far = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        open(sys.argv[1], "w").write(str(far.pid))
+    """)
+    news = fifo(nursery, "news")
+    nursery.start("worker:0", script, news)
+    far = os.pidfd_open(int(read_line(news)))
+    nursery.result("worker:0")
+    nursery.do(nursery.children.end(None, grace_s=0))
+    wait_until_gone(far)
+
+
+def test_closing_leaves_neither_processes_nor_descriptors(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    nursery = Nursery(tmp_path, fork=True, preload=[])
+    relatives = family(nursery, "worker:0")
+    template = os.pidfd_open(nursery.children.template_pid)
+    nursery.close()
+    wait_until_gone(template, *relatives)
+    assert nursery.exits["worker:0"].reason == "killed by SIGKILL"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+AGENT = """
+    import asyncio, os, sys
+    from covey.node.children import Children, ChildSpec
+
+    async def main(folder, script):
+        children = Children(on_exit=print, fork=True)
+        await children.open()
+        common = dict(env=dict(os.environ), cwd=folder, log=folder + "/agent-child.log", append=True)
+        fifos = [folder + "/forked", folder + "/executed"]
+        await children.start(ChildSpec(name="forked", argv=[script, fifos[0]], **common))
+        await children.start(ChildSpec(name="executed", argv=[sys.executable, script, fifos[1]], python=False, **common))
+        pids = [children.template_pid]
+        for path in fifos:
+            pids += await asyncio.to_thread(lambda: open(path).readline().split())
+        print(*pids, flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("template", ["alive", "killed before"])
+def test_when_the_agent_is_killed_nobody_survives(plain: Nursery, template: str) -> None:
+    family_script = plain.script(FAMILY.replace(", process_group=0", ""), "family.py")
+    for name in ("forked", "executed"):
+        fifo(plain, name)
+    agent = subprocess.Popen(
+        [sys.executable, plain.script(AGENT, "agent.py"), str(plain.folder), family_script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": HOME},
+    )
+    assert agent.stdout is not None
+    pidfds = [os.pidfd_open(int(pid)) for pid in agent.stdout.readline().split()]
+    assert len(pidfds) == 1 + 5 + 5
+    if template == "killed before":
+        signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+        wait_until_gone(pidfds.pop(0))
+    for pidfd in pidfds:
+        signal.pidfd_send_signal(pidfd, 0)
+    agent.kill()
+    agent.communicate()
+    wait_until_gone(*pidfds)
+
+
+def test_a_template_that_is_importing_dies_with_its_agent(plain: Nursery) -> None:
+    began, never = fifo(plain, "began"), fifo(plain, "never")
+    plain.script(f"import os; open({began!r}, 'w').write(str(os.getpid())); open({never!r})", "endless.py")
+    script = plain.script("""
+        import asyncio
+        from covey.node.children import Children
+
+        async def main():
+            await Children(on_exit=print, fork=True, preload=["endless"]).open()
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """)
+    agent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": f"{HOME}:{plain.folder}"})
+    template = os.pidfd_open(int(read_line(began)))
+    agent.kill()
+    agent.wait()
+    wait_until_gone(template)

@@ -1,0 +1,314 @@
+"""`covey run` on one host: what the script sees, where its output goes, what is started and what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.processes.command import SAY, Shell, shells
+from tests.processes.harness import free_port, until
+
+PLACE = "[covey.get_rank(), covey.get_group_size(), covey.get_local_rank(), covey.get_local_rank_size()]"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+# -- what a script sees ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_arguments_and_logs(shell: Shell) -> None:
+    text = "import sys, covey\ncovey.init()\n" + SAY.format(f"{{'place': {PLACE}, 'argv': sys.argv}}")
+    shell.script(text, "t.py")
+    run = shell.ask("run", "-n", "2", "t.py", "--lr", "0.1", "-n", "3")
+    assert run.code == 0, run.tail()
+    for rank in (0, 1):
+        assert shell.says(rank) == {"place": [rank, 2, rank, 2], "argv": ["t.py", "--lr", "0.1", "-n", "3"]}
+    assert sorted(os.listdir(shell.logs)) == ["scheduler.log", "worker_0.log", "worker_1.log"]
+    assert "all 2 workers finished" in run.text()
+    shell.nobody()
+
+
+def test_a_pipe_gets_plain_lines_and_rank_0s_output(shell: Shell) -> None:
+    shell.script("import covey\ncovey.init()\nprint('I am', covey.get_rank())\nprint('no newline at the end', end='')", "t.py")
+    run = shell.ask("run", "-n", "2", "t.py")
+    assert run.code == 0, run.tail()
+    lines = run.text().splitlines()
+    assert "\x1b" not in run.text(), run.text()
+    assert "I am 0" in lines and "I am 1" not in lines
+    assert "no newline at the end" in lines
+    ports = re.search(r"scheduler at 127\.0\.0\.1:(\d+), REST at http://127\.0\.0\.1:(\d+), logs in (.*)", run.text())
+    assert ports and ports[3] == str(shell.logs), run.text()
+
+
+def test_a_terminal_gets_a_table(shell: Shell) -> None:
+    shell.script(
+        "import covey, pathlib, sys, time\ncovey.init()\ncovey.report(41, 'train')\nprint('hello')\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n",
+        "t.py",
+    )
+    ours, theirs = pty.openpty()
+    run = shell.covey("run", "-n", "2", "t.py", shell.go, stdout=theirs, stderr=theirs, env={"TERM": "xterm", "COLUMNS": "120"})
+    os.close(theirs)
+    shown = ""
+    for wanted in (
+        r"rank\s+role\s+host\s+state\s+step\s+doing\s+beat\s+restarts",
+        r"1\s+worker\s+\S+\s+alive\s+41\s+train",
+        "hello",
+    ):
+        while not re.search(wanted, shown):
+            shown += os.read(ours, 4096).decode(errors="replace")
+    shell.release()
+    while run.alive or "workers finished" not in shown:
+        try:
+            shown += os.read(ours, 4096).decode(errors="replace")
+        except OSError:  # the last one at the other end is gone
+            break
+    os.close(ours)
+    assert run.wait() == 0
+    assert "all 2 workers finished" in shown
+
+
+def test_scripts_start_as_python_would_start_them(shell: Shell) -> None:
+    """The script's folder is on the path, the current folder stays, and what it exports is its own."""
+    (shell.folder / "deep").mkdir()
+    (shell.folder / "deep" / "beside.py").write_text("WORD = 'found'\n")
+    text = "import os, sys, beside\n" + SAY.format(
+        "{'word': beside.WORD, 'cwd': os.getcwd(), 'name': __name__, 'file': __file__, 'x': os.environ.get('X_OWN')}"
+    )
+    shell.script(text, "deep/t.py")
+    run = shell.ask("run", "-n", "1", "deep/t.py", env={"X_OWN": "1"})
+    assert run.code == 0, run.tail()
+    said = shell.says(0)
+    assert said | {"file": Path(said["file"]).name} == {
+        "word": "found",
+        "cwd": str(shell.folder),
+        "name": "__main__",
+        "file": "t.py",
+        "x": "1",
+    }
+
+
+ENVIRONMENT = "import os, sys\n" + SAY.format("{'env': dict(os.environ), 'argv': sys.argv, 'argv0': sys.argv[0]}")
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_both_ways_of_starting_give_one_environment(shell: Shell, start: str) -> None:
+    shell.script(ENVIRONMENT, "t.py")
+    run = shell.ask("run", "-n", "2", "--start", start, "t.py", "a b", "--", "-x")
+    assert run.code == 0, run.tail()
+    for rank in (0, 1):
+        said = shell.says(rank)
+        assert said["argv"] == ["t.py", "a b", "--", "-x"]
+        expected = {"RANK": rank, "LOCAL_RANK": rank, "RANK_ID": rank, "MS_NODE_ID": rank, "DEVICE_ID": rank}
+        expected |= {"WORLD_SIZE": 2, "RANK_SIZE": 2, "MS_WORKER_NUM": 2, "LOCAL_WORLD_SIZE": 2}
+        assert {name: said["env"].get(name) for name in expected} == {name: str(value) for name, value in expected.items()}
+        assert said["env"]["MS_ROLE"] == "MS_WORKER"
+
+
+def test_a_command_that_is_not_python(shell: Shell) -> None:
+    run = shell.ask("run", "-n", "2", "--no-python", "sh", "-c", 'echo "rank $RANK of $WORLD_SIZE: $0 $1"', "zero", "one two")
+    assert run.code == 0, run.tail()
+    assert [shell.log(rank) for rank in (0, 1)] == [f"rank {rank} of 2: zero one two\n" for rank in (0, 1)]
+
+
+def test_a_module(shell: Shell) -> None:
+    package = shell.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text("import sys\n" + SAY.format("[__name__, __spec__.name, __package__, sys.argv[1:]]"))
+    run = shell.ask("run", "-n", "2", "-m", "package.train", "--lr", "1")
+    assert run.code == 0, run.tail()
+    assert shell.says(1) == ["__main__", "package.train", "package", ["--lr", "1"]]
+
+
+def test_a_dry_run_prints_and_starts_nothing(shell: Shell) -> None:
+    shell.script("raise SystemExit(3)", "t.py")
+    run = shell.ask("run", "--dry-run", "-n", "4", "--master", "127.0.0.1:18118", "t.py", "--lr", "0.1")
+    assert run.code == 0, run.tail()
+    for wanted in ("4 in all, all on this host", "127.0.0.1:18118", "python t.py --lr 0.1", "worker_<rank>.log", "WORLD_SIZE"):
+        assert wanted in run.text()
+    assert not shell.logs.exists()
+    assert "runtime" not in [path.parent.name for path in (shell.folder / "runtime").rglob("*.json")]
+
+
+def test_preloaded_modules_are_there_before_the_first_line(shell: Shell) -> None:
+    shell.script("import sys\n" + SAY.format("'colorsys' in sys.modules"), "t.py")
+    for words, wanted in (([], False), (["--preload", "colorsys"], True), (["--preload", "colorsys,no_such_module"], True)):
+        run = shell.ask("run", "-n", "1", *words, "t.py")
+        assert run.code == 0, run.tail()
+        assert shell.says(0) is wanted
+    assert "no_such_module" in run.text()
+
+
+def test_cores_are_bound(shell: Shell) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out")
+    shell.script("import os\n" + SAY.format("sorted(os.sched_getaffinity(0))"), "t.py")
+    run = shell.ask("run", "-n", "2", "--bind_core", "True", "t.py")
+    assert run.code == 0, run.tail()
+    shares = [shell.says(rank) for rank in (0, 1)]
+    assert all(share and set(share) < set(cores) for share in shares) and not set(shares[0]) & set(shares[1])
+    chosen = json.dumps({"device0": [str(cores[1])], "device1": [str(cores[0])]})
+    run = shell.ask("run", "-n", "2", "--bind_core", chosen, "--start", "exec", "t.py")
+    assert run.code == 0, run.tail()
+    assert [shell.says(rank) for rank in (0, 1)] == [[cores[1]], [cores[0]]]
+
+
+def test_bad_cores_are_one_sentence(shell: Shell) -> None:
+    shell.script("pass", "t.py")
+    run = shell.ask("run", "-n", "1", "--bind_core", '{"device0": ["4000"]}', "t.py")
+    assert run.code == 10, run.tail()
+    assert "cannot bind to the cores [4000]" in run.text() and "Traceback" not in run.text()
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_the_logs(shell: Shell) -> None:
+    shell.script(
+        "import sys\nprint('hello')\n"
+        + "import pathlib, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n",
+        "t.py",
+    )
+    name = socket.gethostname()
+    run = shell.covey("run", "-n", "2", "--worker_log_name", "mine_{hostname}_{ip}", "t.py", shell.go)
+    path = shell.logs / f"mine_{name}_127.0.0.1_1.log"
+    until(lambda: path.exists() and path.read_text() == "hello\n", f"{path}", story=run.tail)
+    asked = shell.ask("logs", "1")
+    assert asked.code == 0 and asked.text() == "hello\n", asked.tail()
+    shell.release()
+    assert run.wait() == 0
+    assert sorted(os.listdir(shell.logs)) == [f"mine_{name}_127.0.0.1_{rank}.log" for rank in (0, 1)] + ["scheduler.log"]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--tail_worker_log", "-1"], {0, 1, 2}),
+        (["--tail_worker_log", "1,2"], {1, 2}),
+        (["--tee", "3"], {0, 1, 2}),
+        (["--tee", "0:3,2:3"], {0, 2}),
+        (["--tee", "3", "--local-ranks-filter", "1,2"], {1, 2}),
+    ],
+)
+def test_echoed_ranks_have_their_number_in_front(shell: Shell, words: list[str], shown: set[int]) -> None:
+    shell.script("import os\nprint('I am', os.environ['RANK'])\n", "t.py")
+    run = shell.ask("run", "-n", "3", *words, "t.py")
+    assert run.code == 0, run.tail()
+    assert {int(rank) for rank in re.findall(r"^\[(\d)\] I am \1$", run.text(), re.MULTILINE)} == shown
+    assert len(re.findall("I am", run.text())) == len(shown)
+
+
+def test_one_echoed_rank_is_bare(shell: Shell) -> None:
+    shell.script("import os\nprint('I am', os.environ['RANK'])\n", "t.py")
+    run = shell.ask("run", "-n", "3", "--tail_worker_log", "2", "t.py")
+    assert run.code == 0, run.tail()
+    assert "I am 2" in run.text().splitlines() and len(re.findall("I am", run.text())) == 1
+
+
+def test_a_new_run_begins_new_logs(shell: Shell) -> None:
+    shell.script("import sys\nprint(sys.argv[1])\n", "t.py")
+    for word in ("first", "second"):
+        assert shell.ask("run", "-n", "1", "t.py", word).code == 0
+        assert shell.log(0) == f"{word}\n"
+        assert shell.log("scheduler").count("scheduler of cluster") == 1
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["-n", "2", "absent.py"], 13, "the script absent.py cannot be found"),
+        (["-n", "2"], 13, "No script is given"),
+        (["-n", "2", "--no-python", "no-such-program"], 13, "the program no-such-program cannot be found"),
+        (["-n", "two", "t.py"], 10, "-n two is not allowed: a whole number from 1 to"),
+        (["--wrker-num", "2", "t.py"], 10, "There is no option --wrker-num: --worker-num is the nearest"),
+        (["-n", "2", "--local", "3", "t.py"], 10, "--local 3 is more than the whole cluster has"),
+        (["-n", "4", "--local", "2", "t.py"], 10, "say with --master HOST:PORT where they meet"),
+        (["-n", "2", "--master", "127.0.0.1:80", "t.py"], 10, "--master 127.0.0.1:80 is not allowed"),
+        (["-n", "2", "--master", "192.0.2.1:8118", "t.py"], 10, "192.0.2.1 is not an address of this host"),
+        (["-n", "2", "--master", "no-such-host.invalid:8118", "t.py"], 10, "no-such-host.invalid cannot be resolved"),
+        (["-n", "2", "--start", "exec", "--preload", "json", "t.py"], 10, "--preload json contradicts"),
+        (["-n", "1", "--log-dir", "t.py/logs", "t.py"], 10, "the log folder"),
+        (["-n", "1", "--tls", "absent.json", "t.py"], 12, "cannot read the TLS settings absent.json"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(shell: Shell, words: list[str], code: int, sentence: str) -> None:
+    shell.script("raise SystemExit(77)", "t.py")
+    run = shell.ask("run", *words)
+    assert run.code == code, run.tail()
+    assert sentence in run.text()
+    assert run.text().startswith("covey: ") and run.text().count("\n") == 1, run.text()
+    shell.nobody()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MS_NODE_TIMEOUT", "soon"), ("MS_TOPO_TIMEOUT", "0"), ("GLOG_v", "9"), ("MS_WORKER_NUM", "-1")]
+)
+def test_a_bad_variable_is_named_with_its_value(shell: Shell, variable: str, value: str) -> None:
+    shell.script("raise SystemExit(77)", "t.py")
+    run = shell.ask("run", "t.py", env={variable: value})
+    assert run.code == 10, run.tail()
+    assert f"{variable}={value} is not allowed" in run.text() and run.text().count("\n") == 1
+
+
+def test_a_port_in_use_names_its_holder(shell: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shell.script("raise SystemExit(77)", "t.py")
+        for words in (["--master", f"127.0.0.1:{port}"], ["--manage-port", str(port)]):
+            run = shell.ask("run", "-n", "2", *words, "t.py")
+            assert run.code == 11, run.tail()
+            assert f"port {port} at 127.0.0.1 is in use" in run.text() and f"(process {os.getpid()})" in run.text()
+            assert run.text().count("\n") == 1
+
+
+def test_a_second_run_on_one_port_is_told_of_the_first(shell: Shell) -> None:
+    port = free_port()
+    first = shell.covey("run", "-n", "1", "--master", f"127.0.0.1:{port}", shell.default, shell.go)
+    shell.heard(0, "rank=0")
+    second = shell.ask("run", "-n", "1", "--log-dir", "other", "--master", f"127.0.0.1:{port}", shell.default)
+    assert second.code == 11, second.tail()
+    holder = re.search(rf"port {port} at 127\.0\.0\.1 is in use by .*\(process (\d+)\)", second.text())
+    assert holder, second.text()
+    assert psutil.Process(int(holder[1])) in [psutil.Process(first.pid), *psutil.Process(first.pid).children()]
+    shell.release()
+    assert first.wait() == 0
+
+
+# -- not staying with it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [["--join=False"], ["--join", "False"]])
+def test_without_join_the_run_goes_on_until_stopped(shell: Shell, word: list[str]) -> None:
+    run = shell.ask("run", "-n", "2", *word, shell.default, shell.go)
+    assert run.code == 0, run.tail()
+    pid = int(re.search(r"in the background as process (\d+)", run.text())[1])  # type: ignore[index]
+    until(lambda: "rank=1" in shell.log(1), "rank 1 to join")
+    assert pid in [process.pid for process in shell.mine()]
+    stopped = shell.ask("stop")
+    assert stopped.code == 0, stopped.tail()
+    shell.nobody()
+    assert "asked by covey stop" in (shell.logs / "agent.log").read_text()
+
+
+def test_without_join_the_run_can_also_end_by_itself(shell: Shell) -> None:
+    run = shell.ask("run", "-n", "2", "--join=False", shell.default, shell.go)
+    assert run.code == 0, run.tail()
+    until(lambda: all("rank=" in shell.log(rank) for rank in (0, 1)), "both to join")
+    shell.release()
+    shell.nobody()
+    assert "all 2 workers finished" in (shell.logs / "agent.log").read_text()

@@ -1,0 +1,17 @@
+"""`pytest tests/simulation --seed N` replays one seed."""
+
+from __future__ import annotations
+
+import pytest
+
+SEEDS = 200
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="replay this seed of the simulation, and no other")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        one = metafunc.config.getoption("--seed", default=None)
+        metafunc.parametrize("seed", range(SEEDS) if one is None else [one])

@@ -1,0 +1,50 @@
+"""Two hundred worlds: safety under chaos, then liveness after everything has healed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulation.checkers import Violation
+from tests.simulation.plan import draw
+from tests.simulation.world import World
+
+
+def live(seed: int) -> World:
+    world = World(seed)
+    try:
+        world.live()
+    except Exception as problem:
+        nodes = problem.nodes if isinstance(problem, Violation) else ()
+        story = world.story(*nodes)
+        pytest.fail(f"{story}\n\n{type(problem).__name__}: {problem}\nreplay: pytest tests/simulation --seed {seed}", pytrace=False)
+    return world
+
+
+def test_world(seed: int) -> None:
+    live(seed)
+
+
+def test_a_seed_replays_exactly() -> None:
+    assert World(7).plan == World(7).plan
+    assert live(7).story(last=10_000) == live(7).story(last=10_000)
+
+
+def test_the_worlds_are_not_boring() -> None:
+    """The seeds are worth running: between them they meet everything the core can decide."""
+    counts: Counter[str] = Counter()
+    plans = set()
+    for seed in range(60):
+        world = live(seed)
+        counts.update(world.counts)
+        plans.add((world.plan.cluster.recovery, world.plan.cluster.server_num > 0, any(p.slots for p in world.plan.places)))
+    wanted = {"formed", "died", "left", "suspect", "held off", "refused", "returned", "re-attached", "restored", "restart all"}
+    wanted |= {"wait", "end", "ended well", "scheduler crashes", "out of reach", "gone before the cluster formed"}
+    assert not {what for what in wanted if not counts[what]}
+    assert len(plans) == 8
+
+
+def test_plans_draw_large_worlds_too() -> None:
+    assert any(World(seed).plan.cluster.worker_num == 100 for seed in range(100))
+    assert draw is not None

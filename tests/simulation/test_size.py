@@ -1,0 +1,51 @@
+"""Ten thousand nodes in one world: what the core does must be linear in their number."""
+
+from __future__ import annotations
+
+from covey.core.model import ClusterSettings, Phase
+from covey.core.node import NodeSettings, Stage
+from tests.simulation.plan import Place, Plan
+from tests.simulation.world import World
+
+NODES = 10_000
+
+
+def formed_world(recovery: bool) -> World:
+    """A calm world in which everybody has arrived and was told."""
+    cluster = ClusterSettings(worker_num=NODES, recovery=recovery)
+    places = [Place(f"w{n}", f"h{n // 8}", node_id=f"node-{n}") for n in range(NODES)]
+    world = World(0, Plan(cluster, NodeSettings("hs:8118", recovery=recovery), places, supervised=False))
+    world.start_scheduler()
+    for place in places:
+        world.after(world.random.uniform(0.0, 2.0), world.start, place)
+    assert world.run(3.0, lambda: all(n.machine.stage is Stage.MEMBER for n in world.nodes.values()), every_s=0.5)
+    return world
+
+
+def test_ten_thousand_nodes_form_and_one_dies() -> None:
+    world = formed_world(recovery=False)
+    assert world.scheduler is not None and world.scheduler.machine.cluster.phase is Phase.READY
+    hosts: dict[str, list[int]] = {}
+    for node in world.nodes.values():
+        hosts.setdefault(node.host, []).append(node.machine.wish.rank)  # type: ignore[union-attr]
+    assert sorted(rank for ranks in hosts.values() for rank in ranks) == list(range(NODES))
+    assert all(max(ranks) - min(ranks) == len(ranks) - 1 for ranks in hosts.values())
+    world.nodes["w4711"].die()
+    world.run(world.now + 2.0)
+    assert not world.awake()
+    assert {node.code for node in world.nodes.values()} == {None, 30}
+    assert "worker:node-4711" in world.nodes["w0"].reason
+
+
+def test_ten_thousand_nodes_come_back_to_a_restarted_scheduler_and_one_returns() -> None:
+    world = formed_world(recovery=True)
+    world.crash_scheduler("to see who comes back")
+    world.run(world.now + 25.0, lambda: world.scheduler is not None and world.scheduler.machine.cluster.phase is Phase.READY)
+    assert world.scheduler is not None and world.scheduler.machine.cluster.phase is Phase.READY
+    world.nodes["w1234"].die()
+    world.run(world.now + 1.0)
+    assert world.scheduler.machine.cluster.phase is Phase.HEALING
+    world.start(next(p for p in world.plan.places if p.name == "w1234"))
+    world.run(world.now + 1.0)
+    assert world.scheduler.machine.cluster.phase is Phase.READY
+    assert {node.machine.wish.generation for node in world.nodes.values()} == {3}  # type: ignore[union-attr]
