@@ -42,12 +42,9 @@ class Tally:
         if len(self.times) >= self.wanted:
             self._done.set()
 
-    async def all(self, what: str, limit_s: float) -> float:
-        """The time of the last one."""
-        try:
-            await asyncio.wait_for(self._done.wait(), limit_s)
-        except TimeoutError:
-            raise Late(f"{what}: {len(self.times)} of {self.wanted} within {limit_s:g} s") from None
+    async def all(self, limit_s: float) -> float:
+        """The time of the last one. Raises `TimeoutError`."""
+        await asyncio.wait_for(self._done.wait(), limit_s)
         return self.times[-1]
 
 
@@ -148,10 +145,17 @@ class Flock:
         began = time.monotonic()
         joining = asyncio.create_task(self._join(order))
         try:
-            return await self.formed.all("formed", limit_s) - began
+            return await self._all("formed", self.formed, limit_s) - began
         finally:
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
+
+    async def _all(self, what: str, tally: Tally, limit_s: float) -> float:
+        try:
+            return await tally.all(limit_s)
+        except TimeoutError:
+            said = f" (the scheduler said: {self.turned_away})" if self.turned_away else ""
+            raise Late(f"{len(tally.times)} of {tally.wanted} {what} within {limit_s:g} s{said}") from None
 
     async def _join(self, order: list[Node]) -> None:
         gate = asyncio.Semaphore(CONNECTING_MAX)
@@ -173,7 +177,7 @@ class Flock:
         self.news = Tally(self.size - 1)
         began = time.monotonic()
         self.nodes[number].die()
-        last = await self.news.all("heard of the death", limit_s)
+        last = await self._all("heard of the death", self.news, limit_s)
         return self.news.times[len(self.news.times) // 2] - began, last - began
 
     async def bring_back(self, number: int, limit_s: float) -> float:
@@ -182,12 +186,12 @@ class Flock:
         self.formed, self.news = Tally(1), Tally(self.size - 1)
         began = time.monotonic()
         await node.join()
-        await self.formed.all("formed again", limit_s)
-        return await self.news.all("heard of the return", limit_s) - began
+        await self._all("formed again", self.formed, limit_s)
+        return await self._all("heard of the return", self.news, limit_s) - began
 
     async def leave(self, limit_s: float) -> float:
         """Everyone says goodbye; seconds until the last one was answered."""
         began = time.monotonic()
         for node in self.nodes:
             node.leave()
-        return await self.gone.all("left", limit_s) - began
+        return await self._all("left", self.gone, limit_s) - began

@@ -32,6 +32,10 @@ class Spread(NamedTuple):
         """`median unit [low..high]`, as a cell of a table."""
         return f"{self.median:.{digits}f}{unit} [{self.low:.{digits}f}..{self.high:.{digits}f}]"
 
+    def scaled(self, factor: float) -> Spread:
+        """The same in another unit."""
+        return Spread(factor * self.median, factor * self.low, factor * self.high, factor * self.mad, self.n)
+
 
 def spread(values: Iterable[float]) -> Spread:
     """The median of some measurements, and how far they lie apart."""

@@ -29,10 +29,15 @@ from bench.report import Aim, Spread, aims_table, exponent, machine, publish, sp
 from covey.node.scheduler import raise_file_limit
 
 FORM_LIMIT_S = 120.0
-STAGE_LIMIT_S = 20.0
+STAGE_LIMIT_S = 60.0
 PEER_BUDGET_S = 60.0  # for all repeats of one size of the peer
 DEATHS = 5
 FORM_AIM_S, BEAT_AIM, MEMORY_AIM_KB, LINEAR_AIM = 10.0, 0.20, 20.0, 1.15
+INFINITE = float("inf")
+
+REPEATED = ("form_s", "form_cpu_s", "nodes_cpu_s", "leave_s", "leave_cpu_s")  # in every run
+WATCHED = ("beats_per_s", "beat_share", "kb_per_node", "death_cpu_s")  # in the first
+DEATH = ("news_half_s", "news_all_s", "back_s")  # in the first, several times
 
 Figures = dict[str, Any]
 
@@ -47,7 +52,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan([1000, 2000, 5000, 10_000], [1000, 5000], 5, 30.0)
-QUICK = Plan([500, 1000, 2000], [1000], 2, 8.0)
+QUICK = Plan([1000, 3000], [1000], 2, 6.0)
 
 
 @contextlib.contextmanager
@@ -105,11 +110,14 @@ async def live(size: int, plan: Plan, found: Figures, *, whole: bool) -> None:
         if whole:
             found |= await _watch_beats(flock, pid, plan.beat_s)
             found["kb_per_node"] = (resident_kb(pid) - memory) / size
+            cpu = cpu_seconds(pid)
             found |= await _lose_some(flock)
+            found["death_cpu_s"] = (cpu_seconds(pid) - cpu) / DEATHS
         cpu = cpu_seconds(pid)
         found["leave_s"] = await flock.leave(STAGE_LIMIT_S)
         found["leave_cpu_s"] = cpu_seconds(pid) - cpu
-        found["exit_code"] = await asyncio.to_thread(process.wait, STAGE_LIMIT_S)
+        if code := await asyncio.to_thread(process.wait, STAGE_LIMIT_S):
+            raise SystemExit(f"the scheduler of {size} nodes ended with code {code} after all had left")
 
 
 async def _watch_beats(flock: Flock, pid: int, seconds: float) -> Figures:
@@ -132,22 +140,24 @@ async def _lose_some(flock: Flock) -> Figures:
 
 
 def measure(size: int, plan: Plan) -> Figures:
-    """Several formations of one size; the last of them also beats, loses nodes and is watched."""
+    """Several formations of one size; the first of them also beats, loses nodes and is watched."""
     runs: list[Figures] = []
     for number in range(plan.repeats):
+        runs.append({})
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runs.append(runner.run(live(size, plan, whole=number == plan.repeats - 1)))
+                runner.run(live(size, plan, runs[-1], whole=number == 0))
         except Late as late:
-            print(f"{size} nodes: {late}", file=sys.stderr, flush=True)
-            return {"nodes": size, "late": str(late), "runs": runs}
-        print(
-            f"{size} nodes, {number + 1} of {plan.repeats}: formed in {runs[-1]['form_s']:.2f} s", file=sys.stderr, flush=True
-        )
-    watched = ("beats_per_s", "beat_share", "kb_per_node", "news_half_s", "news_all_s", "back_s")
-    repeated = ("form_s", "form_cpu_s", "nodes_cpu_s", "leave_s", "leave_cpu_s")
-    figures = {name: spread(run[name] for run in runs)._asdict() for name in repeated}
-    return {"nodes": size, "runs": runs} | figures | {name: runs[-1][name] for name in watched}
+            runs[-1]["late"] = str(late)
+        shown = ", ".join(f"{key} {value:.3g}" for key, value in runs[-1].items() if isinstance(value, float))
+        print(f"{size} nodes: {runs[-1].get('late', shown)}", file=sys.stderr, flush=True)
+        if "late" in runs[-1]:
+            break
+    repeated = {key: [run[key] for run in runs if key in run] for key in REPEATED}
+    figures = {key: spread(values)._asdict() for key, values in repeated.items() if values}
+    figures |= {key: spread(runs[0][key])._asdict() for key in DEATH if key in runs[0]}
+    watched = {key: runs[0][key] for key in WATCHED if key in runs[0]}
+    return {"nodes": size, "late": runs[-1].get("late", ""), **figures, **watched, "runs": runs}
 
 
 def measure_peer(size: int, repeats: int) -> Figures:
@@ -162,57 +172,75 @@ def measure_peer(size: int, repeats: int) -> Figures:
 
 
 def exponents(found: list[Figures]) -> dict[str, float]:
-    """How each cost of the scheduler grows with the number of nodes; 1 is linear."""
-    sizes = [figures["nodes"] for figures in found]
+    """How each cost grows with the number of nodes; 1 is linear."""
     costs = {
-        "time to form": [f["form_s"]["median"] for f in found],
-        "scheduler CPU to form": [f["form_cpu_s"]["median"] for f in found],
-        "scheduler CPU for beats": [f["beat_share"] for f in found],
-        "memory": [f["kb_per_node"] * f["nodes"] for f in found],
-        "time until all know of a death": [spread(f["news_all_s"]).median for f in found],
-        "scheduler CPU to leave": [f["leave_cpu_s"]["median"] for f in found],
+        "time to form": [_median(f, "form_s") for f in found],
+        "time until all know of a death": [_median(f, "news_all_s") for f in found],
+        "scheduler CPU to form": [_median(f, "form_cpu_s") for f in found],
+        "scheduler CPU for beats": [f.get("beat_share", INFINITE) for f in found],
+        "scheduler memory": [f.get("kb_per_node", INFINITE) * f["nodes"] for f in found],
+        "scheduler CPU for a death and a return": [f.get("death_cpu_s", INFINITE) for f in found],
+        "scheduler CPU to leave": [_median(f, "leave_cpu_s") for f in found],
     }
-    return {name: exponent(sizes, values) for name, values in costs.items()}
+    growth = {}
+    for name, values in costs.items():
+        known = [(f["nodes"], cost) for f, cost in zip(found, values, strict=True) if 0 < cost < INFINITE]
+        if len(known) > 1:
+            growth[name] = exponent(*zip(*known, strict=True))
+    return growth
+
+
+def _median(figures: Figures, key: str) -> float:
+    return float(figures[key]["median"]) if key in figures else INFINITE
 
 
 def aims(found: list[Figures], growth: dict[str, float]) -> list[Aim]:
-    largest = found[-1]
-    n, form = largest["nodes"], Spread(**largest["form_s"])
-    share, memory, steepest = largest["beat_share"], largest["kb_per_node"], max(growth, key=lambda name: growth[name])
+    """Judged at the largest size; what was not reached is not held."""
+    f = found[-1]
+    n = f["nodes"]
+    form, share, memory = _median(f, "form_s"), f.get("beat_share", INFINITE), f.get("kb_per_node", INFINITE)
+    costs = [name for name in growth if name.startswith("scheduler")]  # wall-clock times are the machine's mood as well
+    steepest = max(costs, key=lambda name: growth[name], default="")
+    power = growth.get(steepest, INFINITE)
+    limits = f"{FORM_LIMIT_S:g} s to form, {STAGE_LIMIT_S:g} s for each other stage"
+    linear = f"at most {power:.2f} ({steepest})"
     return [
-        Aim(f"{n} nodes form", f"within {FORM_AIM_S:g} s", form.show(" s"), form.median <= FORM_AIM_S),
+        Aim(f"{n} nodes form", f"within {FORM_AIM_S:g} s", f"{form:.2f} s", form <= FORM_AIM_S),
         Aim(f"{n} nodes beat", f"under {BEAT_AIM:.0%} of one core", f"{share:.1%}", share < BEAT_AIM),
         Aim("memory of the scheduler", f"under {MEMORY_AIM_KB:g} KB per node", f"{memory:.1f} KB", memory < MEMORY_AIM_KB),
-        Aim(
-            "every cost is linear",
-            f"exponent under {LINEAR_AIM:g}",
-            f"at most {growth[steepest]:.2f} ({steepest})",
-            growth[steepest] < LINEAR_AIM,
-        ),
+        Aim("the scheduler's costs are linear", f"exponent under {LINEAR_AIM:g}", linear, power < LINEAR_AIM),
+        Aim("every stage ends in time", limits, f["late"] or "yes", not f["late"]),
     ]
 
 
 def nodes_table(found: list[Figures]) -> str:
-    header = ["nodes", "form (s)", "scheduler CPU to form (s)", "beats/s", "scheduler CPU for beats", "KB per node"]
-    header += ["half / all know of a death (ms)", "back (ms)", "leave (s)", "scheduler CPU to leave (s)"]
+    header = ["nodes", "form (s)", "scheduler CPU to form (s)", "beats/s", "of one core for beats", "KB per node"]
+    header += ["half know of a death (ms)", "all know (ms)", "place filled again (ms)", "scheduler CPU for both (s)"]
+    header += ["leave (s)", "scheduler CPU to leave (s)"]
     return table(header, [_nodes_row(figures) for figures in found])
 
 
 def _nodes_row(f: Figures) -> list[str]:
-    if "late" in f:
-        return [f"{f['nodes']}", f["late"], *[""] * 8]
-    half, every, back = (spread(1000 * s for s in f[name]) for name in ("news_half_s", "news_all_s", "back_s"))
+    def cell(key: str, scale: float = 1.0, digits: int = 2) -> str:
+        if key not in f:
+            return f["late"] or "-"
+        if not isinstance(f[key], dict):
+            return f"{scale * f[key]:.{digits}f}"
+        return Spread(**f[key]).scaled(scale).show(digits=digits)
+
     return [
         f"{f['nodes']}",
-        f"**{Spread(**f['form_s']).show()}**",
-        Spread(**f["form_cpu_s"]).show(),
-        f"{f['beats_per_s']:.0f}",
-        f"**{f['beat_share']:.1%}** of a core",
-        f"**{f['kb_per_node']:.1f}**",
-        f"{half.median:.0f} / {every.show(digits=0)}",
-        back.show(digits=0),
-        Spread(**f["leave_s"]).show(),
-        Spread(**f["leave_cpu_s"]).show(),
+        f"**{cell('form_s')}**",
+        cell("form_cpu_s"),
+        cell("beats_per_s", digits=0),
+        f"**{cell('beat_share', 100, 1)} %**",
+        f"**{cell('kb_per_node', digits=1)}**",
+        cell("news_half_s", 1000, 0),
+        cell("news_all_s", 1000, 0),
+        cell("back_s", 1000, 0),
+        cell("death_cpu_s"),
+        cell("leave_s"),
+        cell("leave_cpu_s"),
     ]
 
 
@@ -222,7 +250,7 @@ def peer_table(found: list[Figures], peers: list[Figures]) -> str:
     for peer in peers:
         seconds, cpu, n = Spread(**peer["join_s"]), Spread(**peer["server_cpu_s"]), peer["clients"]
         row = [f"{n}", seconds.show(), cpu.show()]
-        for f in (f for f in found if f["nodes"] == n and "late" not in f):
+        for f in (f for f in found if f["nodes"] == n and "form_s" in f):
             form, form_cpu = Spread(**f["form_s"]).median, Spread(**f["form_cpu_s"]).median
             row += [f"{form:.2f}", f"{form_cpu:.2f}", f"**{form / seconds.median:.2f} x**, {form_cpu / cpu.median:.2f} x CPU"]
         rows.append([*row, *[""] * (6 - len(row))])
@@ -235,16 +263,17 @@ def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
 
     def on(figure: Any) -> None:
         form, beat = figure.subplots(1, 2)
-        sizes = [f["nodes"] for f in found]
-        form.loglog(sizes, [f["form_s"]["median"] for f in found], "o-", label="covey: all nodes know their rank")
-        form.loglog(sizes, [f["form_cpu_s"]["median"] for f in found], "o--", label="covey: scheduler CPU")
+        formed, beating = [f for f in found if "form_s" in f], [f for f in found if "beat_share" in f]
+        sizes = [f["nodes"] for f in formed]
+        form.loglog(sizes, [f["form_s"]["median"] for f in formed], "o-", label="covey: all nodes know their rank")
+        form.loglog(sizes, [f["form_cpu_s"]["median"] for f in formed], "o--", label="covey: scheduler CPU")
         at = [p["clients"] for p in peers]
         form.loglog(at, [p["join_s"]["median"] for p in peers], "s-", label="TCPStore: all clients joined")
         form.loglog(at, [p["server_cpu_s"]["median"] for p in peers], "s--", label="TCPStore: server CPU")
         form.set_xlabel("nodes")
         form.set_ylabel("seconds")
         form.legend()
-        beat.plot(sizes, [100 * f["beat_share"] for f in found], "o-")
+        beat.plot([f["nodes"] for f in beating], [100 * f["beat_share"] for f in beating], "o-")
         beat.axhline(100 * BEAT_AIM, linestyle="--", color="black")
         beat.set_xlabel("nodes, each with a beat every 3 to 5 s")
         beat.set_ylabel("% of one core in the scheduler")
@@ -255,7 +284,7 @@ def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to 2,000 nodes, about a minute")
+    parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 nodes, less than a minute")
     parser.add_argument("--nodes", type=int, nargs="+", help="these sizes instead")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
@@ -264,9 +293,8 @@ def main() -> None:
     about = machine()
     peers = [measure_peer(size, plan.repeats) for size in plan.peer_sizes]
     found = [measure(size, plan) for size in plan.sizes]
-    good = [figures for figures in found if "late" not in figures]
-    growth = exponents(good) if len(good) > 1 else {}
-    judged = aims(good, growth) if growth else []
+    growth = exponents(found)
+    judged = aims(found, growth)
     data = {
         "machine": about,
         "quick": options.quick,
@@ -277,7 +305,7 @@ def main() -> None:
     }
     grown = table(["cost", "grows as nodes to the power of"], [[name, f"{x:.2f}"] for name, x in growth.items()])
     sections = [aims_table(judged), nodes_table(found), grown, peer_table(found, peers)]
-    publish("scale-quick" if options.quick else "scale", data, sections, draw(good, peers))
+    publish("scale-quick" if options.quick else "scale", data, sections, draw(found, peers))
 
 
 if __name__ == "__main__":

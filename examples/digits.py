@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,8 +62,11 @@ def _find(folder: Path, part: str, name: str) -> Path:
 
 def _idx(path: Path, dimensions: int) -> np.ndarray:
     """An idx file: a magic number whose last byte counts the dimensions, their sizes, then the bytes."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        content = file.read()
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise SystemExit(f"{path} cannot be read: {error}.") from None
     start = 4 * (1 + dimensions)
     if len(content) >= start:
         magic, *shape = struct.unpack(f">{1 + dimensions}I", content[:start])

@@ -16,6 +16,7 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,6 +88,15 @@ class Shell(Cluster):
         )
         return found[0]
 
+    def listening(self, port: int) -> None:
+        """Be sure that something listens on a port of loopback."""
+
+        def answers() -> bool:
+            with socket.socket() as sock:
+                return sock.connect_ex(("127.0.0.1", port)) == 0
+
+        until(answers, f"something to listen on {port}", story=self.tails)
+
     def nobody(self) -> None:
         """Be sure that nothing the test started is left."""
 
@@ -105,20 +115,18 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> str:
         """All that was shown, as soon as the pattern is in it."""
-        until(lambda: self._read() or re.search(pattern, self.text()), f"{pattern!r} on the terminal", story=self.text)
+        until(lambda: re.search(pattern, self.text()), f"{pattern!r} on the terminal", story=self.text)
         return self.text()
 
     def text(self) -> str:
+        while select.select([self._ours], [], [], 0)[0]:
+            self._raw += os.read(self._ours, 65536)
         plain: bytes = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._raw)
         return plain.decode(errors="replace")
 
     def close(self) -> None:
         os.close(self._ours)
         os.close(self.theirs)
-
-    def _read(self) -> None:
-        while select.select([self._ours], [], [], 0)[0]:
-            self._raw += os.read(self._ours, 65536)
 
 
 def shells(folder: Path) -> Iterator[Shell]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import socket
 from collections.abc import Iterator
@@ -12,10 +11,30 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.processes.command import SAY, Shell, shells
+from tests.processes.command import SAY, Shell, Terminal, shells
 from tests.processes.harness import free_port, until
 
+DETACHED_S = 15.0  # the end of what runs in the background is no event for its starter
 PLACE = "[covey.get_rank(), covey.get_group_size(), covey.get_local_rank(), covey.get_local_rank_size()]"
+
+STAY = """
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
+REPORTS = f"""
+import pathlib, sys, time
+import covey
+
+covey.init()
+covey.report(41, "train")
+print("hello from", covey.get_rank())
+{STAY}
+"""
+HELLO = f"""
+import pathlib, sys, time
+print("hello")
+{STAY}
+"""
 
 
 @pytest.fixture
@@ -51,31 +70,16 @@ def test_a_pipe_gets_plain_lines_and_rank_0s_output(shell: Shell) -> None:
 
 
 def test_a_terminal_gets_a_table(shell: Shell) -> None:
-    shell.script(
-        "import covey, pathlib, sys, time\ncovey.init()\ncovey.report(41, 'train')\nprint('hello')\n"
-        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n",
-        "t.py",
-    )
-    ours, theirs = pty.openpty()
-    run = shell.covey("run", "-n", "2", "t.py", shell.go, stdout=theirs, stderr=theirs, env={"TERM": "xterm", "COLUMNS": "120"})
-    os.close(theirs)
-    shown = ""
-    for wanted in (
-        r"rank\s+role\s+host\s+state\s+step\s+doing\s+beat\s+restarts",
-        r"1\s+worker\s+\S+\s+alive\s+41\s+train",
-        "hello",
-    ):
-        while not re.search(wanted, shown):
-            shown += os.read(ours, 4096).decode(errors="replace")
+    shell.script(REPORTS, "t.py")
+    terminal = Terminal()
+    run = shell.covey("run", "-n", "2", "t.py", shell.go, stdout=terminal.theirs, stderr=terminal.theirs, env={"TERM": "xterm"})
+    terminal.wait_for(r"rank +role +host +state +step +doing +beat +restarts")
+    terminal.wait_for(r"1 +worker +\S+ +alive +41 +train +\d+\.\d s +0")
+    terminal.wait_for(r"hello from 0")
     shell.release()
-    while run.alive or "workers finished" not in shown:
-        try:
-            shown += os.read(ours, 4096).decode(errors="replace")
-        except OSError:  # the last one at the other end is gone
-            break
-    os.close(ours)
     assert run.wait() == 0
-    assert "all 2 workers finished" in shown
+    assert "hello from 1" not in terminal.wait_for("all 2 workers finished")
+    terminal.close()
 
 
 def test_scripts_start_as_python_would_start_them(shell: Shell) -> None:
@@ -176,15 +180,11 @@ def test_bad_cores_are_one_sentence(shell: Shell) -> None:
 
 
 def test_the_name_of_the_logs(shell: Shell) -> None:
-    shell.script(
-        "import sys\nprint('hello')\n"
-        + "import pathlib, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n",
-        "t.py",
-    )
+    shell.script(HELLO, "t.py")
     name = socket.gethostname()
     run = shell.covey("run", "-n", "2", "--worker_log_name", "mine_{hostname}_{ip}", "t.py", shell.go)
     path = shell.logs / f"mine_{name}_127.0.0.1_1.log"
-    until(lambda: path.exists() and path.read_text() == "hello\n", f"{path}", story=run.tail)
+    until(lambda: path.exists() and path.read_text() == "hello\n", f"{path}", 15, story=run.tail)
     asked = shell.ask("logs", "1")
     assert asked.code == 0 and asked.text() == "hello\n", asked.tail()
     shell.release()
@@ -297,7 +297,7 @@ def test_without_join_the_run_goes_on_until_stopped(shell: Shell, word: list[str
     run = shell.ask("run", "-n", "2", *word, shell.default, shell.go)
     assert run.code == 0, run.tail()
     pid = int(re.search(r"in the background as process (\d+)", run.text())[1])  # type: ignore[index]
-    until(lambda: "rank=1" in shell.log(1), "rank 1 to join")
+    until(lambda: "rank=1" in shell.log(1), "rank 1 to join", DETACHED_S)
     assert pid in [process.pid for process in shell.mine()]
     stopped = shell.ask("stop")
     assert stopped.code == 0, stopped.tail()
@@ -308,7 +308,7 @@ def test_without_join_the_run_goes_on_until_stopped(shell: Shell, word: list[str
 def test_without_join_the_run_can_also_end_by_itself(shell: Shell) -> None:
     run = shell.ask("run", "-n", "2", "--join=False", shell.default, shell.go)
     assert run.code == 0, run.tail()
-    until(lambda: all("rank=" in shell.log(rank) for rank in (0, 1)), "both to join")
+    until(lambda: all("rank=" in shell.log(rank) for rank in (0, 1)), "both to join", DETACHED_S)
     shell.release()
     shell.nobody()
     assert "all 2 workers finished" in (shell.logs / "agent.log").read_text()

@@ -100,12 +100,20 @@ def test_a_script_that_is_not_python_fails_with_a_sentence_of_python(shell: Shel
     assert "SyntaxError" in run.text() and 't.py", line 1' in run.text()
 
 
+EARLY = """
+import pathlib, sys, time
+import covey
+
+covey.init()
+print("up", flush=True)
+while covey.get_rank() == 1 and not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+print("done")
+"""
+
+
 def test_a_rank_that_finishes_early_is_no_failure(shell: Shell) -> None:
-    shell.script(
-        "import covey, pathlib, sys, time\ncovey.init()\nprint('up', flush=True)\nif covey.get_rank() == 0: sys.exit(0)\n"
-        "while not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\nprint('done')\n",
-        "t.py",
-    )
+    shell.script(EARLY, "t.py")
     run = shell.covey("run", "-n", "2", "t.py", shell.go)
     shell.heard("scheduler", "worker:0 left")
     shell.heard(1, "up")
@@ -339,4 +347,63 @@ def test_a_scheduler_that_always_dies_is_given_up(shell: Shell) -> None:
     assert run.code in (40, 41), run.tail()
     assert "Traceback" not in run.text() + shell.log("scheduler")
     assert shell.log("scheduler").strip(), "the scheduler says why"
+    shell.nobody()
+
+
+def test_a_scheduler_that_is_killed_again_and_again_is_given_up(shell: Shell) -> None:
+    run = shell.covey("run", "-n", "1", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
+    shell.heard(0, "rank=0")
+    for life in range(1, 7):
+        shell.heard("scheduler", "scheduler of cluster", count=life)
+        [scheduler] = until(lambda: [p for p in shell.mine() if "covey.node.serve" in p.cmdline()], "a scheduler")
+        scheduler.kill()
+        scheduler.wait()
+    assert run.wait() == 31, run.tail()
+    assert re.search(r"the scheduler died 6 times \(SIGKILL\)", run.text())
+    shell.nobody()
+
+
+STEPS = """
+import pathlib, sys, time
+import numpy as np
+import covey, torch
+
+covey.init()
+step = 0
+while True:
+    step += 1
+    mean = covey.all_reduce(np.array([step, float(pathlib.Path(sys.argv[1]).exists())]), "mean")
+    assert mean[0] == step, (mean, step)
+    print("step", step, flush=True)
+    if mean[1] == 1.0:
+        break
+    time.sleep(0.01)
+"""
+
+
+def test_collectives_go_on_while_the_scheduler_is_killed(shell: Shell) -> None:
+    shell.script(STEPS, "t.py")
+    run = shell.covey("run", "-n", "3", "t.py", shell.go, env={"MS_NODE_TIMEOUT": 600})
+    shell.heard(2, "step 3")
+    scheduler, *workers = shell.nodes()
+    os.kill(scheduler["pid"], signal.SIGKILL)
+    shell.heard("scheduler", "cluster ready: every member is here again")
+    now = shell.log(0).count("step")
+    shell.heard(0, f"step {now + 10}\n")
+    assert [[n["rank"], n["pid"], n["incarnation"]] for n in shell.nodes()[1:]] == [
+        [n["rank"], n["pid"], n["incarnation"]] for n in workers
+    ]
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    assert len({shell.log(rank).splitlines()[-1] for rank in range(3)}) == 1
+    assert all(shell.log(rank).count("step 1\n") == 1 for rank in range(3)), "nobody was started again"
+    shell.nobody()
+
+
+def test_ranks_inside_a_collective_end_when_one_dies(shell: Shell) -> None:
+    text = STEPS.replace("    step += 1\n", "    step += 1\n    if step == 5 and covey.get_rank() == 1: sys.exit(7)\n")
+    shell.script(text, "t.py")
+    run = shell.ask("run", "-n", "3", "t.py", shell.go, env=PATIENT)
+    assert run.code == 7, run.tail()
+    assert "first failure: rank 1 (worker:1)" in run.text()
     shell.nobody()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from covey.core.messages import Register
 from tests.simulation.plan import Place
 from tests.simulation.processes import AgentProcess, NodeProcess
+
+from covey.core.messages import Register
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -22,6 +23,7 @@ class Chaos:
             "hang node": self._hang_node,
             "leave": self._leave,
             "fail": self._fail,
+            "cut link": self._cut_link,
             "cut path": self._cut_path,
             "cut one way": self._cut_one_way,
             "kill scheduler": self._kill_scheduler,
@@ -80,6 +82,10 @@ class Chaos:
         world.past.append(node)
 
     # -- paths -------------------------------------------------------------------------------------------------------
+
+    def _cut_link(self) -> None:
+        if node := self._some_node():
+            node.cut()
 
     def _cut_path(self) -> None:
         host = self.world.random.choice(self.world.plan.places).host

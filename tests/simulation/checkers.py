@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.simulation.disk import Disk, group_of
+from tests.simulation.net import Link
+
 from covey.core.effects import Send
 from covey.core.messages import (
     Assignment,
@@ -21,8 +24,6 @@ from covey.core.messages import (
     Welcome,
 )
 from covey.core.model import ClusterRecord, MemberRecord, NodeState, Phase, Record, Role
-from tests.simulation.disk import Disk, group_of
-from tests.simulation.net import Link
 
 if TYPE_CHECKING:
     from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess

@@ -184,6 +184,11 @@ class Net:
             self.send(link, side, None)
         self._half_open(link, 1 - side)
 
+    def cut(self, link: Link) -> None:
+        """Something in between resets the connection: both ends hear it."""
+        for side in (NODE, SCHEDULER):
+            self._reset(link, side, "connection reset by peer")
+
     def _reset(self, link: Link, side: int, reason: str) -> None:
         if link.open[side]:
             link.open[side] = False

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from msgspec import structs
+from tests.simulation.net import Weather
+
 from covey.core.model import ClusterSettings, Role
 from covey.core.node import NodeSettings
-from tests.simulation.net import Weather
 
 FAULTS = (
     "kill node",
     "hang node",
     "leave",
     "fail",
+    "cut link",
     "cut path",
     "cut one way",
     "kill scheduler",
@@ -97,6 +100,8 @@ def draw(random: Random) -> Plan:
     plan.arrive_within_s = random.choice((0.1, 5.0, 30.0))
     if random.random() < 0.1:
         plan.harmless = True
+        plan.cluster = structs.replace(cluster, topo_timeout_s=600.0)  # nobody may give up before the cluster forms
+        plan.node = structs.replace(node, topo_timeout_s=600.0)
         plan.faults = HARMLESS if recovery else HARMLESS[2:]
         return plan
     plan.weather = Weather(

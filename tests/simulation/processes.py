@@ -6,12 +6,27 @@ runs at the world's pace from another zero, so that no time of one process means
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.simulation.net import NODE, SCHEDULER, Link
+from tests.simulation.plan import Place
 
-from covey.core.effects import Close, Connect, Deliver, End, Finish, NodeEffect, Persist, Publish, SchedulerEffect, Send, SendBeat
+from covey.core.effects import (
+    Close,
+    Connect,
+    Deliver,
+    End,
+    Finish,
+    NodeEffect,
+    Persist,
+    Publish,
+    SchedulerEffect,
+    Send,
+    SendBeat,
+)
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -33,8 +48,6 @@ from covey.core.messages import (
 )
 from covey.core.model import Host, Phase, Progress, Role
 from covey.core.node import NodeMachine, NodeSettings, Stage
-from tests.simulation.net import NODE, SCHEDULER, Link
-from tests.simulation.plan import Place
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -48,7 +61,7 @@ _from_node = msgspec.msgpack.Decoder(FromNode).decode
 _from_scheduler = msgspec.msgpack.Decoder(FromScheduler).decode
 
 
-class Process:
+class Process(ABC):
     """Something that lives on a host and can hang or die."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
@@ -70,6 +83,12 @@ class Process:
             self._waiting.append((call, args))
         elif self.alive:
             call(*args)
+
+    @abstractmethod
+    def heard(self, link: Link, payload: bytes) -> None: ...
+
+    @abstractmethod
+    def lost(self, link: Link, reason: str) -> None: ...
 
     def hang(self) -> None:
         self.world.tell(self.name, "hangs")
@@ -239,6 +258,11 @@ class NodeProcess(Process):
             self._link = None
             self._step(LinkLost(reason))
 
+    def cut(self) -> None:
+        if self._link is not None:
+            self.world.tell(self.name, "is cut off")
+            self.world.net.cut(self._link)
+
     def say(self, message: object) -> None:
         """Send something of the program's own, if there is a link to send it over."""
         if self._link is not None:
@@ -270,7 +294,8 @@ class NodeProcess(Process):
         self.world.node_finished(self)
 
     def _step(self, event: NodeEvent) -> None:
-        for effect in self.machine.step(event, self.now):
+        now = max(self.now, self.machine.due) if isinstance(event, Ticked) else self.now  # the sum of two clocks is rounded
+        for effect in self.machine.step(event, now):
             self._carry_out(effect)
             if not self.alive:
                 return
@@ -420,4 +445,4 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
 
 def host(name: str) -> Host:
     number = int(name[1:]) if name[1:].isdigit() else 0
-    return Host(id=name, name="node", address=f"10.0.{number // 250}.{number % 250 + 1}")
+    return Host(id=name, name=name, address=f"10.0.{number // 250}.{number % 250 + 1}")

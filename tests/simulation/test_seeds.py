@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
 from tests.simulation.checkers import Violation
 from tests.simulation.plan import draw
 from tests.simulation.world import World
@@ -18,7 +17,9 @@ def live(seed: int) -> World:
     except Exception as problem:
         nodes = problem.nodes if isinstance(problem, Violation) else ()
         story = world.story(*nodes)
-        pytest.fail(f"{story}\n\n{type(problem).__name__}: {problem}\nreplay: pytest tests/simulation --seed {seed}", pytrace=False)
+        pytest.fail(
+            f"{story}\n\n{type(problem).__name__}: {problem}\nreplay: pytest tests/simulation --seed {seed}", pytrace=False
+        )
     return world
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from covey.core.model import ClusterSettings, Phase
-from covey.core.node import NodeSettings, Stage
 from tests.simulation.plan import Place, Plan
 from tests.simulation.world import World
+
+from covey.core.messages import Register
+from covey.core.model import ClusterSettings, Phase
+from covey.core.node import NodeSettings, Stage
 
 NODES = 10_000
 
@@ -22,12 +24,17 @@ def formed_world(recovery: bool) -> World:
     return world
 
 
+def phase(world: World) -> Phase | None:
+    return world.scheduler.machine.cluster.phase if world.scheduler is not None else None
+
+
 def test_ten_thousand_nodes_form_and_one_dies() -> None:
     world = formed_world(recovery=False)
-    assert world.scheduler is not None and world.scheduler.machine.cluster.phase is Phase.READY
+    assert phase(world) is Phase.READY
     hosts: dict[str, list[int]] = {}
     for node in world.nodes.values():
-        hosts.setdefault(node.host, []).append(node.machine.wish.rank)  # type: ignore[union-attr]
+        assert isinstance(node.wish, Register)
+        hosts.setdefault(node.host, []).append(node.wish.rank)
     assert sorted(rank for ranks in hosts.values() for rank in ranks) == list(range(NODES))
     assert all(max(ranks) - min(ranks) == len(ranks) - 1 for ranks in hosts.values())
     world.nodes["w4711"].die()
@@ -40,12 +47,12 @@ def test_ten_thousand_nodes_form_and_one_dies() -> None:
 def test_ten_thousand_nodes_come_back_to_a_restarted_scheduler_and_one_returns() -> None:
     world = formed_world(recovery=True)
     world.crash_scheduler("to see who comes back")
-    world.run(world.now + 25.0, lambda: world.scheduler is not None and world.scheduler.machine.cluster.phase is Phase.READY)
-    assert world.scheduler is not None and world.scheduler.machine.cluster.phase is Phase.READY
+    world.run(world.now + 25.0, lambda: phase(world) is Phase.READY)
+    assert phase(world) is Phase.READY
     world.nodes["w1234"].die()
     world.run(world.now + 1.0)
-    assert world.scheduler.machine.cluster.phase is Phase.HEALING
+    assert phase(world) is Phase.HEALING
     world.start(next(p for p in world.plan.places if p.name == "w1234"))
     world.run(world.now + 1.0)
-    assert world.scheduler.machine.cluster.phase is Phase.READY
-    assert {node.machine.wish.generation for node in world.nodes.values()} == {3}  # type: ignore[union-attr]
+    assert phase(world) is Phase.READY
+    assert {node.wish.generation for node in world.nodes.values() if isinstance(node.wish, Register)} == {3}

@@ -12,8 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
 
-from covey.core.messages import Register, RegisterAgent
-from covey.core.model import Host, NodeState, Phase
 from tests.simulation import processes
 from tests.simulation.chaos import Chaos
 from tests.simulation.checkers import Checker, Violation
@@ -21,6 +19,9 @@ from tests.simulation.disk import Disk
 from tests.simulation.net import LINK_DEAD_S, Net
 from tests.simulation.plan import Place, Plan, draw
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
+
+from covey.core.messages import Register, RegisterAgent
+from covey.core.model import Host, NodeState, Phase
 
 STORY_MAX = 20_000  # events remembered
 RESTARTS_MAX = 8  # per place, while there is chaos
@@ -45,7 +46,7 @@ class World:
         self.nodes: dict[str, NodeProcess] = {}  # by place: the newest process
         self.past: list[NodeProcess] = []  # processes of a place that has a newer one, and uninvited ones
         self.healing = False
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._sequence = 0
         self._lives = 0
         self._clusters = 0
@@ -53,7 +54,7 @@ class World:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def after(self, delay: float, call: Callable[..., None], *args: object) -> None:
+    def after(self, delay: float, call: Callable[..., object], *args: object) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + delay, self._sequence, call, args))
 
@@ -92,7 +93,9 @@ class World:
             if self.plan.cluster.topo_timeout_s < 0 or (self.over and self.plan.cluster.node_timeout_s < 0):
                 self.counts["waits for ever, as asked"] += 1
                 return
-            raise Violation(f"not settled {self.bound_s():.0f} s after everything healed: {self.unsettled()}", *self.concerned())
+            raise Violation(
+                f"not settled {self.bound_s():.0f} s after everything healed: {self.unsettled()}", *self.concerned()
+            )
         if self.scheduler is not None and self.scheduler.machine.cluster.phase is Phase.READY:
             self.counts["ready after healing"] += 1
             self.finish_work()
@@ -110,8 +113,8 @@ class World:
         if self.scheduler is not None:
             self.scheduler.crash_armed = False
             self.scheduler.wake()
-        for place in self.plan.places:
-            if self.plan.supervised and (node := self.nodes.get(place.name)) is not None and not node.alive:
+        for node in self.nodes.values():
+            if not node.alive:
                 self.node_finished(node)
 
     def finish_work(self) -> None:
@@ -234,7 +237,9 @@ class World:
         fingerprint = self.plan.cluster.fingerprint()
         self.tell(life, "started", f"as {place.role} {place.node_id!r}")
         if place.slots:
-            agent = RegisterAgent(place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint)
+            agent = RegisterAgent(
+                place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint
+            )
             return AgentProcess(self, life, place.host, agent)
         wish = Register(place.role, place.node_id, life, self.host(place.host), fingerprint, pid=self._lives)
         return NodeProcess(self, life, place.host, wish, self.plan.node)
@@ -274,6 +279,8 @@ class World:
         events = list(self._story)
         tail = events[-last:]
         about = [e for e in events[:-last] if any(n and (n in e[1] or n in e[3]) for n in nodes)][-last:]
-        lines = [f"{at:9.3f}  {who:<16} {what} {more}" + (f"  [{by}]" if by else "") for at, who, what, more, by in about + tail]
+        lines = [
+            f"{at:9.3f}  {who:<16} {what} {more}" + (f"  [{by}]" if by else "") for at, who, what, more, by in about + tail
+        ]
         head = f"seed {self.seed}: {self.plan.cluster}\nfaults {self.plan.faults}, {self.plan.weather}"
         return "\n".join([head, f"counts {dict(self.counts)}", *lines])

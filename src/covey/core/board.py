@@ -12,7 +12,8 @@ KEYS_MAX = 1_000_000
 class Board:
     """Values and the links that wait for them, within limits on keys and bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bytes_max: int = BYTES_MAX, keys_max: int = KEYS_MAX) -> None:
+        self._bytes_max, self._keys_max = bytes_max, keys_max
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, list[int]] = {}
         self.size = 0
@@ -21,7 +22,7 @@ class Board:
     def put(self, key: str, value: bytes) -> list[int] | None:
         """Pin a value; returns the links that waited for it, or None when the board is full."""
         size = self.size + len(value) - len(self.values.get(key, b""))
-        if size > BYTES_MAX or (key not in self.values and len(self.values) >= KEYS_MAX):
+        if size > self._bytes_max or (key not in self.values and len(self.values) >= self._keys_max):
             return None
         self.size = size
         self.values[key] = value
@@ -31,7 +32,7 @@ class Board:
 
     def wait(self, key: str, link: int) -> bool:
         """Note who waits for a value that is not there yet; False when too many wait."""
-        if self._waiters >= KEYS_MAX:
+        if self._waiters >= self._keys_max:
             return False
         self._waiters += 1
         self.waiting.setdefault(key, []).append(link)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import msgspec
 
-from covey.core.model import Agent, ClusterRecord, ClusterSettings, Member, Phase, Role
+from covey.core import ranks
+from covey.core.model import (
+    Agent,
+    AgentRecord,
+    ClusterRecord,
+    ClusterSettings,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Record,
+    Role,
+)
 
 Key = tuple[Role, str]  # role and node id
 
@@ -39,6 +53,35 @@ class Cluster(msgspec.Struct):
         del self.members[(member.role, member.node_id)]
         self._sizes[group] -= 1
         self._ranks.pop((group, member.rank), None)
+
+    def seat(self, places: Mapping[str, int]) -> None:
+        """Give everyone its rank (by name) and its local rank; a child is called by its rank from now on."""
+        everyone = list(self.members.values())
+        for member in everyone:
+            self.remove(member)
+            member.rank, member.state = places[member.name], NodeState.ALIVE
+            if member.agent:
+                member.node_id = str(member.rank)
+        for member in everyone:
+            self.add(member)
+        for group in {member.role.group for member in everyone}:
+            local = ranks.local(self.of(group))
+            for member in self.of(group):
+                member.local_rank = local[member.name]
+
+    def take_over(self, records: Iterable[Record], now: float) -> None:
+        """The members and agents of the journal: whoever was there is suspect until it is heard."""
+        for record in records:
+            if isinstance(record, AgentRecord):
+                agent = record.agent()
+                agent.beat_at = now
+                self.agents[agent.id] = agent
+            elif isinstance(record, MemberRecord):
+                member = record.member()
+                member.beat_at = now
+                if member.present:
+                    member.state = NodeState.SUSPECT
+                self.add(member)
 
     def of(self, role: Role) -> list[Member]:
         """The members that count towards the number of this role."""

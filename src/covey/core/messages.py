@@ -159,7 +159,8 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """To an agent: let exactly these run, in this generation. A newer one replaces all that run of an older one."""
+    """To an agent: let exactly these run, each in its incarnation; whatever else runs is to end. What of these has ended
+    already is to be said again: the word may have been lost with a scheduler."""
 
     generation: int
     world: int

@@ -124,7 +124,7 @@ class NodeMachine:
         lost_now, self._linked = self._linked, False
         self._answer_by = self._beat_at = NEVER
         if self.stage is Stage.LEAVING and not self._insists:
-            return self._finish(self._leave_code(), "left; the scheduler was gone already")
+            return self._finish(self._leave_code(), f"left; the scheduler did not hear it ({reason})")
         if lost_now:
             self._retry_s = FIRST_RETRY_S
         if self._was_member and lost_now and self.stage is not Stage.LEAVING:
@@ -207,8 +207,6 @@ class NodeMachine:
         if now >= self._deadline:
             return self._give_up()
         if now >= self._answer_by:
-            if self.stage is Stage.LEAVING and not self._insists:
-                return self._finish(self._leave_code(), "left; the scheduler did not answer")
             waited = f"no answer within {self._settings.receive_timeout_s:g} s (MS_RECEIVE_MSG_TIMEOUT)"
             return [Close(), *self._link_lost(waited, now)]
         if now >= self._connect_at:
@@ -244,7 +242,7 @@ class NodeMachine:
     def _give_up(self) -> list[NodeEffect]:
         where, s = self._settings.address, self._settings
         if self.stage is Stage.LEAVING:
-            return self._finish(self._leave_code(), f"left; the scheduler at {where} did not come back to hear it")
+            return self._finish(self._leave_code(), f"left; the scheduler at {where} did not hear it in time")
         if self._was_member:
             reason = f"the scheduler at {where} did not come back within {s.node_timeout_s:g} s ({self._trouble})"
             return self._finish(ExitCode.SCHEDULER_LOST, reason)

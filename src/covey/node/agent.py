@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,11 +25,13 @@ from covey.node import host
 from covey.node.child import ChildSpec, Exit
 from covey.node.children import Children
 from covey.node.environment import worker_environment
+from covey.node.learn import LEARN_VARIABLE, learned
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.settings import Settings
 from covey.wire import address
 
+LEARN_S: Final = 5.0  # when a first life has imported what it will
 TAIL_LINES: Final = 20
 TAIL_BYTES: Final = 16 * 1024
 LINE_MAX: Final = 500
@@ -75,6 +78,9 @@ class Agent:
         self._running: dict[str, tuple[str, int]] = {}  # child's name → (node id, incarnation)
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._generation = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
+        self._notes = Path(self._folder.name) / "imports"
+        self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._work: asyncio.Queue[Start] = asyncio.Queue(maxsize=64)
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.on_start: Callable[[Start], None] = lambda start: None
@@ -102,10 +108,12 @@ class Agent:
         try:
             outcome = await self._over
         finally:
+            self._learning.cancel()
             starter.cancel()
-            await asyncio.gather(starter, return_exceptions=True)
+            await asyncio.gather(starter, self._learning, return_exceptions=True)
             await self._children.end(None, grace_s=settings.grace_s)
             await self._children.close()
+            self._folder.cleanup()
         return outcome
 
     @property
@@ -180,8 +188,16 @@ class Agent:
             env = worker_environment(
                 self._environ, start, assignment, self._door, job=self._job.job, role_name=self._job.role_name
             )
+            if not again and assignment is start.assignments[0]:
+                env[LEARN_VARIABLE] = str(self._notes)
+                self._learning = asyncio.create_task(self._learn())
             pid = await self._children.start(msgspec.structs.replace(spec, env=env))
             self._say(Started(assignment.node_id, assignment.incarnation, pid))
+
+    async def _learn(self) -> None:
+        """What the first life has imported by now, the template imports too, for later ones."""
+        await asyncio.sleep(LEARN_S)
+        await self._children.preload(learned(self._notes))
 
     def _spec(self, name: str, start: Start, rank: int, local_rank: int, again: bool) -> ChildSpec:
         job = self._job

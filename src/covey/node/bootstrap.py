@@ -21,6 +21,7 @@ from types import TracebackType
 from covey.errors import ExitCode
 from covey.node import entry, kernel, lifeline
 from covey.node.child import ChildSpec
+from covey.node.learn import LEARN_VARIABLE, Learner
 from covey.node.threads import restore_threads
 
 _imported: list[str] = []  # by the template, before this child was forked
@@ -80,10 +81,11 @@ def restore_interpreter(spec: ChildSpec) -> None:
     sys.argv = [*(flags or spec.argv[:1]), *spec.argv[1:]]
     sys.orig_argv = [sys.executable, *flags, *spec.argv]
     kernel.show_command(sys.orig_argv)
+    if path := os.environ.pop(LEARN_VARIABLE, ""):
+        sys.meta_path.insert(0, Learner(path))
     for folder in reversed(spec.env.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and (path := str(Path(folder).absolute())) not in sys.path:
             sys.path.insert(0, path)
-    importlib.invalidate_caches()
 
 
 def set_imports_aside() -> None:

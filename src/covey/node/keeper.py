@@ -41,7 +41,7 @@ FORK_S = 60.0  # limit of one fork order
 SHORT_LIFE_S = 30.0  # a template that ends sooner has failed
 SHORT_LIVES_MAX = 5
 FORK_TRIES = 5  # each with another template
-MODULES_MAX = 200
+MODULES_MAX = 1000
 SAID_MAX = 2000  # characters of what a template printed
 
 log = logging.getLogger("covey.agent")

@@ -1,0 +1,310 @@
+"""What becomes of a cluster: it forms, loses members, heals, starts anew, comes back after its scheduler's death, and ends.
+
+This half of the scheduler's machine knows nothing of who says what over which wire: `machine.Machine`, the other half, hears
+the messages and calls here when a life begins to count or is over.
+
+A cluster lives through phases: FORMING until every role has its number, then READY; a death moves it to HEALING (when the
+place may be filled again), to a new generation of everyone (torchrun's restarts) or to ENDED. A restarted scheduler is
+RETURNING until its members have re-attached or are overdue. The table `PHASES` lists the moves that exist; any other is a bug.
+
+Two rules keep a crash of the scheduler harmless, wherever it happens. A new generation is durable before the incarnations that
+live in it. A death that starts everyone anew is not written down before the new start is: the agent will say it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from covey.core import formation, recovery
+from covey.core.board import Board
+from covey.core.cluster import Cluster
+from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
+from covey.core.membership import names
+from covey.core.messages import Regrouped, Stop
+from covey.core.model import (
+    Agent,
+    AgentRecord,
+    ClusterRecord,
+    ClusterSettings,
+    Failure,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Record,
+    Role,
+)
+from covey.errors import ExitCode
+
+PHASES: dict[Phase, frozenset[Phase]] = {
+    Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
+    Phase.READY: frozenset({Phase.HEALING, Phase.ENDED}),
+    Phase.HEALING: frozenset({Phase.READY, Phase.ENDED}),
+    Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process's own sleep, and nobody else's silence
+
+
+class Lifecycle:
+    """The cluster, the links that speak for its members, and what is wished for in this step."""
+
+    def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float) -> None:
+        self.cluster = Cluster(cluster_id=cluster_id, settings=settings, job=job)
+        self.counters: dict[str, float] = {}
+        self.first_failure: Failure | None = None
+        self._started = self._ticked = self._now = now
+        self._heal_by = float("inf")
+        self._speakers: dict[int, Member | Agent] = {}
+        self._held: set[str] = set()  # lives that are held off, to say so once
+        self._board = Board()
+        self._layout: formation.Layout | None = None
+        self._stop: Stop | None = None
+        self._out: list[SchedulerEffect] = []
+
+    # -- forming -----------------------------------------------------------------------------------------------------
+
+    def _form(self) -> None:
+        plan, self.cluster.reason = formation.decide(self.cluster)
+        if plan is None:
+            return
+        self.cluster.seat(plan.ranks)
+        self.cluster.generation = 1
+        self._move(Phase.READY, self.cluster.reason)
+        for agent in self.cluster.agents.values():
+            self._persist(AgentRecord.of(agent))
+        for member in self.cluster.members.values():
+            self._persist(MemberRecord.of(member))
+        self._persist(self.cluster.record())  # last: members of a cluster that is FORMING in the journal do not count
+        self._publish("cluster", "formed", f"{self.cluster.reason}, generation 1")
+        self._tell_places()
+
+    def _tell_places(self) -> None:
+        places = self._places()
+        for member in self.cluster.members.values():
+            if member.link:
+                self._send(member.link, places.formed(member))
+        for agent in self.cluster.agents.values():
+            if agent.link:
+                self._send(agent.link, places.start(agent))
+
+    def _places(self) -> formation.Layout:
+        if self._layout is None:
+            self._layout = formation.Layout(self.cluster)
+        return self._layout
+
+    # -- dying -------------------------------------------------------------------------------------------------------
+
+    def _agent_gone(self, agent: Agent, code: int, reason: str) -> None:
+        """With its agent a child's life is over, and nobody is left to start the next."""
+        children = [m for m in self.cluster.children(agent.id) if m.present]
+        if self.cluster.phase is Phase.ENDED or (not children and self.cluster.phase is not Phase.FORMING):
+            return
+        del self.cluster.agents[agent.id]
+        self._publish(f"agent:{agent.id}", "gone", reason, _level(code))
+        for member in children:
+            self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})")
+
+    def _over(self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "") -> None:
+        """One life is over: it left (code 0) or died."""
+        if not member.present or self.cluster.phase is Phase.ENDED:
+            return None
+        member.state = NodeState.LEFT if code == 0 else NodeState.DEAD
+        if self.cluster.phase is Phase.FORMING:
+            self.cluster.remove(member)
+            self.cluster.reason = formation.decide(self.cluster)[1]
+            return self._publish(member.name, "gone before the cluster formed", reason or f"code {code}")
+        self._count("left" if code == 0 else "deaths")
+        self._publish(member.name, "left" if code == 0 else "died", reason or f"code {code}", _level(code))
+        if code == 0:
+            self._persist(MemberRecord.of(member))
+            return self._finished()
+        return self._after_death(member, recovery.report(self.cluster, member, code, reason, tail or [], log))
+
+    def _after_death(self, member: Member, failure: Failure) -> None:
+        after, reason = recovery.decide(self.cluster, member)
+        self._publish("cluster", str(after), reason, Level.WARNING)
+        if after is recovery.After.WAIT:
+            self.first_failure = self.first_failure or failure
+            self._await_healing()
+            if self.cluster.phase is not Phase.HEALING:
+                self._move(Phase.HEALING, reason)
+            self._regroup(f"{member.name} died: {failure.reason}", member)
+        elif after is recovery.After.RESTART_ALL:
+            self._restart_all(failure)
+        else:
+            self.first_failure = failure
+            self._end(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
+
+    def _restart_all(self, failure: Failure) -> None:
+        self.cluster.restarts += 1
+        self._count("restarts")
+        workers = self.cluster.of(Role.WORKER)
+        for member in workers:
+            self._silence(member.link)
+            member.incarnation += 1
+            member.restarts += 1
+            member.life, member.link, member.pid = "", 0, 0
+            here = self.cluster.agents[member.agent].link
+            member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
+        self._regroup(f"{failure.role}:{failure.node_id} died: {failure.reason}", *workers)
+        self._tell_places()
+
+    def _finished(self) -> None:
+        workers = self.cluster.of(Role.WORKER)
+        if all(member.state is NodeState.LEFT for member in workers):
+            self._end(0, f"all {len(workers)} workers finished")
+        else:
+            self._settle("every member is heard again")
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._forgive_sleep()
+        phase, settings = self.cluster.phase, self.cluster.settings
+        limit = settings.topo_timeout_s
+        if phase is Phase.FORMING and 0 <= limit < self._now - self._started:
+            reason = f"not complete within {limit:g} s: {formation.missing(self.cluster)}"
+            self._end(ExitCode.NOT_FORMED, reason)
+        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by:
+            away = [m for m in self.cluster.members.values() if m.state in (NodeState.DEAD, NodeState.SUSPECT)]
+            failure = self.first_failure
+            reason = f"{names(away)} did not come back within {limit:g} s"
+            self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+        elif settings.judges_silence:
+            self._judge_silence(settings.node_timeout_s)
+
+    def _forgive_sleep(self) -> None:
+        """While this process was stopped it heard nobody: that time counts for nothing."""
+        slept, self._ticked = self._now - self._ticked, self._now
+        if slept > SLEPT_S:
+            self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
+            self._started += slept
+            self._heal_by += slept
+            speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
+            for speaker in speakers:
+                speaker.beat_at = min(speaker.beat_at + slept, self._now)
+
+    def _judge_silence(self, limit: float) -> None:
+        """silent → suspect after half the limit → dead after all of it; an agent takes its children along."""
+        for agent in list(self.cluster.agents.values()):
+            silent = self._now - agent.beat_at
+            if silent > limit:
+                self._silence(agent.link)
+                agent.link = 0
+                self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit))
+        for member in list(self.cluster.members.values()):
+            silent = self._now - member.beat_at
+            if silent <= limit / 2 or not member.present or self._agent_answers(member):
+                continue
+            if silent > limit:
+                self._count("silent_deaths")
+                self._silence(member.link)
+                member.link = 0
+                self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit))
+            elif member.state is NodeState.ALIVE:
+                member.state = NodeState.SUSPECT
+                self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)
+            if self.cluster.phase is Phase.ENDED:
+                return
+
+    def _agent_answers(self, member: Member) -> bool:
+        """A child that never attached has no beats of its own, and one whose agent is out of reach is judged with it."""
+        return bool(member.agent) and (not member.life or not self.cluster.agents[member.agent].link)
+
+    # -- returning after the scheduler's own death -------------------------------------------------------------------
+
+    def _restore(self, records: tuple[Record, ...]) -> None:
+        """Take over from the journal. Members have one node timeout to re-attach before anyone is judged."""
+        kept = next((r for r in records if isinstance(r, ClusterRecord)), None)
+        assert kept is None or kept.phase is not Phase.ENDED, "the journal of a cluster that ended is not taken over"
+        if kept is None:
+            return self._persist(self.cluster.record())
+        self.cluster.cluster_id = kept.cluster_id
+        self.cluster.generation, self.cluster.restarts = kept.generation, kept.restarts
+        if kept.phase is Phase.FORMING:
+            return None
+        self.cluster.take_over(records, self._now)
+        self._await_healing()
+        count = len(self.cluster.members)
+        self._move(Phase.RETURNING, f"the scheduler is back and waits for its {count} members to re-attach")
+        self._publish("cluster", "restored", f"generation {self.cluster.generation}, {count} members")
+        return self._finished()
+
+    def _await_healing(self) -> None:
+        limit = self.cluster.settings.topo_timeout_s
+        self._heal_by = self._now + limit if limit >= 0 else float("inf")
+
+    def _settle(self, reason: str) -> None:
+        """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
+        phase, members = self.cluster.phase, self.cluster.members.values()
+        if phase not in (Phase.HEALING, Phase.RETURNING) or any(m.state is NodeState.SUSPECT for m in members):
+            return
+        dead = [m for m in members if m.state is NodeState.DEAD]
+        if not dead:
+            self.first_failure = None
+            self._held.clear()
+            self._move(Phase.READY, reason)
+        elif phase is Phase.RETURNING:
+            self._move(Phase.HEALING, f"waiting for {names(dead)} to be started again, with the same variables")
+        else:
+            return
+        self._persist(self.cluster.record())
+        self._publish("cluster", str(self.cluster.phase), self.cluster.reason)
+
+    # -- small moves -------------------------------------------------------------------------------------------------
+
+    def _speak(self, link: int, speaker: Member | Agent) -> None:
+        speaker.link = link
+        speaker.beat_at = self._now
+        self._speakers[link] = speaker
+
+    def _silence(self, link: int) -> None:
+        """What this link says no longer counts, and it is closed."""
+        if link:
+            self._speakers.pop(link, None)
+            self._out.append(Close(link))
+
+    def _regroup(self, reason: str, *changed: Member) -> None:
+        """A new generation: durable first, then whoever changed, then told to the members that were there before."""
+        self.cluster.generation += 1
+        self._board = Board()
+        self._persist(self.cluster.record())
+        for member in changed:
+            self._persist(MemberRecord.of(member))
+        for member in self.cluster.members.values():
+            if member.link and member.present:
+                self._send(member.link, Regrouped(self.cluster.generation, reason))
+
+    def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
+        self._stop = Stop(reason, code, failure)
+        self._move(Phase.ENDED, reason)
+        self._persist(self.cluster.record())
+        self._publish("cluster", "ended", reason, _level(code))
+        for link in self._speakers:
+            self._send(link, self._stop)
+        self._out.append(End(code, reason, failure))
+
+    def _move(self, phase: Phase, reason: str) -> None:
+        assert phase in PHASES[self.cluster.phase], f"no move from {self.cluster.phase} to {phase}"
+        self.cluster.phase, self.cluster.reason = phase, reason
+
+    def _send(self, link: int, message: Any) -> None:
+        self._out.append(Send(message, link))
+
+    def _persist(self, record: Record) -> None:
+        self._out.append(Persist(record))
+
+    def _publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
+        self._out.append(Publish(node, what, reason, level))
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
+
+
+def _silent(silent_s: float, limit_s: float) -> str:
+    return f"no beat for {silent_s:.1f} s (MS_NODE_TIMEOUT is {limit_s:g} s)"
+
+
+def _level(code: int) -> Level:
+    return Level.WARNING if code else Level.NOTE

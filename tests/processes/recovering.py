@@ -1,0 +1,75 @@
+"""A cluster that may lose its scheduler and its workers: recovery is on, there is a journal, and workers count their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.processes.harness import Cluster, Process, until
+
+from covey.core.model import Phase
+from covey.core.view import ClusterView
+
+# Only events may explain what happens here, so every timeout is long unless a test is about it.
+PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 600}
+
+# Counts its steps in a file of its own, until it is told to end.
+TRAIN = """
+import pathlib, sys, time
+import covey
+
+covey.init()
+print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
+step = 0
+while not pathlib.Path(sys.argv[1]).exists():
+    step += 1
+    pathlib.Path(f"steps-{covey.get_rank()}").write_text(str(step))
+    time.sleep(0.01)
+print("done", flush=True)
+"""
+
+
+class Recovering(Cluster):
+    """A cluster with a journal, of workers that count their steps."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.journal = folder / "recovery"
+        self.env |= {**PATIENT, "MS_ENABLE_RECOVERY": 1, "MS_RECOVERY_PATH": str(self.journal)}
+        self.default = self.script(TRAIN, "train.py")
+
+    def scheduler(self, **options: Any) -> Process:
+        return super().scheduler(**{"MS_NODE_ID": "sched", **options})
+
+    def steps(self, rank: int) -> int:
+        path = self.folder / f"steps-{rank}"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def trains_on(self, *ranks: int) -> None:
+        """Wait until these ranks are some steps further."""
+        goals = {rank: self.steps(rank) + 20 for rank in ranks}
+        until(lambda: all(self.steps(rank) >= goal for rank, goal in goals.items()), "further steps", story=self.tails)
+
+    def ready(self) -> ClusterView:
+        return self.until(lambda v: v.phase is Phase.READY, "the cluster to be ready")
+
+    def contents(self) -> dict[str, bytes]:
+        """The journal's files, without SQLite's shared memory and our lock, which hold nothing."""
+        files = self.journal.iterdir()
+        return {f.name: f.read_bytes() for f in files if not f.name.endswith(("-shm", ".lock"))}
+
+
+def membership(view: ClusterView) -> object:
+    """What a restart of the scheduler may not change."""
+    nodes = [(str(n.role), n.node_id, n.rank, n.incarnation, n.pid) for n in view.nodes if n.role != "scheduler"]
+    return view.cluster_id, view.generation, nodes
+
+
+def recovering(folder: Path) -> Iterator[Recovering]:
+    """The body of a fixture."""
+    cluster = Recovering(folder)
+    try:
+        yield cluster
+    finally:
+        cluster.end()

@@ -1,0 +1,205 @@
+"""Journals that cannot be used: the start ends with one sentence, the journal is left as it was, and the workers train on.
+
+When the disk fails while the cluster runs, nothing new is promised until it can be written down.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes.harness import Process
+from tests.processes.recovering import TRAIN, Recovering, membership, recovering
+
+UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+needs_mounts = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"]).returncode != 0,
+    reason="this user may not mount, not even in a namespace of their own",
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Recovering]:
+    yield from recovering(tmp_path)
+
+
+# -- journals that cannot be used ------------------------------------------------------------------------------------
+
+
+def left_alone(cluster: Recovering, code: int, *words: str, **env: Any) -> Process:
+    """A start that is refused with one sentence and changes nothing, while the workers train on."""
+    before = cluster.contents()
+    refused = cluster.scheduler(name="scheduler-refused", **env)
+    assert refused.wait() == code, refused.tail()
+    assert len(refused.text().splitlines()) == 1, refused.tail()
+    for word in (str(cluster.journal), *words):
+        assert word in refused.text()
+    assert cluster.contents() == before
+    cluster.trains_on(0, 1)
+    return refused
+
+
+def test_the_journal_of_another_number_of_workers_is_refused(cluster: Recovering) -> None:
+    scheduler, workers = cluster.formed()
+    scheduler.kill()
+    left_alone(cluster, 40, "belongs to another job", "MS_WORKER_NUM is 2 there and 3 here", MS_WORKER_NUM=3)
+    cluster.scheduler()
+    cluster.ready()
+    cluster.release()
+    assert [worker.wait() for worker in workers] == [0, 0]
+
+
+def test_the_journal_of_another_script_is_refused(cluster: Recovering) -> None:
+    scheduler, _ = cluster.formed()
+    scheduler.kill()
+    other = cluster.script(TRAIN, "another.py")
+    left_alone(cluster, 40, "belongs to another job", "train.py there and", "another.py here", script=other)
+
+
+def cut(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut in half": lambda path: cut(path, path.stat().st_size // 2),
+    "cut within its header": lambda path: cut(path, 50),
+    "empty": lambda path: cut(path, 0),
+    "overwritten": lambda path: path.write_bytes(os.urandom(20_000)),
+    "of another program": lambda path: make_foreign(path),
+    "without its last pages": lambda path: cut(path.with_name(path.name + "-wal"), 4000),
+    "without its write-ahead part": lambda path: path.with_name(path.name + "-wal").unlink(),
+}
+
+
+def make_foreign(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    with sqlite3.connect(path) as database:
+        database.execute("create table someone (else_ text)")
+    database.close()
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_journal_is_refused_and_kept(cluster: Recovering, kind: str) -> None:
+    """With the good one back in its place the scheduler starts, and the workers have not noticed more than its absence."""
+    scheduler, workers = cluster.formed()
+    before = cluster.view()
+    scheduler.kill()
+    good = cluster.folder / "good"
+    shutil.copytree(cluster.journal, good)
+    DAMAGE[kind](cluster.journal / "scheduler.journal")
+    left_alone(cluster, 40, "damaged")
+    shutil.rmtree(cluster.journal)
+    shutil.copytree(good, cluster.journal)
+    cluster.scheduler()
+    assert membership(cluster.ready()) == membership(before)
+    cluster.release()
+    assert [worker.wait() for worker in workers] == [0, 0]
+
+
+def test_a_journal_that_is_gone_does_not_end_the_workers(cluster: Recovering) -> None:
+    """A scheduler that knows nothing of a running cluster says so; its members are not strangers to be sent away."""
+    scheduler, workers = cluster.formed()
+    scheduler.kill()
+    shutil.rmtree(cluster.journal)
+    newcomer = cluster.scheduler()
+    newcomer.wait_for("it belongs to cluster")
+    cluster.trains_on(0, 1)
+    assert all(worker.alive for worker in workers)
+
+
+def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Recovering) -> None:
+    cluster.journal.write_text("not a folder")
+    scheduler = cluster.scheduler()
+    assert scheduler.wait() == 41
+    assert f"the folder {cluster.journal} for the journal is not usable" in scheduler.text()
+    assert cluster.journal.read_text() == "not a folder"
+
+
+# -- disks -----------------------------------------------------------------------------------------------------------
+
+
+def in_mounts_of_its_own(command: str) -> list[str]:
+    """Words before a command: it runs in a mount namespace of its own, after `command`."""
+    return [*UNSHARE, "sh", "-c", f'{command} && exec "$@"', "sh"]
+
+
+@needs_mounts
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_read_only_disk_is_one_sentence(cluster: Recovering, used_before: bool) -> None:
+    cluster.journal.mkdir()
+    if used_before:
+        scheduler, _ = cluster.formed()
+        scheduler.kill()
+    before = cluster.contents()
+    read_only = f"mount --bind {cluster.journal} {cluster.journal} && mount -o remount,bind,ro {cluster.journal}"
+    refused = cluster.scheduler(before=in_mounts_of_its_own(read_only))
+    assert refused.wait() == 41, refused.tail()
+    assert str(cluster.journal) in refused.text() and "Read-only" in refused.text()
+    assert len(refused.text().splitlines()) == 1
+    assert cluster.contents() == before
+    if used_before:
+        cluster.trains_on(0, 1)
+
+
+@needs_mounts
+def test_a_disk_that_is_full_from_the_start_is_one_sentence(cluster: Recovering) -> None:
+    cluster.journal.mkdir()
+    disk = f"mount -t tmpfs -o size=64k none {cluster.journal} && (head -c 1m /dev/zero > {cluster.journal}/fill 2>&- || true)"
+    scheduler = cluster.scheduler(before=in_mounts_of_its_own(disk))
+    assert scheduler.wait() == 41, scheduler.tail()
+    assert str(cluster.journal) in scheduler.text() and "full" in scheduler.text()
+    assert "Traceback" not in scheduler.text()
+
+
+@needs_mounts
+def test_a_disk_that_fills_up_stops_promises_and_not_the_training(cluster: Recovering) -> None:
+    cluster.journal.mkdir()
+    disk = f"mount -t tmpfs -o size=2m none {cluster.journal}"
+    scheduler = cluster.scheduler(before=in_mounts_of_its_own(disk))
+    other, victim = cluster.worker(0), cluster.worker(1)
+    other.wait_for("rank=0")
+    victim.wait_for("rank=1")
+    fill = Path(f"/proc/{scheduler.pid}/root{cluster.journal}/fill")
+    with fill.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    victim.kill()
+    scheduler.wait_for("cannot be written .*until then nothing new is promised")
+    successor = cluster.worker(1)
+    cluster.trains_on(0)
+    assert "generation 2" not in other.text() and "rank=" not in successor.text()
+    fill.unlink()
+    scheduler.wait_for("can be written again")
+    successor.wait_for("rank=1")
+    assert cluster.ready().generation == 3
+    cluster.trains_on(0, 1)
+    cluster.release()
+    assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
+
+
+@needs_mounts
+def test_a_disk_that_is_full_at_the_end_does_not_hold_the_cluster_for_ever(cluster: Recovering) -> None:
+    """The end cannot be written down: the workers finish all the same, and the scheduler says what is in its way."""
+    cluster.journal.mkdir()
+    disk = f"mount -t tmpfs -o size=2m none {cluster.journal}"
+    scheduler = cluster.scheduler(before=in_mounts_of_its_own(disk))
+    workers = [cluster.worker(0), cluster.worker(1)]
+    for worker in workers:
+        worker.wait_for("rank=")
+    fill = Path(f"/proc/{scheduler.pid}/root{cluster.journal}/fill")
+    with fill.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    cluster.release()
+    assert [worker.wait() for worker in workers] == [0, 0]
+    scheduler.wait_for("cannot be written")
+    fill.unlink()
+    assert scheduler.wait() == 0

@@ -1,0 +1,261 @@
+"""MS_ENABLE_RECOVERY=1: the scheduler and the workers may be killed and started again, and the others train on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes.harness import free_port, nodes_of
+from tests.processes.recovering import Recovering, membership, recovering
+
+from covey.core.model import Phase
+
+QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
+
+# Counts its steps, with a sum over all ranks in each of them; they end together because they agree on it.
+TRAIN_TOGETHER = """
+import pathlib, sys, time
+import torch
+import covey
+
+covey.init()
+print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
+while len(sys.argv) > 2 and not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.01)
+print("begins", flush=True)
+step = 0
+while True:
+    step += 1
+    told = covey.all_reduce(torch.tensor([float(pathlib.Path(sys.argv[1]).exists()), 1.0]))
+    assert told[1] == covey.get_group_size()
+    if told[0]:
+        break
+    pathlib.Path(f"steps-{covey.get_rank()}").write_text(str(step))
+    time.sleep(0.01)
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Recovering]:
+    yield from recovering(tmp_path)
+
+
+# -- the scheduler comes back ----------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_is_killed_and_nobody_stops_training(cluster: Recovering) -> None:
+    cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
+    scheduler, workers = cluster.formed()
+    cluster.trains_on(0, 1)
+    before = cluster.view()
+    scheduler.kill()
+    cluster.trains_on(0, 1)
+    again = cluster.scheduler()
+    for worker in workers:
+        worker.wait_for("found again")
+    after = cluster.ready()
+    assert membership(after) == membership(before)
+    assert all(node.alive for node in after.nodes)
+    cluster.trains_on(0, 1)
+    status = cluster.run(["covey", "status", "--json", "--master", f"127.0.0.1:{cluster.port}"])
+    assert json.loads(status.text())["generation"] == before.generation
+    cluster.release()
+    assert [node.wait() for node in (again, *workers)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_members_ranks_and_generation_come_from_the_journal(cluster: Recovering, number: signal.Signals) -> None:
+    """Also after a worker was replaced, and when the scheduler was asked to go instead of killed."""
+    cluster.workers = 3
+    scheduler, (first, *_) = cluster.formed("b", "a", 2)
+    first.kill()
+    cluster.worker("b").wait_for("rank=1")
+    before = cluster.ready()
+    assert before.generation == 3
+    scheduler.signal(number)
+    assert scheduler.wait() == 128 + number
+    cluster.trains_on(0, 1, 2)
+    cluster.scheduler()
+    assert membership(cluster.ready()) == membership(before)
+    cluster.release()
+    codes = cluster.wait()
+    assert codes.pop("scheduler") == 128 + number
+    assert codes.pop("worker-b") == 137
+    assert set(codes.values()) == {0}
+
+
+def test_a_group_that_was_to_meet_while_the_scheduler_was_away_meets_afterwards(cluster: Recovering) -> None:
+    """What ranks pinned to the board of the killed scheduler is pinned to the new one's."""
+    begin = cluster.folder / "begin"
+    scheduler = cluster.scheduler()
+    options: dict[str, Any] = {"script": cluster.script(TRAIN_TOGETHER, "train.py")}
+    early = cluster.worker(0, **options, args=[cluster.go])
+    late = cluster.worker(1, **options, args=[cluster.go, begin])
+    early.wait_for("begins")
+    late.wait_for("rank=1")
+    scheduler.kill()
+    begin.touch()
+    late.wait_for("begins")
+    again = cluster.scheduler()
+    cluster.trains_on(0, 1)
+    cluster.release()
+    assert [node.wait() for node in (again, early, late)] == [0, 0, 0]
+
+
+def test_the_scheduler_is_killed_while_the_cluster_forms(cluster: Recovering) -> None:
+    scheduler, first = cluster.scheduler(), cluster.worker(0)
+    before = cluster.until(lambda v: nodes_of(v), "the first worker to be registered")
+    scheduler.kill()
+    cluster.scheduler()
+    after = cluster.until(lambda v: nodes_of(v), "the first worker to be registered again")
+    assert (after.cluster_id, after.phase) == (before.cluster_id, Phase.FORMING)
+    second = cluster.worker(1)
+    first.wait_for("rank=0")
+    second.wait_for("rank=1")
+    cluster.release()
+    assert cluster.wait() == {"scheduler": 137, "scheduler.2": 0, "worker-0": 0, "worker-1": 0}
+
+
+def test_workers_that_finish_while_the_scheduler_is_away_are_heard_when_it_is_back(cluster: Recovering) -> None:
+    scheduler, workers = cluster.formed()
+    scheduler.kill()
+    for worker in workers:
+        worker.wait_for("is out of reach")
+    cluster.release()
+    for worker in workers:
+        worker.wait_for("done")
+    assert cluster.scheduler().wait() == 0
+    assert [worker.wait() for worker in workers] == [0, 0]
+
+
+def test_a_finished_worker_whose_goodbye_nobody_heard_says_so(cluster: Recovering) -> None:
+    """A scheduler that comes back later will take its rank for dead and wait for it: that must not come as a surprise."""
+    cluster.workers = 1
+    scheduler, (worker,) = cluster.formed(MS_NODE_TIMEOUT=2)
+    scheduler.kill()
+    cluster.release()
+    assert worker.wait() == 0
+    assert "did not come back to hear it" in worker.text()
+
+
+def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Recovering) -> None:
+    """Its successor is held off until that is certain, then takes the rank."""
+    cluster.env |= {**QUICK, "MS_NODE_TIMEOUT": 2}
+    scheduler, (victim, other) = cluster.formed()
+    scheduler.kill()
+    victim.kill()
+    again = cluster.scheduler()
+    again.wait_for("restored")
+    successor = cluster.worker(0)
+    again.wait_for("worker:0 held off")
+    successor.wait_for("rank=0")
+    again.wait_for("worker:0 died: no beat")
+    cluster.ready()
+    assert nodes_of(cluster.view())["0"].incarnation == 2
+    cluster.release()
+    assert [node.wait() for node in (again, successor, other)] == [0, 0, 0]
+
+
+def test_a_second_life_of_the_scheduler_cannot_start_beside_the_first(cluster: Recovering) -> None:
+    cluster.formed()
+    other = cluster.scheduler(MS_SCHED_PORT=free_port())
+    assert other.wait() == 40
+    assert f"another scheduler holds the journal {cluster.journal}" in other.text()
+    cluster.release()
+    assert sorted(cluster.wait().values()) == [0, 0, 0, 40]
+
+
+def test_a_new_cluster_starts_where_one_has_ended(cluster: Recovering) -> None:
+    """The journal of the first is kept under its own name."""
+    cluster.workers = 1
+    cluster.formed()
+    ended = cluster.view().cluster_id
+    cluster.release()
+    cluster.wait()
+    cluster.go.unlink()
+    scheduler = cluster.scheduler(MS_WORKER_NUM=2)
+    workers = [cluster.worker(rank, MS_WORKER_NUM=2) for rank in (0, 1)]
+    for worker in workers:
+        worker.wait_for("rank=")
+    assert cluster.view().cluster_id != ended
+    assert (cluster.journal / f"scheduler.journal.{ended}").exists()
+    cluster.release()
+    assert [node.wait() for node in (scheduler, *workers)] == [0, 0, 0]
+
+
+# -- workers come back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("node_id", [1, None])
+def test_a_worker_that_is_started_again_has_its_rank_at_once(cluster: Recovering, node_id: int | None) -> None:
+    """Its connection closed, so its life is known to be over: nothing has to be waited for."""
+    scheduler, (other, victim) = cluster.formed(0, node_id)
+    before = cluster.view()
+    victim.kill()
+    broken = cluster.until(lambda v: v.phase is Phase.HEALING, "the death to be seen")
+    assert broken.generation == before.generation + 1
+    successor = cluster.worker(node_id)
+    successor.wait_for("rank=1 world=2")
+    healed = cluster.ready()
+    assert healed.generation == before.generation + 2
+    assert sorted((node.rank, node.incarnation) for node in nodes_of(healed).values()) == [(0, 1), (1, 2)]
+    assert "held off" not in scheduler.text()
+    cluster.trains_on(0, 1)
+    cluster.release()
+    assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
+
+
+def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
+    """A worker that only seemed dead finds its place taken, and goes."""
+    cluster.env |= QUICK
+    scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=2)
+    frozen.stop()
+    scheduler.wait_for("worker:0 suspect")
+    successor = cluster.worker(0)
+    successor.wait_for("rank=0")
+    scheduler.wait_for("worker:0 held off.*not known to be over")
+    scheduler.wait_for("worker:0 died: no beat")
+    frozen.resume()
+    assert frozen.wait() == 21, frozen.tail()
+    assert "worker:0" in frozen.text()
+    cluster.release()
+    assert [node.wait() for node in (scheduler, successor, other)] == [0, 0, 0]
+
+
+def test_a_worker_that_was_only_slow_goes_on(cluster: Recovering) -> None:
+    cluster.env |= QUICK
+    scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=1)
+    frozen.stop()
+    scheduler.wait_for("worker:0 died: no beat")
+    frozen.resume()
+    view = cluster.ready()
+    assert [node.incarnation for node in nodes_of(view).values()] == [1, 1]
+    cluster.trains_on(0, 1)
+    cluster.release()
+    assert [node.wait() for node in (scheduler, frozen, other)] == [0, 0, 0]
+
+
+def test_all_workers_may_be_started_again(cluster: Recovering) -> None:
+    scheduler, workers = cluster.formed()
+    for worker in workers:
+        worker.kill()
+    cluster.until(lambda v: not any(node.alive for node in nodes_of(v).values()), "all deaths to be seen")
+    successors = [cluster.worker(rank) for rank in (0, 1)]
+    for rank, successor in enumerate(successors):
+        successor.wait_for(f"rank={rank} world=2")
+    cluster.release()
+    assert [node.wait() for node in (scheduler, *successors)] == [0, 0, 0]
+
+
+def test_a_scheduler_whose_workers_do_not_come_back_ends_and_names_them(cluster: Recovering) -> None:
+    """The original waits for ever."""
+    scheduler, workers = cluster.formed(MS_TOPO_TIMEOUT=4)
+    for worker in workers:
+        worker.kill()
+    assert scheduler.wait() == 30
+    assert "worker:0, worker:1 did not come back within 4 s" in scheduler.text()

@@ -1,0 +1,36 @@
+"""The arithmetic of the benchmarks: medians and their spread, growth exponents, tables."""
+
+from __future__ import annotations
+
+import pytest
+from bench.report import Spread, exponent, spread, table
+
+
+def test_spread_of_an_odd_number_of_measurements() -> None:
+    assert spread([5.0, 1.0, 2.0, 100.0, 3.0]) == Spread(median=3.0, low=1.0, high=100.0, mad=2.0, n=5)
+
+
+def test_spread_of_an_even_number_takes_the_middle_of_two() -> None:
+    assert spread(iter([4.0, 1.0, 2.0, 3.0])) == Spread(median=2.5, low=1.0, high=4.0, mad=1.0, n=4)
+
+
+def test_one_measurement_has_no_spread() -> None:
+    assert spread([7.0]) == Spread(7.0, 7.0, 7.0, 0.0, 1)
+
+
+def test_a_spread_in_another_unit_and_as_a_cell() -> None:
+    assert spread([0.001, 0.002, 0.004]).scaled(1000).show(" ms", 0) == "2 ms [1..4]"
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
+def test_exponent_finds_the_power_of_a_law(power: float) -> None:
+    sizes = [1000, 2000, 5000, 10_000]
+    assert exponent(sizes, [3.0 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_exponent_of_measurements_that_scatter_lies_between_the_steepest_and_the_flattest() -> None:
+    assert exponent([1, 2, 4], [1.0, 2.1, 3.8]) == pytest.approx(0.963, abs=0.001)
+
+
+def test_table_is_markdown() -> None:
+    assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"

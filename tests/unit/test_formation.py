@@ -1,0 +1,73 @@
+"""When a cluster is complete, and what everyone is told about its place."""
+
+from __future__ import annotations
+
+from covey.core import formation
+from covey.core.cluster import Cluster
+from covey.core.messages import Assignment, Formed
+from covey.core.model import Agent, ClusterSettings, Host, Member, Role
+
+NEAR, FAR = Host("boot-near", "box", "10.0.0.1"), Host("boot-far", "box", "10.0.0.2")
+
+
+def cluster(workers: int, servers: int, *members: Member) -> Cluster:
+    made = Cluster("c1", ClusterSettings(workers, servers))
+    for member in members:
+        made.add(member)
+    return made
+
+
+def worker(node_id: str, host: Host = NEAR, agent: str = "") -> Member:
+    return Member(Role.WORKER, node_id, f"life of {node_id}", host, agent=agent)
+
+
+def test_nobody_is_here_yet() -> None:
+    plan, reason = formation.decide(cluster(2, 1))
+    assert plan is None and reason == "2 workers missing, 1 pserver missing"
+    assert formation.missing(cluster(2, 1)) == "2 workers missing, here: nobody; 1 pserver missing, here: nobody"
+
+
+def test_those_who_waited_in_vain_are_told_who_was_there() -> None:
+    waiting = cluster(30, 0, *(worker(f"w{n}") for n in range(25)))
+    said = formation.missing(waiting)
+    assert said.startswith("5 workers missing, here: worker:w0, worker:w1, worker:w2, ") and said.endswith(
+        "worker:w19 and 5 more"
+    )
+
+
+def test_both_kinds_of_server_count_as_one() -> None:
+    servers = [Member(Role.PSERVER, "0", "a", NEAR, rank=0), Member(Role.SERVER, "x", "b", NEAR)]
+    plan, reason = formation.decide(cluster(1, 2, worker("0"), *servers))
+    assert plan is not None and plan.ranks == {"worker:0": 0, "pserver:0": 0, "server:x": 1}
+    assert reason == "all 3 nodes are here"
+
+
+def test_a_node_is_told_its_rank_the_world_and_its_place_on_its_host() -> None:
+    formed = cluster(3, 1, worker("a", FAR), worker("b", NEAR), worker("c", NEAR), Member(Role.PSERVER, "s", "l", NEAR))
+    plan, _ = formation.decide(formed)
+    assert plan is not None
+    formed.seat(plan.ranks)
+    formed.generation = 1
+    layout = formation.Layout(formed)
+    told = {member.name: layout.formed(member) for member in formed.members.values()}
+    assert told == {
+        "worker:b": Formed(generation=1, rank=0, world=3, local_rank=0, local_world=2),
+        "worker:c": Formed(generation=1, rank=1, world=3, local_rank=1, local_world=2),
+        "worker:a": Formed(generation=1, rank=2, world=3, local_rank=0, local_world=1),
+        "pserver:s": Formed(generation=1, rank=0, world=1, local_rank=0, local_world=1),
+    }
+
+
+def test_an_agent_is_told_which_ranks_to_run_and_where_rank_0_is() -> None:
+    formed = cluster(3, 0, worker("far/0", FAR, "far"), worker("near/0", NEAR, "near"), worker("near/1", NEAR, "near"))
+    formed.agents = {"far": Agent("far", "lf", FAR, 1, meet_port=1111), "near": Agent("near", "ln", NEAR, 2, meet_port=2222)}
+    plan, _ = formation.decide(formed)
+    assert plan is not None
+    formed.seat(plan.ranks)
+    formed.generation = 1
+    layout = formation.Layout(formed)
+    near, far = layout.start(formed.agents["near"]), layout.start(formed.agents["far"])
+    assert near.assignments == [Assignment("0", 0, 1, 0), Assignment("1", 1, 1, 1)] and near.local_world == 2
+    assert far.assignments == [Assignment("2", 2, 1, 0)] and far.local_world == 1
+    assert (near.master_address, near.master_port) == (far.master_address, far.master_port) == ("10.0.0.1", 2222)
+    assert [(start.host_index, start.host_count, start.world) for start in (near, far)] == [(0, 2, 3), (1, 2, 3)]

@@ -1,0 +1,608 @@
+"""The scheduler's machine, with literal events: what it wishes for, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
+from covey.core.events import Heard, LinkLost, Restored, Ticked
+from covey.core.lifecycle import PHASES
+from covey.core.machine import Machine
+from covey.core.messages import (
+    Assignment,
+    Beat,
+    Exited,
+    Formed,
+    Get,
+    Goodbye,
+    Leave,
+    Put,
+    Refused,
+    Register,
+    RegisterAgent,
+    Regrouped,
+    Start,
+    Started,
+    Stop,
+    StopAsked,
+    Value,
+    Welcome,
+)
+from covey.core.model import ClusterRecord, ClusterSettings, Host, MemberRecord, NodeState, Phase, Progress, Record, Role
+from covey.errors import ExitCode
+
+BOX, OTHER = Host("boot-box", "box", "10.0.0.1"), Host("boot-other", "other", "10.0.0.2")
+Kind = TypeVar("Kind")
+Effects = list[SchedulerEffect]
+
+
+def machine(workers: int = 2, **settings: Any) -> Machine:
+    made = Machine(ClusterSettings(workers, **settings), cluster_id="c1", job="job", now=0.0)
+    assert made.step(Restored(), 0.0) == [
+        Persist(ClusterRecord("c1", "job", workers, made.cluster.settings.server_num, Phase.FORMING, 0))
+    ]
+    return made
+
+
+def register(name: str, life: str = "", host: Host = BOX, **more: Any) -> Register:
+    return Register(Role.WORKER, name, life or f"life of {name}", host, **more)
+
+
+def ready(*names: str, **settings: Any) -> Machine:
+    """A cluster of raw workers that has formed; the links are 1, 2, ..."""
+    made = machine(len(names), **settings)
+    for link, name in enumerate(names, start=1):
+        made.step(Heard(register(name), link), 0.0)
+    assert phase(made) is Phase.READY
+    return made
+
+
+def ready_agents(**settings: Any) -> Machine:
+    """Two agents over links 1 and 2, with ranks 0 and 1 on the first and rank 2 on the second."""
+    made = machine(3, **settings)
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, meet_port=29500), 1), 0.0)
+    made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0)
+    assert phase(made) is Phase.READY
+    return made
+
+
+def sent(effects: Effects, kind: type[Kind]) -> dict[int, Kind]:
+    """What was sent of this kind, by link."""
+    return {e.link: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)}
+
+
+def kept(effects: Effects) -> list[Record]:
+    return [effect.record for effect in effects if isinstance(effect, Persist)]
+
+
+def told(effects: Effects) -> list[str]:
+    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, Publish)]
+
+
+def state(made: Machine, name: str) -> NodeState:
+    return made.cluster.members[(Role.WORKER, name)].state
+
+
+def phase(made: Machine) -> Phase:
+    return made.cluster.phase
+
+
+def ended(effects: Effects) -> End | None:
+    return next((effect for effect in effects if isinstance(effect, End)), None)
+
+
+def tick(made: Machine, until: float, beats: Iterable[int] = (), since: float = 0.0) -> Effects:
+    """Half a second at a time, as a shell would; these links beat every two seconds."""
+    out: Effects = []
+    for half in range(int(since * 2) + 1, int(until * 2) + 1):
+        if half % 4 == 0:
+            for link in beats:
+                out += made.step(Heard(Beat(Progress(half, "step")), link), half / 2)
+        out += made.step(Ticked(), half / 2)
+    return out
+
+
+def journal(*effects: Effects) -> tuple[Record, ...]:
+    """What a journal would hold: the last record per place."""
+    found: dict[object, Record] = {}
+    for record in (r for some in effects for r in kept(some)):
+        place = (record.role.group, record.rank) if isinstance(record, MemberRecord) else getattr(record, "id", "cluster")
+        found[place] = record
+    return tuple(found.values())
+
+
+# -- forming ---------------------------------------------------------------------------------------------------------
+
+
+def test_everyone_is_welcomed_at_once_and_told_its_rank_when_the_last_one_is_here() -> None:
+    made = machine(2)
+    first = made.step(Heard(register("b"), 7), 0.0)
+    assert sent(first, Welcome) == {7: Welcome("c1", "b", 1)} and not kept(first)
+    assert made.cluster.reason == "1 worker missing"
+    last = made.step(Heard(register("a"), 8), 0.1)
+    assert sent(last, Formed) == {7: Formed(1, 1, 2, 1, 2), 8: Formed(1, 0, 2, 0, 2)}
+
+
+def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() -> None:
+    made = machine(2)
+    made.step(Heard(register("a"), 1), 0.0)
+    effects = made.step(Heard(register("b"), 2), 0.0)
+    promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, Formed)]
+    writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
+    assert max(writes) < min(promises)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1)
+    assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
+
+
+def test_too_few_in_time_and_everyone_is_told_who_was_there() -> None:
+    made = machine(3, topo_timeout_s=10.0)
+    made.step(Heard(register("a"), 1), 0.0)
+    effects = tick(made, 11.0, beats=[1])
+    said = "not complete within 10 s: 2 workers missing, here: worker:a"
+    assert sent(effects, Stop) == {1: Stop(said, ExitCode.NOT_FORMED)}
+    assert ended(effects) == End(ExitCode.NOT_FORMED, said)
+
+
+def test_a_negative_limit_waits_for_ever() -> None:
+    made = machine(2, topo_timeout_s=-1.0, beats=False)
+    made.step(Heard(register("a"), 1), 0.0)
+    assert not tick(made, 5000.0)
+
+
+def test_who_leaves_before_the_cluster_formed_was_never_there() -> None:
+    made = machine(2)
+    made.step(Heard(register("a"), 1), 0.0)
+    assert sent(made.step(Heard(Leave(), 1), 0.0), Goodbye) == {1: Goodbye()}
+    made.step(Heard(register("a", "second life"), 2), 0.0)
+    made.step(Heard(register("b"), 3), 0.0)
+    assert phase(made) is Phase.READY
+    assert made.step(LinkLost("closed", 1), 0.0) == [], "the link of the one who left speaks for nobody"
+    assert state(made, "a") is NodeState.ALIVE
+
+
+def test_a_connection_that_closes_while_forming_frees_its_place() -> None:
+    made = machine(2)
+    made.step(Heard(register("0"), 1), 0.0)
+    assert told(made.step(LinkLost("reset", 1), 0.0)) == [
+        "worker:0 gone before the cluster formed: its connection closed (reset)"
+    ]
+    assert sent(made.step(Heard(register("0", "second life"), 2), 0.0), Welcome)
+
+
+def test_an_agent_that_goes_while_forming_takes_its_places_along() -> None:
+    made = machine(3)
+    made.step(Heard(RegisterAgent("a", "la", BOX, 2), 1), 0.0)
+    made.step(LinkLost("reset", 1), 0.0)
+    assert not made.cluster.members and not made.cluster.agents
+    assert sent(made.step(Heard(RegisterAgent("a", "la", BOX, 3), 2), 0.0), Start)
+
+
+def test_node_ranks_of_agents_are_kept() -> None:
+    made = machine(4)
+    made.step(Heard(RegisterAgent("a", "la", BOX, 2, first_rank=2), 1), 0.0)
+    starts = sent(made.step(Heard(RegisterAgent("b", "lb", OTHER, 2, first_rank=0), 2), 0.0), Start)
+    assert {link: [a.rank for a in start.assignments] for link, start in starts.items()} == {1: [2, 3], 2: [0, 1]}
+
+
+# -- refusing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
+    made = ready("0", "1")
+    effects = made.step(Heard(register("0", "another"), 9), 1.0)
+    said = "worker:0 on box (process 0) is alive: a second node with its id is not allowed"
+    assert effects == [
+        Publish("worker:0", "refused", f"{said} (it came from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
+        Send(Refused(said), 9),
+        Close(9),
+    ]
+    assert made.counters["refused"] == 1
+
+
+def test_one_connection_speaks_for_one_node() -> None:
+    made = ready("0", "1", recovery=True)
+    effects = made.step(Heard(register("other"), 1), 1.0)
+    assert sent(effects, Refused)[1].reason == "its connection speaks for another node already"
+    assert state(made, "0") is NodeState.DEAD, "the link is closed, so whoever it spoke for is lost"
+
+
+def test_the_same_registration_twice_changes_nothing() -> None:
+    made = ready("0", "1")
+    again = made.step(Heard(register("0"), 1), 1.0)
+    assert sent(again, Formed) == {1: Formed(1, 0, 2, 0, 2)} and not kept(again)
+
+
+# -- death without recovery ------------------------------------------------------------------------------------------
+
+
+def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
+    made = ready("0", "1", "2")
+    made.step(Heard(Beat(Progress(12, "backward")), 3), 1.0)
+    effects = made.step(LinkLost("connection reset by peer", 2), 1.0)
+    stops = sent(effects, Stop)
+    assert set(stops) == {1, 3} and stops[1] == stops[3]
+    failure = stops[1].failure
+    assert failure is not None
+    assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
+    assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
+    assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1)
+
+
+def test_the_first_failure_is_the_one_that_is_reported() -> None:
+    made = ready_agents()
+    exited = Exited("2", 1, 139, "signal 11", ["Segmentation fault"], "worker_2.log")
+    effects = made.step(Heard(exited, 2), 1.0)
+    assert made.step(Heard(Exited("0", 1, 1), 1), 1.1) == []
+    failure = sent(effects, Stop)[1].failure
+    assert failure is not None
+    assert (failure.node_id, failure.code, failure.reason, failure.tail) == ("2", 139, "signal 11", ["Segmentation fault"])
+    assert ended(effects) == End(139, "worker:2 on other: signal 11", failure)
+
+
+def test_after_the_end_a_member_is_told_it_again_and_a_stranger_is_refused() -> None:
+    made = ready("0", "1")
+    made.step(Heard(StopAsked("enough"), 9), 1.0)
+    late = made.step(Heard(register("1", cluster_id="c1", incarnation=1, generation=1, rank=1), 10), 2.0)
+    assert sent(late, Stop) == {10: Stop("enough", ExitCode.STOPPED)} and Close(10) in late
+    stranger = made.step(Heard(register("x"), 11), 2.0)
+    assert sent(stranger, Refused) == {11: Refused("the cluster has ended: enough")}
+    assert made.step(Ticked(), 100.0) == made.step(LinkLost("gone", 1), 100.0) == made.step(Heard(Beat(), 2), 100.0) == []
+
+
+def test_a_cluster_ends_once() -> None:
+    made = ready("0", "1")
+    first = made.step(Heard(StopAsked("enough"), 9), 1.0)
+    assert sent(first, Goodbye) == {9: Goodbye()} and ended(first) is not None
+    again = made.step(Heard(StopAsked("enough"), 9), 1.0)
+    assert sent(again, Goodbye) and ended(again) is None
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_leave_is_noted_on_disk_before_goodbye_is_said() -> None:
+    made = ready("0", "1")
+    effects = made.step(Heard(Leave(), 1), 1.0)
+    noted = next(n for n, e in enumerate(effects) if isinstance(e, Persist))
+    assert noted < effects.index(Send(Goodbye(), 1))
+    assert state(made, "0") is NodeState.LEFT and phase(made) is Phase.READY
+    assert made.step(LinkLost("closed", 1), 1.1) == []
+
+
+def test_when_everyone_has_left_the_cluster_ends_well() -> None:
+    made = ready("0", "1")
+    made.step(Heard(Leave(), 1), 1.0)
+    effects = made.step(Heard(Leave(), 2), 1.0)
+    assert ended(effects) == End(0, "all 2 workers finished")
+    assert sent(effects, Goodbye) == {2: Goodbye()} and not sent(effects, Stop)
+
+
+def test_a_leave_with_a_code_is_a_failure_that_was_able_to_say_so() -> None:
+    made = ready("0", "1")
+    effects = made.step(Heard(Leave(3, "ValueError: no data"), 1), 1.0)
+    failure = sent(effects, Stop)[2].failure
+    assert failure is not None and failure.reason == "ValueError: no data" and failure.code == 3
+
+
+def test_who_missed_its_goodbye_may_say_its_leave_again() -> None:
+    made = ready("0", "1", recovery=True)
+    made.step(Heard(Leave(), 1), 1.0)
+    again = made.step(Heard(register("0", incarnation=1, rank=0), 5), 2.0)
+    assert sent(again, Welcome) and not sent(again, Formed)
+    assert sent(made.step(Heard(Leave(), 5), 2.0), Goodbye) == {5: Goodbye()}
+    assert made.counters["left"] == 1
+
+
+def test_a_childs_leave_is_not_its_end_its_exit_is() -> None:
+    made = ready_agents()
+    made.step(Heard(register("0", incarnation=1), 3), 0.0)
+    assert made.step(Heard(Leave(), 3), 1.0) == [Send(Goodbye(), 3)]
+    assert state(made, "0") is NodeState.ALIVE
+    assert not sent(tick(made, 60.0, beats=[1, 2], since=1.0), Stop), "it needs no beats of its own any more"
+    assert ended(made.step(Heard(Exited("0", 1, 1, "exit code 1"), 1), 61.0))
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------
+
+
+def test_with_recovery_a_death_is_a_new_generation_and_a_return_another() -> None:
+    made = ready("0", "1", recovery=True)
+    death = made.step(LinkLost("reset", 2), 1.0)
+    assert phase(made) is Phase.HEALING and ended(death) is None
+    assert sent(death, Regrouped) == {1: Regrouped(2, "worker:1 died: its connection closed (reset)")}
+    back = made.step(Heard(register("1", "second life"), 3), 2.0)
+    assert sent(back, Regrouped) == {1: Regrouped(3, "worker:1 is back")}
+    assert sent(back, Welcome) == {3: Welcome("c1", "1", 2)}
+    assert sent(back, Formed) == {3: Formed(3, 1, 2, 1, 2, restarts=1)}
+    assert phase(made) is Phase.READY
+
+
+def test_a_new_generation_is_durable_before_the_incarnation_that_lives_in_it() -> None:
+    made = ready("0", "1", recovery=True)
+    made.step(LinkLost("reset", 2), 1.0)
+    records = kept(made.step(Heard(register("1", "second life"), 3), 2.0))
+    assert [type(record) for record in records] == [ClusterRecord, MemberRecord, ClusterRecord]
+    assert [r.generation for r in records if isinstance(r, ClusterRecord)] == [3, 3]
+
+
+def test_the_same_life_may_come_back_and_keeps_its_incarnation() -> None:
+    made = ready("0", "1", recovery=True)
+    made.step(LinkLost("reset", 2), 1.0)
+    again = made.step(Heard(register("1", incarnation=1, generation=1, rank=1, cluster_id="c1"), 3), 1.1)
+    assert sent(again, Formed) == {3: Formed(2, 1, 2, 1, 2)}
+    assert phase(made) is Phase.READY and made.cluster.generation == 2
+
+
+def test_a_newcomer_on_another_host_takes_a_free_local_rank_there() -> None:
+    made = machine(4, recovery=True)
+    for link, (name, host) in enumerate([("a", BOX), ("b", BOX), ("c", OTHER), ("d", OTHER)], start=1):
+        made.step(Heard(register(name, host=host), link), 0.0)
+    made.step(LinkLost("reset", 1), 1.0)
+    back = made.step(Heard(register("e", host=OTHER), 9), 2.0)
+    assert sent(back, Formed) == {9: Formed(3, 0, 4, local_rank=2, local_world=3, restarts=1)}
+
+
+def test_a_place_that_nobody_fills_is_the_end() -> None:
+    made = ready("0", "1", recovery=True, topo_timeout_s=20.0)
+    made.step(LinkLost("reset", 2), 0.0)
+    effects = tick(made, 21.0, beats=[1])
+    end = ended(effects)
+    assert end is not None and end.reason == "worker:1 did not come back within 20 s" and end.code == ExitCode.PEER_FAILED
+    assert end.failure is not None and end.failure.reason == "its connection closed (reset)"
+
+
+def test_a_new_life_is_held_off_until_the_one_before_is_judged() -> None:
+    made = ready("0", "1", recovery=True, node_timeout_s=10.0)
+    tick(made, 6.0, beats=[1])
+    assert state(made, "1") is NodeState.SUSPECT
+    held = made.step(Heard(register("1", "second life"), 3), 6.0)
+    assert sent(held, Refused)[3].retry_after_s > 0 and len(told(held)) == 1
+    assert told(made.step(Heard(register("1", "second life"), 3), 6.5)) == [], "it is said once"
+    tick(made, 11.0, beats=[1], since=6.0)
+    assert sent(made.step(Heard(register("1", "second life"), 3), 11.0), Formed) == {3: Formed(3, 1, 2, 1, 2, restarts=1)}
+
+
+def test_a_late_beat_clears_a_suspect_and_may_be_the_last_thing_that_was_missing() -> None:
+    made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
+    made.step(LinkLost("reset", 3), 0.0)
+    tick(made, 6.0, beats=[1])
+    made.step(Heard(register("2", "second life"), 4), 6.0)
+    assert phase(made) is Phase.HEALING, "1 is silent"
+    made.step(Heard(Beat(), 2), 6.5)
+    assert phase(made) is Phase.READY
+
+
+def test_a_suspect_that_leaves_is_not_missed() -> None:
+    made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
+    made.step(LinkLost("reset", 3), 0.0)
+    tick(made, 6.0, beats=[1])
+    made.step(Heard(register("2", "second life"), 4), 6.0)
+    made.step(Heard(Leave(), 2), 6.5)
+    assert phase(made) is Phase.READY
+
+
+# -- silence ---------------------------------------------------------------------------------------------------------
+
+
+def test_silence_makes_a_suspect_and_then_a_death() -> None:
+    made = ready("0", "1", node_timeout_s=10.0)
+    effects = tick(made, 11.0, beats=[1])
+    assert "worker:1 suspect: no beat for 5.5 s" in told(effects)
+    end = ended(effects)
+    assert end is not None and end.reason == "worker:1 on box: no beat for 10.5 s (MS_NODE_TIMEOUT is 10 s)"
+    assert Close(2) in effects
+
+
+@pytest.mark.parametrize("settings", [{"beats": False}, {"node_timeout_s": -1.0}])
+def test_silence_may_be_no_death_but_a_closed_socket_always_is(settings: dict[str, Any]) -> None:
+    made = ready("0", "1", **settings)
+    assert not tick(made, 500.0)
+    assert ended(made.step(LinkLost("reset", 1), 500.0))
+
+
+def test_the_schedulers_own_sleep_is_nobodys_silence() -> None:
+    made = ready("0", "1", node_timeout_s=10.0)
+    tick(made, 4.0, beats=[1, 2])
+    effects = made.step(Ticked(), 300.0)
+    assert told(effects) == ["scheduler slept: no tick for 296.0 s: nobody's silence in that time counts"]
+    assert state(made, "0") is state(made, "1") is NodeState.ALIVE
+    assert ended(tick(made, 312.0, since=300.0)), "from then on it counts again"
+
+
+# -- agents ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_is_spoken_for_by_its_agent() -> None:
+    made = ready_agents(node_timeout_s=10.0)
+    attached = made.step(Heard(register("0", incarnation=1), 3), 0.0)
+    assert sent(attached, Formed) == {3: Formed(1, 0, 3, 0, 2)}
+    assert made.step(LinkLost("reset", 3), 1.0) == [], "its agent would have seen an exit"
+    made.step(Heard(Started("1", 1, 4711), 1), 1.0)
+    assert made.cluster.members[(Role.WORKER, "1")].pid == 4711
+    assert made.step(Heard(Exited("2", 1, 1), 1), 1.0) == [], "not its child"
+    assert made.step(Heard(Exited("0", 2, 1), 1), 1.0) == [], "not its incarnation"
+
+
+def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
+    made = ready_agents(max_restarts=1)
+    made.step(Heard(register("2", incarnation=1), 3), 0.0)
+    effects = made.step(Heard(Exited("0", 1, 1, "exit code 1"), 1), 1.0)
+    starts = sent(effects, Start)
+    assert starts[1].assignments == [Assignment("0", 0, 2, 0), Assignment("1", 1, 2, 1)]
+    assert (starts[2].generation, starts[2].restarts, starts[2].max_restarts) == (2, 1, 1)
+    assert Close(3) in effects, "the old incarnation no longer speaks"
+    assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
+    assert phase(made) is Phase.READY
+    assert ended(made.step(Heard(Exited("1", 2, 1), 1), 2.0)), "one restart was allowed"
+
+
+def test_a_lost_agent_is_the_end_because_nobody_can_start_its_workers() -> None:
+    made = ready_agents(max_restarts=5)
+    effects = made.step(LinkLost("reset", 2), 1.0)
+    end = ended(effects)
+    assert end is not None and end.reason == "worker:2 on other: the agent on other is gone (reset)"
+    assert "cluster end: nobody is left on other to start worker:2 again" in told(effects)
+    assert made.counters["deaths"] == 1
+
+
+def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> None:
+    made = ready_agents(recovery=True, node_timeout_s=10.0)
+    assert told(made.step(LinkLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
+    tick(made, 8.0, beats=[1])
+    again = made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 5), 8.0)
+    assert sent(again, Start)[5].assignments == [Assignment("2", 2, 1, 0)]
+    made.step(LinkLost("reset", 5), 8.0)
+    assert ended(tick(made, 20.0, beats=[1], since=8.0))
+
+
+def test_an_agent_whose_workers_have_finished_may_go() -> None:
+    made = ready_agents()
+    made.step(Heard(Exited("2", 1, 0), 2), 1.0)
+    assert made.step(LinkLost("closed", 2), 2.0) == []
+    assert phase(made) is Phase.READY
+
+
+def test_an_agent_that_leaves_ends_its_workers_with_its_code() -> None:
+    made = ready_agents()
+    effects = made.step(Heard(Leave(143, "SIGTERM"), 2), 1.0)
+    end = ended(effects)
+    assert end is not None and end.code == 143 and sent(effects, Goodbye) == {2: Goodbye()} and set(sent(effects, Stop)) == {1}
+
+
+def test_a_dead_server_without_an_agent_is_not_healed_by_restarting_workers() -> None:
+    made = machine(1, server_num=1, max_restarts=3)
+    made.step(Heard(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
+    made.step(Heard(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
+    assert ended(made.step(LinkLost("reset", 2), 1.0)) is not None
+
+
+# -- the scheduler's own death ---------------------------------------------------------------------------------------
+
+
+def restored(records: tuple[Record, ...], now: float = 100.0, **settings: Any) -> tuple[Machine, Effects]:
+    cluster = next(r for r in records if isinstance(r, ClusterRecord))
+    made = Machine(ClusterSettings(cluster.worker_num, cluster.server_num, **settings), cluster_id="c2", job="job", now=now)
+    return made, made.step(Restored(records), now)
+
+
+def crashed(*names: str, **settings: Any) -> tuple[Record, ...]:
+    """The journal of a cluster of raw workers that formed."""
+    made = machine(len(names), **settings)
+    return journal(*(made.step(Heard(register(name), link), 0.0) for link, name in enumerate(names, start=1)))
+
+
+def test_members_re_attach_with_their_ranks_and_the_cluster_is_ready_again() -> None:
+    made, effects = restored(crashed("a", "b"), recovery=True)
+    assert told(effects) == ["cluster restored: generation 1, 2 members"]
+    assert phase(made) is Phase.RETURNING and made.cluster.cluster_id == "c1"
+    held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
+    one = made.step(Heard(register("a", rank=0, **held), 1), 100.1)
+    assert sent(one, Formed) == {1: Formed(1, 0, 2, 0, 2)} and not kept(one)
+    made.step(Heard(register("b", rank=1, **held), 2), 100.2)
+    assert phase(made) is Phase.READY and made.cluster.generation == 1
+
+
+def test_who_does_not_come_back_in_time_is_dead_and_its_place_is_healed() -> None:
+    made, _ = restored(crashed("a", "b"), recovery=True, node_timeout_s=10.0)
+    made.step(Heard(register("a"), 1), 100.0)
+    assert sent(made.step(Heard(register("b", "second life"), 2), 100.0), Refused)[2].retry_after_s > 0
+    effects = tick(made, 111.0, beats=[1], since=100.0)
+    assert sent(effects, Regrouped)[1].generation == 2 and phase(made) is Phase.HEALING
+
+
+def test_a_dead_member_in_the_journal_is_waited_for() -> None:
+    before = ready("a", "b", recovery=True)
+    records = journal(tuple(Persist(r) for r in crashed("a", "b")), before.step(LinkLost("reset", 2), 1.0))  # type: ignore[arg-type]
+    made, _ = restored(records, recovery=True, topo_timeout_s=30.0)
+    effects = made.step(Heard(register("a"), 1), 100.0)
+    assert phase(made) is Phase.HEALING
+    assert told(effects)[-1] == "cluster healing: waiting for worker:b to be started again, with the same variables"
+    assert ended(tick(made, 131.0, beats=[1], since=100.0))
+
+
+def test_without_beats_the_return_is_bounded_by_the_time_to_form() -> None:
+    made, _ = restored(crashed("a", "b"), recovery=True, beats=False, topo_timeout_s=30.0)
+    made.step(Heard(register("a"), 1), 100.0)
+    end = ended(tick(made, 131.0, since=100.0))
+    assert end is not None and end.reason == "worker:b did not come back within 30 s"
+
+
+def test_a_crash_before_the_formation_was_complete_on_disk_forgets_it() -> None:
+    records = crashed("a", "b")
+    forming = ClusterRecord("c1", "job", 2, 0, Phase.FORMING, 0)
+    made, effects = restored((forming, *records[:-1]), recovery=True)
+    assert phase(made) is Phase.FORMING and not made.cluster.members and effects == []
+    made.step(Heard(register("b"), 1), 100.0)
+    assert made.cluster.reason == "1 worker missing"
+
+
+def test_agents_speak_for_children_that_never_attached() -> None:
+    made = machine(3, recovery=True)
+    first = made.step(Heard(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
+    records = journal(first, made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
+    made, _ = restored(records, recovery=True)
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
+    assert phase(made) is Phase.RETURNING
+    made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 100.0)
+    assert phase(made) is Phase.READY
+    assert {m.state for m in made.cluster.members.values()} == {NodeState.ALIVE}
+
+
+def test_a_restart_while_one_agent_is_still_away_waits_for_it() -> None:
+    made = machine(3, recovery=True)
+    first = made.step(Heard(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
+    records = journal(first, made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
+    made, _ = restored(records, recovery=True, max_restarts=1)
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
+    effects = made.step(Heard(Exited("0", 1, 1), 1), 100.0)
+    assert set(sent(effects, Start)) == {1} and phase(made) is Phase.RETURNING
+    assert {record.state for record in kept(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
+    late = made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 101.0)
+    assert sent(late, Start)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
+
+
+def test_everyone_had_left_but_the_end_was_not_written() -> None:
+    before = ready("a", "b", recovery=True)
+    leaves = [before.step(Heard(Leave(), link), 1.0) for link in (1, 2)]
+    formed: Effects = [Persist(record) for record in crashed("a", "b")]
+    records = [r for r in journal(formed, *leaves) if isinstance(r, MemberRecord)]
+    _, effects = restored((*records, ClusterRecord("c1", "job", 2, 0, Phase.READY, 1)), recovery=True)
+    assert ended(effects) == End(0, "all 2 workers finished")
+
+
+# -- the board -------------------------------------------------------------------------------------------------------
+
+
+def test_values_meet_those_who_ask_in_their_generation_only() -> None:
+    made = ready("0", "1", recovery=True)
+    assert made.step(Heard(Get("addr/1", 1), 1), 0.0) == []
+    assert sent(made.step(Heard(Put("addr/1", b"here", 1), 2), 0.0), Value) == {1: Value("addr/1", b"here", 1)}
+    assert sent(made.step(Heard(Get("addr/1", 1), 2), 0.0), Value) == {2: Value("addr/1", b"here", 1)}
+    made.step(LinkLost("reset", 2), 1.0)
+    assert made.step(Heard(Put("addr/0", b"late", 1), 1), 1.0) == made.step(Heard(Get("addr/1", 2), 1), 1.0) == []
+
+
+def test_nobody_who_is_not_registered_writes_or_reads_the_board() -> None:
+    made = ready("0", "1")
+    assert made.step(Heard(Put("addr/0", b"forged", 1), 99), 0.0) == []
+    made.step(Heard(Put("addr/0", b"true", 1), 1), 0.0)
+    assert made.step(Heard(Get("addr/0", 1), 99), 0.0) == []
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_every_phase_can_end_and_nothing_follows_the_end() -> None:
+    assert set(PHASES) == set(Phase)
+    assert PHASES[Phase.ENDED] == frozenset()
+    assert all(Phase.ENDED in PHASES[phase] for phase in Phase if phase is not Phase.ENDED)
+
+
+def test_a_move_that_does_not_exist_is_a_bug() -> None:
+    made = ready("0", "1")
+    with pytest.raises(AssertionError, match="no move from ready to forming"):
+        made._move(Phase.FORMING, "never")

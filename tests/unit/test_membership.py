@@ -1,0 +1,258 @@
+"""Who may join: every answer the scheduler can give to a registration, with its sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from covey.core.cluster import Cluster
+from covey.core.membership import Verdict, answer_agent, answer_node, node_id
+from covey.core.messages import Register, RegisterAgent
+from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
+
+BOX = Host("boot-box", "box", "10.0.0.1")
+OTHER = Host("boot-other", "other", "10.0.0.2")
+
+
+def forming(*members: Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> Cluster:
+    cluster = Cluster("c1", ClusterSettings(workers, servers, recovery=recovery))
+    for member in members:
+        cluster.add(member)
+    return cluster
+
+
+def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) -> Cluster:
+    cluster = forming(*members, recovery=recovery, workers=len(members))
+    cluster.phase, cluster.generation = phase, 3
+    return cluster
+
+
+def worker(name: str, rank: int = -1, state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
+    usual: dict[str, Any] = {"life": f"life of {name}", "link": 1, "pid": 42}
+    return Member(Role.WORKER, name, host=BOX, rank=rank, state=state, **(usual | more))
+
+
+def wish(name: str, life: str = "new", **more: Any) -> Register:
+    return Register(Role.WORKER, name, life, OTHER, **more)
+
+
+def child(state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
+    return worker("1", 1, state, **({"agent": "a", "incarnation": 2, "life": ""} | more))
+
+
+# -- let in ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_is_admitted_while_places_are_free() -> None:
+    answer = answer_node(forming(worker("a")), wish("b"))
+    assert (answer.verdict, answer.reason) == (Verdict.ADMIT, "2 of 2 workers are here")
+
+
+def test_worker_0_and_server_0_are_two_nodes() -> None:
+    answer = answer_node(forming(worker("0", 0), servers=1), Register(Role.PSERVER, "0", "l", BOX))
+    assert answer.verdict is Verdict.ADMIT
+
+
+@pytest.mark.parametrize("cluster", [forming(worker("a")), formed(worker("a", 0), worker("b", 1))])
+def test_the_life_that_is_known_re_attaches(cluster: Cluster) -> None:
+    answer = answer_node(cluster, wish("a", "life of a"))
+    assert (answer.verdict, answer.place) == (Verdict.REATTACH, (Role.WORKER, "a"))
+
+
+def test_a_node_without_an_id_is_known_by_its_life() -> None:
+    cluster = formed(worker("a", 0), Member(Role.WORKER, "beef", "beef", BOX, rank=1, state=NodeState.ALIVE, link=2))
+    assert answer_node(cluster, wish("", "beef")).place == (Role.WORKER, "beef")
+    assert node_id(wish("", "beef")) == "beef"
+    assert node_id(wish("", "1234")) == "n1234", "an id that was not given must not claim a rank"
+
+
+@pytest.mark.parametrize("name", ["b", "1"])
+def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
+    answer = answer_node(formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), wish(name))
+    assert (answer.verdict, answer.place, answer.reason) == (Verdict.RETURN, (Role.WORKER, "b"), "incarnation 2 of worker:b")
+
+
+def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
+    dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
+    answer = answer_node(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
+    assert (answer.verdict, answer.reason) == (Verdict.RETURN, "takes rank 1 after worker:b")
+
+
+def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
+    cluster = formed(worker("0", 0), child())
+    assert answer_node(cluster, wish("1", incarnation=2)).verdict is Verdict.REATTACH
+
+
+# -- held off --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("silent", [worker("b", 1, NodeState.SUSPECT), worker("b", 1, NodeState.SUSPECT, link=0)])
+def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Member) -> None:
+    answer = answer_node(formed(worker("a", 0), silent), wish("b"))
+    assert answer.verdict is Verdict.HOLD
+    assert answer.reason == "the life before, worker:b on box (process 42), is not known to be over yet"
+
+
+def test_a_stranger_waits_while_somebody_is_silent() -> None:
+    answer = answer_node(formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), wish("z"))
+    assert answer.verdict is Verdict.HOLD
+    assert answer.reason == "every place is taken, but worker:b is silent: its place may become free"
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(cluster: Cluster, registration: Register) -> str:
+    answer = answer_node(cluster, registration)
+    assert answer.verdict is Verdict.REFUSE
+    return answer.reason
+
+
+@pytest.mark.parametrize("cluster", [forming(worker("a"), worker("b"), servers=1), formed(worker("a", 0), worker("b", 1))])
+def test_one_worker_too_many(cluster: Cluster) -> None:
+    assert refusal(cluster, wish("c")) == (
+        "one worker too many: the cluster has its 2 (worker:a, worker:b)."
+        " Stop this one, or start the cluster with a larger number"
+    )
+
+
+def test_a_rank_taken_by_a_claim() -> None:
+    assert refusal(forming(worker("1", 1)), wish("01")) == "rank 1 is taken by worker:1 on box (process 42)"
+
+
+def test_a_rank_taken_by_a_node_that_got_it() -> None:
+    assert refusal(formed(worker("a", 0), worker("b", 1)), wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
+
+
+def test_a_rank_taken_by_an_agents_worker() -> None:
+    said = "rank 1 is taken by worker:1, which the agent on box runs"
+    assert refusal(formed(worker("0", 0), child()), wish("1")) == said
+    claimed = forming(worker("a/1", 1, NodeState.WAITING, agent="a", life=""))
+    assert refusal(claimed, wish("1")) == "rank 1 is taken by worker:a/1, which the agent on box runs"
+
+
+@pytest.mark.parametrize("cluster", [forming(worker("a", state=NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))])
+def test_a_live_nodes_id(cluster: Cluster) -> None:
+    said = "worker:a on box (process 42) is alive: a second node with its id is not allowed"
+    assert refusal(cluster, wish("a")) == said
+
+
+def test_other_settings_are_shown_as_a_difference() -> None:
+    theirs = {"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "0", "SOMETHING_NEW": "1"}
+    said = "its settings differ from the scheduler's: MS_WORKER_NUM is 8 there and 2 here"
+    assert refusal(forming(), wish("a", fingerprint=theirs)) == said
+
+
+def test_a_node_of_another_cluster() -> None:
+    said = "it belongs to cluster c9, and this is the scheduler of cluster c1"
+    assert refusal(forming(), wish("a", cluster_id="c9")) == said
+
+
+def test_a_rank_that_does_not_exist() -> None:
+    assert refusal(forming(), wish("2")) == "MS_NODE_ID=2 claims rank 2, but the 2 worker ranks end at 1"
+
+
+def test_a_role_without_places() -> None:
+    said = "this cluster has no place for the role server (MS_SERVER_NUM is 0)"
+    assert refusal(forming(), Register(Role.SERVER, "", "l", BOX)) == said
+
+
+def test_a_cluster_that_has_ended() -> None:
+    cluster = formed(worker("a", 0), phase=Phase.ENDED)
+    cluster.reason = "all 1 workers finished"
+    assert refusal(cluster, wish("a")) == "the cluster has ended: all 1 workers finished"
+
+
+def test_a_place_whose_work_is_done() -> None:
+    said = "worker:b has finished and left: its work is done"
+    assert refusal(formed(worker("a", 0), worker("b", 1, NodeState.LEFT)), wish("b")) == said
+
+
+def test_a_dead_place_without_recovery() -> None:
+    cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
+    assert refusal(cluster, wish("b")) == "worker:b is dead and recovery is off: set MS_ENABLE_RECOVERY=1"
+
+
+def test_a_journal_older_than_what_the_node_has_seen() -> None:
+    said = "it has seen generation 4, but the scheduler's journal ends at 3"
+    assert refusal(formed(worker("a", 0)), wish("a", "life of a", generation=4)) == said
+
+
+@pytest.mark.parametrize("state", [NodeState.DEAD, NodeState.ALIVE, NodeState.SUSPECT])
+def test_a_life_that_another_one_followed_does_not_come_back(state: NodeState) -> None:
+    said = "this life is over: worker:b on box (process 42) took its rank 1"
+    assert refusal(formed(worker("a", 0), worker("b", 1, state)), wish("b", "older", incarnation=1, rank=1)) == said
+
+
+def test_a_life_whose_place_has_another_name_now_does_not_get_another_rank() -> None:
+    cluster = formed(worker("a", 0, NodeState.DEAD), worker("b", 1), phase=Phase.HEALING)
+    said = "this life is over: another node took its rank 1"
+    assert refusal(cluster, wish("old-b", "older", incarnation=1, rank=1)) == said
+
+
+def test_a_child_of_an_incarnation_that_is_over() -> None:
+    cluster = formed(worker("0", 0), child())
+    assert refusal(cluster, wish("1", incarnation=1)) == "incarnation 1 of worker:1 is over: incarnation 2 is alive"
+    gone = formed(worker("0", 0), child(NodeState.LEFT))
+    assert refusal(gone, wish("1", incarnation=2)) == "incarnation 2 of worker:1 is over: incarnation 2 is left"
+
+
+def test_a_second_process_in_the_name_of_a_child() -> None:
+    said = "worker:1 is already here, as process 42 on box"
+    assert refusal(formed(worker("0", 0), child(life="first")), wish("1", "second", incarnation=2)) == said
+
+
+# -- agents ----------------------------------------------------------------------------------------------------------
+
+
+def agent_wish(name: str = "b", slots: int = 2, first_rank: int = -1, **more: Any) -> RegisterAgent:
+    return RegisterAgent(name, "new", OTHER, slots, first_rank, **more)
+
+
+def agent_refusal(cluster: Cluster, registration: RegisterAgent) -> str:
+    answer = answer_agent(cluster, registration)
+    assert answer.verdict is Verdict.REFUSE
+    return answer.reason
+
+
+def test_an_agent_brings_its_workers() -> None:
+    answer = answer_agent(forming(), agent_wish())
+    assert (answer.verdict, answer.reason) == (Verdict.ADMIT, "other brings 2 workers")
+
+
+def test_the_same_agent_again() -> None:
+    cluster = formed(worker("0", 0))
+    cluster.agents["b"] = Agent("b", "new", OTHER, 1)
+    assert answer_agent(cluster, agent_wish()).verdict is Verdict.REATTACH
+
+
+def test_another_agent_of_that_name() -> None:
+    cluster = forming()
+    cluster.agents["b"] = Agent("b", "first", BOX, 1, link=5)
+    assert agent_refusal(cluster, agent_wish()) == "an agent named b is here already, on box"
+
+
+def test_a_host_that_brings_too_many() -> None:
+    assert agent_refusal(forming(worker("a")), agent_wish()) == (
+        "this host brings 2 workers, but 1 of 2 are here already: start fewer, or raise the number of workers on every host"
+    )
+
+
+def test_a_host_that_came_too_late() -> None:
+    said = "the cluster has formed with its 1 workers: this host came too late"
+    assert agent_refusal(formed(worker("0", 0)), agent_wish()) == said
+
+
+def test_two_hosts_with_one_node_rank() -> None:
+    said = "rank 1 is taken by worker:a/0 on box: was the same --node-rank given to two hosts?"
+    assert agent_refusal(forming(worker("a/0", 1), workers=4), agent_wish(first_rank=0)) == said
+
+
+def test_a_node_rank_beyond_the_last() -> None:
+    assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: there are 2"
+
+
+def test_an_agent_with_other_settings() -> None:
+    said = "its settings differ from the scheduler's: MS_WORKER_NUM is 3 there and 2 here"
+    assert agent_refusal(forming(), agent_wish(fingerprint={"MS_WORKER_NUM": "3"})) == said

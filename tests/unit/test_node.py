@@ -1,0 +1,283 @@
+"""A node's machine, with literal events: how it joins, keeps its place, and leaves."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
+from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, Ticked
+from covey.core.messages import (
+    Formed,
+    FromScheduler,
+    Goodbye,
+    Leave,
+    Refused,
+    Register,
+    RegisterAgent,
+    Regrouped,
+    Start,
+    Stop,
+    Value,
+    Welcome,
+)
+from covey.core.model import Host, Role
+from covey.core.node import NodeMachine, NodeSettings, Stage
+from covey.errors import ExitCode
+
+BOX = Host("boot-box", "box", "10.0.0.1")
+WISH = Register(Role.WORKER, "", "life", BOX)
+NEVER = float("inf")
+
+
+def node(wish: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
+    return NodeMachine(wish, NodeSettings("sched:8118", **settings), jitter=lambda: 1.0, now=0.0)
+
+
+def waiting(**settings: Any) -> NodeMachine:
+    """Registered at 0 s, and waiting for the others."""
+    made = node(**settings)
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    made.step(Heard(Welcome("c1", "w", 1)), 0.0)
+    assert made.stage is Stage.WAITING
+    return made
+
+
+def member(**settings: Any) -> NodeMachine:
+    made = waiting(**settings)
+    made.step(Heard(Formed(1, 3, 8, 1, 4)), 0.0)
+    assert made.stage is Stage.MEMBER
+    return made
+
+
+def finish(effects: list[NodeEffect]) -> Finish | None:
+    return next((effect for effect in effects if isinstance(effect, Finish)), None)
+
+
+def due(made: NodeMachine, until: float = 1e6) -> list[tuple[float, NodeEffect]]:
+    """Tick whenever the machine wants it, up to a time."""
+    out: list[tuple[float, NodeEffect]] = []
+    while made.due <= until:
+        now = made.due
+        out += [(now, effect) for effect in made.step(Ticked(), now)]
+    return out
+
+
+# -- joining ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_connects_registers_waits_and_becomes_a_member() -> None:
+    made = node()
+    assert made.due == 0.0 and made.step(Ticked(), 0.0) == [Connect()]
+    assert made.due == 1800.0, "nothing to do until something happens or the time is over"
+    assert made.step(LinkMade(), 1.0) == [Send(WISH)]
+    assert made.step(Heard(Welcome("c1", "w", 1)), 1.0) == [Deliver(Welcome("c1", "w", 1))]
+    formed = Formed(1, 3, 8, 1, 4)
+    assert made.step(Heard(formed), 2.0) == [Deliver(formed)]
+    assert made.wish == Register(Role.WORKER, "w", "life", BOX, cluster_id="c1", incarnation=1, generation=1, rank=3)
+
+
+def test_it_calls_again_after_50_ms_and_then_less_and_less_often() -> None:
+    made = node(retry_upper_s=5.0)
+    calls = []
+    for _ in range(10):
+        now = made.due
+        assert made.step(Ticked(), now) == [Connect()]
+        calls.append(now)
+        made.step(LinkLost("connection refused"), now)
+    gaps = [later - earlier for earlier, later in pairwise(calls)]
+    assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+
+
+def test_nobody_answers_in_time() -> None:
+    made = node(topo_timeout_s=60.0)
+    made.step(Ticked(), 0.0)
+    made.step(LinkLost("connection refused"), 0.0)
+    assert finish(made.step(Ticked(), 60.0)) == Finish(
+        ExitCode.UNREACHABLE,
+        "no scheduler took this node at sched:8118 within 60 s (connection refused):"
+        " start it, or check MS_SCHED_HOST and MS_SCHED_PORT",
+    )
+
+
+def test_a_scheduler_that_does_not_answer_a_registration_is_called_again() -> None:
+    made = node(receive_timeout_s=10.0)
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    assert made.due == 10.0 and made.step(Ticked(), 10.0) == [Close()]
+    assert made.stage is Stage.CONNECTING and made.step(Ticked(), made.due) == [Connect()]
+
+
+def test_too_few_came_and_not_even_the_verdict_did() -> None:
+    made = waiting(topo_timeout_s=60.0, beats=False)
+    last = due(made, 100.0)
+    assert [at for at, effect in last if isinstance(effect, Finish)] == [65.0], "the scheduler's own word is waited for"
+    ended = finish([effect for _, effect in last])
+    assert ended is not None and ended.code == ExitCode.NOT_FORMED
+    assert ended.reason == "registered at sched:8118, but the cluster was not complete within 60 s"
+
+
+def test_a_negative_limit_never_ends() -> None:
+    assert waiting(topo_timeout_s=-1.0, beats=False).due == NEVER
+
+
+def test_a_refusal_is_the_end() -> None:
+    made = node()
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    said = "the scheduler at sched:8118 refused: one worker too many"
+    assert made.step(Heard(Refused("one worker too many")), 0.0) == [Finish(ExitCode.REFUSED, said), Close()]
+    assert made.stage is Stage.OVER and made.due == NEVER and made.step(LinkLost("x"), 1.0) == []
+
+
+def test_held_off_it_asks_again_over_the_same_link_and_says_so_once() -> None:
+    made = node(receive_timeout_s=10.0)
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    held = Refused("not known to be over", retry_after_s=0.5)
+    assert made.step(Heard(held), 0.0) == [Publish("scheduler", "held off", "not known to be over")]
+    assert made.due == 0.5 and made.step(Ticked(), 0.5) == [Send(WISH)]
+    assert made.due == 10.5, "the second question is waited for no longer than the first"
+    assert made.step(Heard(held), 0.6) == []
+
+
+# -- living ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_beats_between_the_two_intervals() -> None:
+    made = member(retry_lower_s=3.0, retry_upper_s=5.0)
+    assert [at for at, effect in due(made, 20.0) if effect == SendBeat()] == [5.0, 10.0, 15.0, 20.0]
+
+
+def test_beats_can_be_off() -> None:
+    assert member(beats=False).due == NEVER
+
+
+def test_while_the_scheduler_is_away_the_program_goes_on_and_it_is_called_at_least_twice_a_second() -> None:
+    made = member(recovery=True)
+    lost = made.step(LinkLost("reset"), 10.0)
+    said = "the scheduler at sched:8118 is out of reach (reset); the program goes on"
+    assert [(e.what, e.reason) for e in lost if isinstance(e, Publish)] == [("lost", said)]
+    for _ in range(50):
+        now = made.due
+        assert made.step(Ticked(), now) == [Connect()]
+        made.step(LinkLost("connection refused"), now)
+        assert made.due - now <= 0.5
+    assert made.step(LinkMade(), 60.0) == [Send(made.wish)]
+    assert isinstance(made.wish, Register) and (made.wish.rank, made.wish.incarnation, made.wish.cluster_id) == (3, 1, "c1")
+    made.step(Heard(Welcome("c1", "w", 1)), 60.0)
+    assert made.stage is Stage.MEMBER
+
+
+def test_without_recovery_it_gives_up_after_the_node_timeout() -> None:
+    made = member(node_timeout_s=30.0)
+    made.step(LinkLost("reset"), 10.0)
+    for now in (10.1, 10.3, 39.0):
+        assert made.step(Ticked(), now) == [Connect()]
+        made.step(LinkLost("connection refused"), now)
+    assert finish(made.step(Ticked(), 40.0)) == Finish(
+        ExitCode.SCHEDULER_LOST, "the scheduler at sched:8118 did not come back within 30 s (connection refused)"
+    )
+
+
+def test_news_of_an_older_generation_is_no_news() -> None:
+    made = member()
+    news = Regrouped(3, "somebody died")
+    assert made.step(Heard(news), 1.0) == [Deliver(news)]
+    assert made.step(Heard(Regrouped(2, "late")), 1.0) == made.step(Heard(Formed(1, 3, 8, 1, 4)), 1.0) == []
+    assert isinstance(made.wish, Register) and made.wish.generation == 3
+
+
+def test_an_agent_is_a_member_once_it_was_told_what_to_run() -> None:
+    made = node(RegisterAgent("a", "life", BOX, 2))
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    made.step(Heard(Welcome("c1")), 0.0)
+    start = Start(1, 2, [], "10.0.0.1", 29500)
+    assert made.step(Heard(start), 0.0) == [Deliver(start)]
+    assert made.stage is Stage.MEMBER and made.wish == RegisterAgent("a", "life", BOX, 2, cluster_id="c1")
+
+
+def test_the_end_of_the_cluster_is_its_own() -> None:
+    stop = Stop("worker:1 on box: exit code 7", 7)
+    assert member().step(Heard(stop), 1.0) == [Finish(7, "worker:1 on box: exit code 7", stop), Close()]
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [Goodbye(), Stop("all finished", 0), Stop("another died", 30), Refused("it has ended")])
+def test_a_leave_ends_with_its_own_code_whatever_is_answered(answer: FromScheduler) -> None:
+    made = member()
+    assert made.step(LeaveAsked(5, "tired"), 1.0) == [Send(Leave(5, "tired"))]
+    assert made.step(LeaveAsked(0, "again"), 1.0) == []
+    ended = finish(made.step(Heard(answer), 1.1))
+    assert ended is not None and ended.code == 5
+
+
+def test_what_else_arrives_does_not_prolong_a_leave() -> None:
+    made = member()
+    made.step(LeaveAsked(), 1.0)
+    made.step(Heard(Regrouped(2, "another one left")), 2.0)
+    made.step(Heard(Value("key", b"value", 2)), 2.0)
+    made.step(Heard(Formed(2, 3, 8, 1, 4)), 2.0)
+    assert finish([effect for _, effect in due(made, 6.0)]) == Finish(
+        0, "left; the scheduler at sched:8118 did not hear it in time"
+    )
+
+
+def test_before_it_is_linked_it_just_goes() -> None:
+    made = node()
+    made.step(Ticked(), 0.0)
+    assert finish(made.step(LeaveAsked(2), 0.5)) == Finish(2, "left before it was a member")
+
+
+def test_while_it_registers_it_waits_for_the_answer_and_then_leaves() -> None:
+    made = node()
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    assert made.step(LeaveAsked(), 0.1) == []
+    assert made.step(Heard(Welcome("c1", "w", 1)), 0.2) == [Deliver(Welcome("c1", "w", 1)), Send(Leave())]
+    assert finish(made.step(Heard(Goodbye()), 0.3)) == Finish(0, "left")
+
+
+def test_without_recovery_a_lost_link_is_as_good_as_goodbye() -> None:
+    made = member()
+    made.step(LeaveAsked(), 1.0)
+    assert finish(made.step(LinkLost("reset"), 1.1)) == Finish(0, "left; the scheduler did not hear it (reset)")
+
+
+def test_with_recovery_it_calls_a_scheduler_that_is_away_to_say_that_it_finished() -> None:
+    made = member(recovery=True, node_timeout_s=30.0)
+    made.step(LinkLost("reset"), 1.0)
+    assert made.step(LeaveAsked(), 2.0) == []
+    made.step(Ticked(), made.due)
+    made.step(LinkMade(), 3.0)
+    assert Send(Leave()) in made.step(Heard(Welcome("c1", "w", 1)), 3.0)
+    made.step(Heard(Formed(1, 3, 8, 1, 4)), 3.0)
+    assert finish(made.step(Heard(Goodbye()), 3.1)) == Finish(0, "left")
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_with_recovery_it_waits_for_that_no_longer_than_the_node_timeout(linked: bool) -> None:
+    made = member(recovery=True, node_timeout_s=30.0)
+    if not linked:
+        made.step(LinkLost("reset"), 1.0)
+    made.step(LeaveAsked(), 2.0)
+    ends = []
+    while made.stage is not Stage.OVER:
+        now = made.due
+        effects = made.step(Ticked(), now)
+        if Connect() in effects:
+            made.step(LinkLost("connection refused"), now)
+        ends += [(now, effect) for effect in effects if isinstance(effect, Finish)]
+    assert ends == [(32.0, Finish(0, "left; the scheduler at sched:8118 did not hear it in time"))]
+
+
+def test_who_leaves_while_waiting_does_not_register_again() -> None:
+    made = waiting(recovery=True)
+    made.step(LeaveAsked(), 1.0)
+    assert finish(made.step(LinkLost("reset"), 1.1)) is not None
