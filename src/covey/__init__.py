@@ -18,6 +18,20 @@ from covey.world import get_group_size, get_local_rank, get_local_rank_size, get
 __version__ = "0.1.0"
 
 
+def Loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Any:
+    """The training loop that does not notice a death: see `covey.train.loop.Loop`."""
+    from covey.train.loop import Loop as TrainingLoop
+
+    return TrainingLoop(model, optimizer, data, group=group(), **options)
+
+
+def Data(dataset: Any, batch_size: int, **options: Any) -> Any:
+    """A map-style data set, cut into batches for this rank: see `covey.train.data.Data`."""
+    from covey.train.data import Data as TrainingData
+
+    return TrainingData(dataset, batch_size, **options)
+
+
 def all_reduce(array: Any, op: Any = "sum") -> Any:
     """Reduce a tensor or array over all workers, in place: "sum", "mean", "max", "min" or "product"."""
     return group().all_reduce(array, op)

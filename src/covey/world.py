@@ -55,6 +55,7 @@ def init() -> None:
             place = node.join()
             os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
             _world.node, _world.group = node, Group(node)
+            node.at_end = _world.group.finish
             if settings.role is not Role.WORKER:
                 wait_for_the_end(node)
     except CoveyError as error:

@@ -19,6 +19,7 @@ from covey.core import formation, recovery
 from covey.core.board import Board
 from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
+from covey.core.healing import Gathering
 from covey.core.membership import names
 from covey.core.messages import Regrouped, Stop
 from covey.core.model import (
@@ -43,6 +44,7 @@ PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
+EXPLAIN_S = 0.2  # how long a death may take to explain a broken collective
 SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process's own sleep, and nobody else's silence
 
 
@@ -58,6 +60,7 @@ class Lifecycle:
         self._speakers: dict[int, Member | Agent] = {}
         self._held: set[str] = set()  # lives that are held off, to say so once
         self._board = Board()
+        self._gathering = Gathering(0)
         self._layout: formation.Layout | None = None
         self._stop: Stop | None = None
         self._out: list[SchedulerEffect] = []
@@ -70,6 +73,7 @@ class Lifecycle:
             return
         self.cluster.seat(plan.ranks)
         self.cluster.generation = 1
+        self._gathering = Gathering(1)
         self._move(Phase.READY, self.cluster.reason)
         for agent in self.cluster.agents.values():
             self._persist(AgentRecord.of(agent))
@@ -130,23 +134,45 @@ class Lifecycle:
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
             self._regroup(f"{member.name} died: {failure.reason}", member)
+        elif after is recovery.After.REPLACE:
+            self._replace(member, failure, reason)
         elif after is recovery.After.RESTART_ALL:
             self._restart_all(failure)
         else:
             self.first_failure = failure
             self._end(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
 
+    def _replace(self, member: Member, failure: Failure, reason: str) -> None:
+        """One rank starts anew on its host; the others wait for it inside their step."""
+        self.first_failure = self.first_failure or failure
+        self._count("replacements")
+        self._await_healing()
+        if self.cluster.phase is not Phase.HEALING:
+            self._move(Phase.HEALING, reason)
+        reached = max(m.progress.step for m in self.cluster.of(Role.WORKER))
+        member.fruitless = member.fruitless + 1 if reached <= member.died_at_step else 1
+        member.died_at_step = reached
+        self._next_life(member)
+        self._regroup(f"{member.name} died: {failure.reason}", member)
+        agent = self.cluster.agents[member.agent]
+        if agent.link:
+            self._send(agent.link, self._places().start(agent))
+
+    def _next_life(self, member: Member) -> None:
+        """A child's place, ready for the next process that its agent starts."""
+        self._silence(member.link)
+        member.incarnation += 1
+        member.restarts += 1
+        member.life, member.link, member.pid = "", 0, 0
+        here = self.cluster.agents[member.agent].link
+        member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
+
     def _restart_all(self, failure: Failure) -> None:
         self.cluster.restarts += 1
         self._count("restarts")
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
-            self._silence(member.link)
-            member.incarnation += 1
-            member.restarts += 1
-            member.life, member.link, member.pid = "", 0, 0
-            here = self.cluster.agents[member.agent].link
-            member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
+            self._next_life(member)
         self._regroup(f"{failure.role}:{failure.node_id} died: {failure.reason}", *workers)
         self._tell_places()
 
@@ -171,8 +197,19 @@ class Lifecycle:
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+        elif self._now - self._gathering.broke_at > EXPLAIN_S:
+            self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
+
+    def _retry(self) -> None:
+        """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""
+        reason = f"a collective broke ({self._gathering.broke_reason}) and every process lives"
+        if recovery.Strategy.RETRY not in self.cluster.settings.strategies:
+            return self._end(ExitCode.PEER_FAILED, f"{reason}, but retry is not among the strategies")
+        self._count("retries")
+        self._publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
+        return self._regroup(reason)
 
     def _forgive_sleep(self) -> None:
         """While this process was stopped it heard nobody: that time counts for nothing."""
@@ -241,6 +278,8 @@ class Lifecycle:
         if phase not in (Phase.HEALING, Phase.RETURNING) or any(m.state is NodeState.SUSPECT for m in members):
             return
         dead = [m for m in members if m.state is NodeState.DEAD]
+        if not dead and phase is Phase.HEALING and self._someone_heals() and not self._all_resumed():
+            return
         if not dead:
             self.first_failure = None
             self._held.clear()
@@ -251,6 +290,12 @@ class Lifecycle:
             return
         self._persist(self.cluster.record())
         self._publish("cluster", str(self.cluster.phase), self.cluster.reason)
+
+    def _someone_heals(self) -> bool:
+        return any(m.heals for m in self.cluster.of(Role.WORKER))
+
+    def _all_resumed(self) -> bool:
+        return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)
 
     # -- small moves -------------------------------------------------------------------------------------------------
 
@@ -269,6 +314,7 @@ class Lifecycle:
         """A new generation: durable first, then whoever changed, then told to the members that were there before."""
         self.cluster.generation += 1
         self._board = Board()
+        self._gathering = Gathering(self.cluster.generation)
         self._persist(self.cluster.record())
         for member in changed:
             self._persist(MemberRecord.of(member))

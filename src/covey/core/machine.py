@@ -23,6 +23,7 @@ from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, ans
 from covey.core.messages import (
     Ask,
     Beat,
+    Broke,
     Exited,
     Get,
     Goodbye,
@@ -31,12 +32,14 @@ from covey.core.messages import (
     Refused,
     Register,
     RegisterAgent,
+    Report,
+    Resumed,
     Started,
     StopAsked,
     Value,
     Welcome,
 )
-from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Progress, Role
 from covey.errors import ExitCode
 
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked)  # what is still answered then
@@ -56,6 +59,9 @@ class Machine(Lifecycle):
             Exited: self._child_exited,
             Put: self._put,
             Get: self._get,
+            Report: self._report,
+            Broke: self._broke,
+            Resumed: self._resumed,
             StopAsked: self._stop_asked,
         }
 
@@ -113,6 +119,7 @@ class Machine(Lifecycle):
             self._silence(member.link)
         again = member.life != ""
         member.life, member.host, member.pid = wish.life, wish.host, wish.pid
+        member.heals = True
         self._speak(link, member)
         self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
         if member.state in (NodeState.WAITING, NodeState.LEFT):
@@ -229,6 +236,28 @@ class Machine(Lifecycle):
             self._send(link, Value(wish.key, value, wish.generation))
         elif not self._board.wait(wish.key, link):
             self._send(link, Refused(f"the board is full: too many wait for values, {wish.key} is one too many"))
+
+    def _report(self, link: int, report: Report) -> None:
+        """A rank is at a safe point; when all are, each is told how to go on."""
+        member = self._speakers.get(link)
+        if not isinstance(member, Member) or report.generation != self.cluster.generation:
+            return
+        workers = {m.rank: m for m in self.cluster.of(Role.WORKER)}
+        addresses = {rank: m.host.address for rank, m in workers.items()}
+        for rank, plan in self._gathering.add(member.rank, report, addresses).items():
+            self._send(workers[rank].link, plan)
+
+    def _broke(self, link: int, broke: Broke) -> None:
+        if link in self._speakers and broke.generation == self.cluster.generation:
+            self._gathering.broke_at = min(self._gathering.broke_at, self._now)
+            self._gathering.broke_reason = broke.reason
+
+    def _resumed(self, link: int, said: Resumed) -> None:
+        member = self._speakers.get(link)
+        if isinstance(member, Member) and said.generation == self.cluster.generation:
+            self._gathering.resumed.add(member.rank)
+            member.progress = Progress(said.step, member.progress.phase)
+            self._settle("every rank goes on")
 
     def _child_started(self, link: int, said: Started) -> None:
         member = self._child(link, said.node_id, said.incarnation)

@@ -207,5 +207,59 @@ class Told(Message, frozen=True):
     view: bytes
 
 
-FromNode = Register | RegisterAgent | Beat | Leave | Started | Exited | Put | Get | Ask | StopAsked
-FromScheduler = Welcome | Formed | Regrouped | Start | Refused | Stop | Goodbye | Value | Told
+# -- healing -----------------------------------------------------------------------------------------------------------
+
+
+class Number(msgspec.Struct, frozen=True, order=True):
+    """The n-th collective of a step; step -1 is what came before the first."""
+
+    step: int
+    n: int
+
+
+class Report(Message, frozen=True):
+    """A rank, at a safe point of this generation: what it completed last, and where others may fetch what they lack."""
+
+    generation: int
+    completed: Number | None = None
+    needs_state: bool = False
+    whole: bool = True  # everything a replacement needs was kept
+    finished: bool = False  # its program has come to the end
+    port: int = 0
+    token: Name = ""
+
+
+class Broke(Message, frozen=True):
+    """A rank: a collective of this generation failed here. A death will explain it, or the step is tried again."""
+
+    generation: int
+    reason: Sentence
+
+
+class Resumed(Message, frozen=True):
+    """A rank: the first collective of this generation is complete."""
+
+    generation: int
+    step: int
+
+
+class Giver(msgspec.Struct, frozen=True):
+    """The rank to fetch from, and how."""
+
+    rank: int
+    address: str
+    port: int
+    token: str
+
+
+class HealPlan(Message, frozen=True):
+    """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end."""
+
+    generation: int
+    giver: Giver | None = None
+    done: bool = False
+    failure: Sentence = ""
+
+
+FromNode = Register | RegisterAgent | Beat | Leave | Started | Exited | Put | Get | Report | Broke | Resumed | Ask | StopAsked
+FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | Refused | Stop | Goodbye | Value | Told

@@ -50,7 +50,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     beats: bool = True
-    max_restarts: int = 0
+    max_restarts: int = 0  # of everyone at once, as torchrun
+    replacements_max: int = 32767  # of single workers, per host
+    strategies: tuple[str, ...] = ()
     grace_s: float = 10.0
 
     @property
@@ -114,6 +116,9 @@ class Member(msgspec.Struct):
     progress: Progress = Progress()
     restarts: int = 0
     pid: int = 0
+    heals: bool = False  # its program called covey.init(): it can wait for a replacement, and be one
+    fruitless: int = 0  # deaths since the last committed step
+    died_at_step: int = -2
 
     @property
     def name(self) -> str:

@@ -1,23 +1,48 @@
-"""What happens after a death: the plan and its reason.
+"""What happens after a death: the rung of the ladder that is taken, and why.
 
-Until a healing strategy is configured there are three answers: wait for the place to be filled again (recovery is on),
-start everyone anew (torchrun's behaviour under --max-restarts), or end.
+The ladder is ordered: retry, recover-in-place, recover, dump, exit. A rung is taken only if it is configured, and supported by
+what is left of the cluster, and its budget is not used up. Scripts that never call `covey.init()` cannot be healed: for them
+there is torchrun's answer, to start everyone anew as often as --max-restarts says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from covey.core.cluster import Cluster
 from covey.core.model import Failure, Member, Role
+from covey.errors import UsageError
 
-OTHERS_MAX = 64  # how many of the others a report tells about
+FRUITLESS_MAX = 3  # deaths of one rank without a step committed in between
+OTHERS_MAX = 64  # named in a report
+
+
+class Strategy(StrEnum):
+    """The rungs, in the ladder's order."""
+
+    RETRY = "retry"
+    IN_PLACE = "recover-in-place"
+    RECOVER = "recover"
+    DUMP = "dump"
+    EXIT = "exit"
 
 
 class After(StrEnum):
     WAIT = "wait"
+    REPLACE = "recover-in-place"
     RESTART_ALL = "restart all"
-    END = "end"
+    END = "exit"
+
+
+def ladder(names: Iterable[str]) -> tuple[Strategy, ...]:
+    """Strategies in the ladder's order, whatever order they were named in; `exit` is always the last."""
+    known = {str(strategy): strategy for strategy in Strategy}
+    wanted = [name.strip() for name in names if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"the strategy {name} is not known: {', '.join(known)} are")
+    return tuple(s for s in Strategy if s in wanted or s is Strategy.EXIT)
 
 
 def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
@@ -29,10 +54,23 @@ def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.END, "recovery is off"
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
-    if settings.max_restarts > cluster.restarts and all(m.agent in cluster.agents for m in cluster.of(Role.WORKER)):
+    workers = cluster.of(Role.WORKER)
+    if Strategy.IN_PLACE in settings.strategies and any(m.heals for m in workers):
+        return _in_place(cluster, dead)
+    if settings.max_restarts > cluster.restarts and all(m.agent in cluster.agents for m in workers):
         count = cluster.restarts + 1
         return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
     return After.END, "no restart is left" if settings.max_restarts else "no restarts were asked for (--max-restarts)"
+
+
+def _in_place(cluster: Cluster, dead: Member) -> tuple[After, str]:
+    if dead.fruitless >= FRUITLESS_MAX:
+        return After.END, f"{dead.name} died {dead.fruitless} times without a step in between"
+    limit = cluster.settings.replacements_max
+    spent = sum(m.restarts for m in cluster.children(dead.agent))
+    if spent >= limit:
+        return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
+    return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
 
 
 def report(cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str) -> Failure:

@@ -28,10 +28,12 @@ from covey.node.environment import worker_environment
 from covey.node.learn import LEARN_VARIABLE, learned
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
+from covey.node.stacks import STACK_SIGNAL
 from covey.settings import Settings
 from covey.wire import address
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will
+STACK_S: Final = 0.05
 TAIL_LINES: Final = 20
 TAIL_BYTES: Final = 16 * 1024
 LINE_MAX: Final = 500
@@ -77,10 +79,10 @@ class Agent:
         self._runtime: NodeRuntime | None = None
         self._running: dict[str, tuple[str, int]] = {}  # child's name → (node id, incarnation)
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
-        self._generation = 0
         self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._started: dict[str, int] = {}  # node id → the newest incarnation that was started
         self._work: asyncio.Queue[Start] = asyncio.Queue(maxsize=64)
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.on_start: Callable[[Start], None] = lambda start: None
@@ -163,25 +165,37 @@ class Agent:
     async def _start_what_is_wanted(self) -> None:
         while True:
             start = await self._work.get()
-            if start.generation <= self._generation:
-                continue
-            again = self._generation > 0
-            self._generation = start.generation
             try:
-                if again:
-                    await self._replace()
-                await self._start(start, again)
+                await self._end_what_is_over(start)
+                await self._start(start)
             except CoveyError as error:
                 self.settle(Outcome(error.exit_code, str(error)))
 
-    async def _replace(self) -> None:
-        running, self._running = self._running, {}
-        self._ended.clear()
-        await self._children.end(list(running), grace_s=self._settings.grace_s)
+    async def _end_what_is_over(self, start: Start) -> None:
+        """Lives that a newer incarnation replaces, or that nobody wants any more."""
+        wanted = {assignment.node_id: assignment.incarnation for assignment in start.assignments}
+        over = [name for name, (node_id, life) in self._running.items() if wanted.get(node_id, 0) > life]
+        for name in over:
+            del self._running[name]
+        self._ended = [said for said in self._ended if wanted.get(said.node_id, 0) <= said.incarnation]
+        if over:
+            await self._show_stacks(over)
+            await self._children.end(over, grace_s=0)  # nothing they do counts any more
 
-    async def _start(self, start: Start, again: bool) -> None:
+    async def _show_stacks(self, names: list[str]) -> None:
+        """Where a process that hangs is hanging belongs into its log; one that was stopped must run to say so."""
+        for name in names:
+            self._children.signal(name, STACK_SIGNAL)
+            self._children.signal(name, signal.SIGCONT)
+        await asyncio.sleep(STACK_S)
+
+    async def _start(self, start: Start) -> None:
         self.on_start(start)
         for assignment in start.assignments:
+            if self._started.get(assignment.node_id, 0) >= assignment.incarnation:
+                continue
+            again = assignment.node_id in self._started
+            self._started[assignment.node_id] = assignment.incarnation
             name = f"worker:{assignment.node_id}"
             self._running[name] = (assignment.node_id, assignment.incarnation)
             spec = self._spec(name, start, assignment.rank, assignment.local_rank, again)

@@ -21,6 +21,7 @@ from covey.wire import address
 from covey.wire.link import Link, connect
 
 TIMER_MAX_S: Final = 3600.0
+BEATS_PER_SILENCE: Final = 4  # at least so many beats fit into the silence after which a node is dead
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -37,14 +38,15 @@ class Door(msgspec.Struct, frozen=True):
 
 
 def node_settings(settings: Settings, door: Door) -> NodeSettings:
-    """What a node's machine needs of the effective settings."""
+    """What a node's machine needs of the effective settings. Whoever shortens the silence allowed shortens the beat with it."""
+    often = settings.node_timeout_s / BEATS_PER_SILENCE if settings.node_timeout_s > 0 else float("inf")
     return NodeSettings(
         address=door.name,
         topo_timeout_s=settings.topo_timeout_s,
         node_timeout_s=settings.node_timeout_s,
         receive_timeout_s=settings.receive_timeout_s,
-        retry_lower_s=settings.retry_lower_s,
-        retry_upper_s=settings.retry_upper_s,
+        retry_lower_s=min(settings.retry_lower_s, often),
+        retry_upper_s=min(settings.retry_upper_s, often),
         recovery=settings.recovery,
         beats=not settings.disable_heartbeat,
     )

@@ -68,6 +68,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
         node_timeout_s=settings.node_timeout_s,
         beats=not settings.disable_heartbeat,
         max_restarts=max_restarts,
+        strategies=("retry", "recover-in-place", "recover", "dump", "exit"),
         grace_s=settings.grace_s,
     )
 

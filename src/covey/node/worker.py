@@ -10,23 +10,40 @@ import asyncio
 import atexit
 import contextlib
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from covey.core.effects import Finish
-from covey.core.messages import Beat, Formed, FromScheduler, Get, Put, Register, Regrouped, Stop, Value
+from covey.core.messages import (
+    Beat,
+    Formed,
+    FromScheduler,
+    Get,
+    HealPlan,
+    Message,
+    Put,
+    Register,
+    Regrouped,
+    Report,
+    Stop,
+    Value,
+)
 from covey.core.model import Progress, Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
+from covey.node.stacks import write_on_signal
 from covey.settings import Settings
+from covey.train.meeting import Planned, Regroup
 from covey.wire import address
 
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
@@ -58,6 +75,9 @@ class Node:
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self._wanted: set[str] = set()
+        self._said_last: Report | None = None  # said again to a scheduler that was away
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self._progress = Progress()
         self._told_at = 0.0
 
@@ -74,6 +94,7 @@ class Node:
             assert self._formed is not None
         self._watch_signals()
         self._watch_exit()
+        write_on_signal()
         return self._formed
 
     def leave(self, code: int = 0, reason: str = "") -> None:
@@ -104,6 +125,12 @@ class Node:
         if now - self._told_at > max(TELL_S, self.place.world / TELL_NODES_PER_S):
             self._told_at = now
             self._say(Beat(progress))
+
+    def say(self, message: Message) -> None:
+        """Tell the scheduler where this rank stands in a healing."""
+        if isinstance(message, Report):
+            self._said_last = message
+        self._say(message)
 
     # -- the board ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +198,9 @@ class Node:
                     self._say(Put(key, value, message.generation))
                 for key in self._wanted:
                     self._say(Get(key, message.generation))
+                if self._said_last is not None and self._said_last.generation == message.generation:
+                    self._say(self._said_last)
+                self.inbox.put(Regroup(message.generation))
             elif isinstance(message, Regrouped) and self._formed is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
                 self._wipe()
@@ -178,6 +208,9 @@ class Node:
                 self._formed = Formed(
                     message.generation, held.rank, held.world, held.local_rank, held.local_world, held.restarts
                 )
+                self.inbox.put(Regroup(message.generation))
+            elif isinstance(message, HealPlan):
+                self.inbox.put(Planned(message))
             elif isinstance(message, Value) and not self._stale(message.generation):
                 self._values[message.key] = message.value
                 self._wanted.discard(message.key)
@@ -209,7 +242,7 @@ class Node:
         assert self._runtime is not None
         self._runtime.leave(code, reason)
 
-    def _say(self, message: Put | Get | Beat) -> None:
+    def _say(self, message: Message) -> None:
         if self._loop is not None and self._runtime is not None:
             self._loop.call_soon_threadsafe(self._runtime.say, message)
 
@@ -231,7 +264,12 @@ class Node:
             before(kind, error, trace)
 
         sys.excepthook = note
-        atexit.register(lambda: self.leave(self._code, self._reason))
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid and self._code == 0 and not self._leaving:
+            self.at_end()
+        self.leave(self._code, self._reason)
 
     def _watch_signals(self) -> None:
         """SIGTERM is a planned leave. The loop's thread hears it even while the main thread is stuck in a collective."""

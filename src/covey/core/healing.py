@@ -1,0 +1,66 @@
+"""How the ranks of a new generation go on together: the plan that follows from what each of them reports.
+
+Every rank reports at a safe point which collective it completed last. The highest completed number wins. Who completed it can
+give its result; who did not was waiting in exactly that one, because a collective's result depends on every rank; who is new
+receives state. Ranks cannot be further apart, and a report that says so is a bug in the program or in us: it ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from covey.core.messages import Giver, HealPlan, Number, Report
+
+
+def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int, str]) -> dict[int, HealPlan]:
+    """What each rank is to do, by rank; `reports` holds one of each rank. Finished ranks wait, and can give."""
+    if all(report.finished for report in reports.values()):
+        return dict.fromkeys(reports, HealPlan(generation, done=True))
+    highest = max((_order(r.completed) for r in reports.values() if not r.needs_state), default=_order(None))
+    givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _order(r.completed) == highest]
+    plans: dict[int, HealPlan] = {}
+    turn = 0
+    for rank, report in sorted(reports.items()):
+        behind = not report.needs_state and _order(report.completed) < highest
+        if not givers or not (report.needs_state or behind):
+            plans[rank] = HealPlan(generation)
+            continue
+        giver = _nearest(rank, givers, addresses, turn)
+        turn += 1
+        if report.needs_state and not reports[giver].whole:
+            reason = f"rank {rank} cannot be replaced: the results of its first collectives were too large to keep"
+            return dict.fromkeys(reports, HealPlan(generation, failure=reason))
+        source = reports[giver]
+        plans[rank] = HealPlan(generation, giver=Giver(giver, addresses[giver], source.port, source.token))
+    return plans
+
+
+def _order(number: Number | None) -> tuple[int, int]:
+    return (number.step, number.n) if number is not None else (-2, 0)
+
+
+def _nearest(rank: int, givers: list[int], addresses: Mapping[int, str], turn: int) -> int:
+    """A giver on the same host where there is one; several askers take turns."""
+    near = [giver for giver in givers if addresses[giver] == addresses[rank]] or givers
+    return near[turn % len(near)]
+
+
+class Gathering:
+    """The reports of one generation, until there is one of every rank."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.reports: dict[int, Report] = {}
+        self.resumed: set[int] = set()
+        self.broke_at = float("inf")
+        self.broke_reason = ""
+        self._planned = False
+
+    def add(self, rank: int, report: Report, addresses: Mapping[int, str]) -> dict[int, HealPlan]:
+        """Take a report in; returns the plans once they can be made, and again when everyone is at the end."""
+        self.reports[rank] = report
+        complete = len(self.reports) == len(addresses)
+        if not complete or (self._planned and not all(r.finished for r in self.reports.values())):
+            return {}
+        self._planned = True
+        return plan(self.generation, self.reports, addresses)

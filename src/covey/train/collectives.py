@@ -1,0 +1,262 @@
+"""Numbered collectives that heal.
+
+Theory of operation. Every collective has a number (step, n): the n-th of its step, -1 being the step before the first. All
+ranks run the same sequence, and each result depends on every rank, so no rank can be more than one collective ahead of another.
+
+When the membership changes, whoever waits in a collective stays there: it is a safe point, where parameters and optimizer are
+at rest. It *reports* the last number it completed. Once every rank has reported, the scheduler plans: the highest completed
+number wins; who has it gives its kept result to who was one behind; who is new receives the state of a step's boundary and the
+results of that step so far. Then the group of the new generation carries on with the next number. Nobody's program notices.
+
+The order of news in the inbox decides whether a collective completed before the generation changed; nothing else needs a lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from covey.core.messages import Broke, HealPlan, Number, Report, Resumed
+from covey.errors import CoveyError, ExitCode, PeerError
+from covey.train.gloo import Built, Done, Gloo
+from covey.train.meeting import Meeting, Planned, Regroup
+from covey.train.transfer import Donation, Server, fetch
+
+KEEP_BYTES: Final = 256 * 1024 * 1024  # of results from before the first step, which a replacement needs to the end
+BEFORE: Final = -1  # the step before the first
+
+
+class Operation(Protocol):
+    """One collective: it can be issued any number of times, on any generation's group, until it has a result."""
+
+    def issue(self, group: Gloo) -> list[Any]:
+        """Start it on buffers of its own; returns the works to wait for."""
+
+    def results(self) -> list[Any]:
+        """What this rank may have to hand to another: tensors that nobody writes to any more."""
+
+    def complete(self, results: list[Any]) -> None:
+        """Give the results to the program."""
+
+
+class Source(Protocol):
+    """Who holds the state that a replacement must receive: the loop."""
+
+    def donate(self) -> Donation: ...
+
+
+class Collectives:
+    """All collectives of a process, in order. Used by one thread, the program's main one."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.source: Source | None = None
+        self.donation: Donation | None = None  # what this process received, being a replacement
+        self.on_live: Callable[[], None] = lambda: None  # called before a collective that others take part in
+        self._meeting = meeting
+        self._gloo: Gloo | None = None
+        self._left_behind: list[Gloo] = []  # until their works have ended
+        self._agreed = meeting.place.generation if meeting.place.restarts == 0 else 0
+        self._newcomer = meeting.place.restarts > 0
+        self._step, self._n = BEFORE, 0
+        self._completed: Number | None = None
+        self._kept: dict[Number, list[Any]] = {}
+        self._whole = True  # whether everything a replacement needs was kept
+        self._handed: dict[Number, list[Any]] = {}
+        self._passing: Number | None = None
+        self._resumed = self._agreed
+        self._server: Server | None = None
+        os.register_at_fork(after_in_child=self._forked)
+
+    # -- for the program ---------------------------------------------------------------------------------------------
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether this process is a replacement that has not yet received what its predecessor knew."""
+        return self._newcomer
+
+    @property
+    def count(self) -> int:
+        """How many collectives this step has had so far."""
+        return self._n
+
+    def skip_to(self, count: int) -> None:
+        """A replacement that received state need not run what the others did to have it."""
+        self._n = count
+
+    def run(self, operation: Operation, *, passing: bool = False) -> None:
+        """Run a collective to its end, through any number of generations. The results of a `passing` one are part of the
+        state afterwards: they are kept only until the next."""
+        number = Number(self._step, self._n)
+        self._n += 1
+        while True:
+            if self._agreed != self._meeting.place.generation and number not in self._handed:
+                self.agree()
+            if number in self._handed:
+                results = self._handed.pop(number)
+                break
+            self.on_live()
+            group = self._group()
+            if group is not None and self._wait(operation.issue(group)):
+                results = operation.results()
+                break
+        operation.complete(results)
+        self._keep(number, results, passing)
+        if self._resumed != self._agreed:
+            self._resumed = self._agreed
+            self._meeting.say(Resumed(self._agreed, number.step))
+
+    def early(self, issue: Callable[[Gloo], None]) -> None:
+        """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
+        fresh = self._agreed == self._meeting.place.generation and Number(self._step, self._n) not in self._handed
+        if fresh and self._gloo is not None and self._gloo.ready:
+            issue(self._gloo)
+
+    def enter(self, step: int) -> None:
+        """A step begins: its collectives are numbered from 0, and what only the step before needed is let go."""
+        self._step, self._n = step, 0
+        for number in [n for n in self._kept if BEFORE < n.step < step and n != self._completed]:
+            del self._kept[number]
+
+    def agree(self) -> None:
+        """A safe point after the membership changed: report, and do what the plan says. Repeats until one holds."""
+        while True:
+            generation = self._meeting.place.generation
+            self._leave_behind(generation)
+            if self._gloo is None:
+                self._gloo = Gloo(self._meeting, generation)  # it meets while reports, plan and state travel
+            plan = self._report(generation)
+            if plan is not None and self._carry_out(plan):
+                self._agreed, self._newcomer = generation, False
+                return
+
+    def finish(self) -> None:
+        """The program is at its end: stay, as one who can give, until every rank is."""
+        while True:
+            generation = self._meeting.place.generation
+            self._leave_behind(generation)
+            plan = self._report(generation, finished=True)
+            if plan is not None and plan.done:
+                return
+            while plan is not None:
+                plan = self._next_plan(generation)
+                if plan is not None and plan.done:
+                    return
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _wait(self, works: list[Any]) -> bool:
+        """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
+        waiting = {id(work) for work in works}
+        while waiting:
+            news = self._meeting.inbox.get()
+            if isinstance(news, Regroup) and news.generation > self._agreed:
+                self._leave_behind(news.generation)
+                return False
+            if isinstance(news, Done) and id(news.work) in waiting:
+                if news.error:
+                    self._meeting.say(Broke(self._agreed, news.error[:500]))
+                else:
+                    waiting.discard(id(news.work))
+        return True
+
+    def _group(self) -> Gloo | None:
+        """The group of the agreed generation once it is there; None when the generation is over first."""
+        if self._gloo is None:
+            self._gloo = Gloo(self._meeting, self._agreed)
+        while not self._gloo.ready:
+            news = self._meeting.inbox.get()
+            if isinstance(news, Regroup) and news.generation > self._agreed:
+                self._leave_behind(news.generation)
+                return None
+            if isinstance(news, Built) and news.generation == self._agreed and news.error:
+                self._meeting.say(Broke(self._agreed, news.error[:500]))
+        return self._gloo
+
+    def _leave_behind(self, generation: int) -> None:
+        if self._gloo is not None and self._gloo.generation < generation:
+            self._gloo.abandon()
+            self._left_behind.append(self._gloo)
+            self._gloo = None
+        self._left_behind = [group for group in self._left_behind if not group.settled]
+
+    # -- agreeing ----------------------------------------------------------------------------------------------------
+
+    def _report(self, generation: int, finished: bool = False) -> HealPlan | None:
+        """Say where this rank stands and wait for the plan; None when the generation is over first."""
+        if self._server is None:
+            self._server = Server(self._meeting.address, self._donate, self._give_results)
+        self._meeting.say(
+            Report(
+                generation=generation,
+                completed=self._completed,
+                needs_state=self._newcomer,
+                whole=self._whole,
+                finished=finished,
+                port=self._server.port,
+                token=self._server.token,
+            )
+        )
+        return self._next_plan(generation)
+
+    def _next_plan(self, generation: int) -> HealPlan | None:
+        while True:
+            news = self._meeting.inbox.get()
+            if isinstance(news, Regroup) and news.generation > generation:
+                return None
+            if isinstance(news, Planned) and news.plan.generation == generation:
+                return news.plan
+
+    def _carry_out(self, plan: HealPlan) -> bool:
+        """Fetch what the plan says this rank lacks. False if the giver is gone: a new generation follows."""
+        if plan.failure:
+            raise CoveyError(plan.failure, ExitCode.PEER_FAILED)
+        if plan.giver is None:
+            return True
+        try:
+            received = fetch(plan.giver.address, plan.giver.port, plan.giver.token, "state" if self._newcomer else "results")
+        except PeerError as error:
+            self._meeting.say(Broke(plan.generation, str(error)[:500]))
+            self._await_regroup(plan.generation)
+            return False
+        self._handed = received.results
+        if self._newcomer:
+            self.donation = received
+        return True
+
+    def _await_regroup(self, generation: int) -> None:
+        while self._meeting.place.generation == generation:
+            self._meeting.inbox.get()
+
+    # -- giving ------------------------------------------------------------------------------------------------------
+
+    def _donate(self) -> Donation:
+        """Called by the server's thread while this rank is at a safe point."""
+        state = self.source.donate() if self.source is not None else Donation()
+        needed = {number: results for number, results in self._kept.items() if number.step in (BEFORE, state.step)}
+        return msgspec.structs.replace(state, results=needed)
+
+    def _give_results(self) -> Donation:
+        assert self._completed is not None
+        return Donation(results={self._completed: self._kept[self._completed]})
+
+    def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
+        if self._passing is not None:
+            self._kept.pop(self._passing, None)
+        self._passing = number if passing else None
+        self._completed = number
+        self._kept[number] = results
+        if number.step == BEFORE and not passing:
+            size = sum(t.numel() * t.element_size() for n, kept in self._kept.items() if n.step == BEFORE for t in kept)
+            if size > KEEP_BYTES:
+                self._whole = False
+                self._kept = {number: results}
+
+    def _forked(self) -> None:
+        """In a forked child (a data loader's worker): our connections are not its to keep open."""
+        if self._gloo is not None:
+            self._gloo.close_in_child()
+        if self._server is not None:
+            self._server.close_in_child()

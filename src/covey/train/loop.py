@@ -1,0 +1,216 @@
+"""The loop: the one object that knows what a replacement must receive.
+
+    loop = covey.Loop(model, optimizer, covey.Data(dataset, batch_size=32), epochs=3, schedulers=[schedule])
+    for images, labels in loop:
+        optimizer.zero_grad()
+        loss_of(model(images), labels).backward()      # returns with gradients averaged over all ranks
+        optimizer.step()
+        schedule.step()
+
+A step is everything between two boundaries: forward, backward, optimizer, evaluation, checkpoint. The loop seeds the random
+numbers of each micro-batch by (seed, step, micro-batch, rank), numbers the collectives of a step, and at a boundary commits it.
+
+A replacement runs the script from its top. Its loop receives the state of a boundary from another rank, takes up the data there
+and runs that step; results that the others have agreed on already are handed to it. If the others had run the step's optimizer
+when they stopped, the state they give is that after it: then the replacement runs the step with `replaying` true, and takes the
+state over as its own optimizer steps, and once more as it joins the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from covey.core.model import Progress
+from covey.errors import UsageError
+from covey.train.checkpoint import Checkpoint
+from covey.train.collectives import Collectives
+from covey.train.data import Data, mix, seed_all
+from covey.train.gloo import torch_module
+from covey.train.group import Group
+from covey.train.operations import Broadcast
+from covey.train.reducer import Reducer
+from covey.train.transfer import Donation
+from covey.train.tree import from_bytes, to_bytes
+
+
+class Loop:
+    """Iterate over it to train. `step` counts optimizer steps from 0, `micro` the micro-batches within one."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        data: Data,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        accumulate: int = 1,
+        schedulers: Sequence[Any] = (),
+        scaler: Any = None,
+        checkpoint: Checkpoint | None = None,
+        seed: int = 0,
+        group: Group,
+    ) -> None:
+        self.model, self.optimizer, self.data = model, optimizer, data
+        self.accumulate, self.seed = accumulate, seed
+        self.step, self.micro = 0, 0
+        self.replaying = False
+        self._rank = group.meeting.place.rank if group.meeting is not None else 0
+        self._world = group.world
+        self._plan = data.plan(seed=seed, rank=self._rank, world=self._world)
+        self.steps_per_epoch = self._plan.per_epoch // accumulate
+        if self.steps_per_epoch == 0:
+            raise UsageError(f"accumulate={accumulate} needs more micro-batches than one epoch has ({self._plan.per_epoch})")
+        self.steps = steps if steps is not None else epochs * self.steps_per_epoch
+        self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._applied = False
+        self._buffers: dict[str, Any] = {}
+        self._checkpoint = checkpoint
+        self._group = group
+        self._collectives = group.collectives
+        self._before = 0
+        for n, scheduler in enumerate(schedulers):
+            self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
+        if scaler is not None:
+            self.register("scaler", scaler.state_dict, scaler.load_state_dict)
+        optimizer.register_step_post_hook(self._optimizer_stepped)
+        if self._collectives is not None:
+            Reducer(model, self._collectives, rank=self._rank, world=self._world, active=lambda: self.boundary)
+            self._attach(self._collectives)
+        else:
+            self._resume()
+
+    def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
+        if name in self._parts:
+            raise UsageError(f"register({name!r}): that name is registered already")
+        self._parts[name] = (get, put)
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self.steps_per_epoch
+
+    @property
+    def boundary(self) -> bool:
+        """Whether this micro-batch is its step's last: the one after which the optimizer steps."""
+        return self.micro == self.accumulate - 1
+
+    def __iter__(self) -> Iterator[Any]:
+        """Micro-batches, from where this rank stands to the end."""
+        batches = self.data.batches(
+            self._plan, seed=self.seed, first=self.step * self.accumulate, last=self.steps * self.accumulate
+        )
+        while self.step < self.steps:
+            self._begin_step()
+            for micro in range(self.accumulate):
+                self.micro = micro
+                batch = next(batches)
+                seed_all(mix(self.seed, self.step, self.micro, self._rank))
+                yield batch
+            self._commit()
+
+    # -- boundaries --------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        if self._collectives is not None:
+            self._collectives.enter(self.step)
+            self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def _commit(self) -> None:
+        self._catch_up()
+        self.step += 1
+        self._applied = False
+        self._buffers = {}
+        meeting = self._group.meeting
+        if meeting is not None:
+            meeting.report(Progress(self.step, "train"))
+        if self._checkpoint is not None and self._checkpoint.due(self.step):
+            generation = meeting.place.generation if meeting is not None else 0
+            self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        self._applied = True
+        if self.replaying:
+            self._restore_given()
+
+    # -- giving and taking state -------------------------------------------------------------------------------------
+
+    def donate(self) -> Donation:
+        """This rank's state at a safe point; before the optimizer ran, with the buffers as they were at the boundary."""
+        state = self.state()
+        if not self._applied:
+            state["model"] |= self._buffers
+        return Donation(step=self.step, applied=self._applied, before=self._before, state=state)
+
+    def state(self) -> dict[str, Any]:
+        """Everything a replacement or a checkpoint must have, as it is now."""
+        return {
+            "step": self.step,
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "parts": {name: get() for name, (get, _) in self._parts.items()},
+        }
+
+    def _attach(self, collectives: Collectives) -> None:
+        """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
+        if collectives.needs_state:
+            collectives.agree()
+        given = collectives.donation
+        if given is None or given.state is None:
+            tensors = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
+            collectives.run(Broadcast(tensors, 0, self._rank), passing=True)
+            self._resume()
+        else:
+            collectives.skip_to(given.before)
+            self.step, self.replaying = given.step, given.applied
+            self._restore(given.state)
+            collectives.on_live = self._catch_up
+        self._before = collectives.count
+        collectives.source = self
+
+    def _resume(self) -> None:
+        """From the newest checkpoint that any rank has whole, on a fresh start."""
+        if self._checkpoint is None:
+            return
+        found = self._checkpoint.newest(rank=self._rank)
+        state = found[1] if found is not None else None
+        if self._collectives is not None:
+            state = self._share(found[0] if found is not None else -1, state)
+        if state is not None:
+            self.step = state["step"]
+            self._restore(state)
+
+    def _share(self, step: int, state: Any) -> Any:
+        """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
+        torch = torch_module()
+        steps = [int(t) for t in self._group.all_gather(torch.tensor(step))]
+        best = max(steps)
+        if best < 0 or all(s == best for s in steps):
+            return state
+        giver = steps.index(best)
+        flat = to_bytes(state) if self._rank == giver else torch.empty(0, dtype=torch.uint8)
+        size = self._group.all_reduce(torch.tensor(flat.numel()), "max")
+        if self._rank != giver:
+            flat = torch.empty(int(size), dtype=torch.uint8)
+        self._group.broadcast(flat, giver)
+        return state if step == best else from_bytes(flat)
+
+    def _restore(self, state: Any) -> None:
+        self.model.load_state_dict(state["model"])
+        # torch takes the tensors themselves, and the optimizer writes to them: what is restored again must be a copy
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if self.replaying else state["optimizer"])
+        for name, (_, put) in self._parts.items():
+            if name in state["parts"]:
+                put(state["parts"][name])
+
+    def _restore_given(self) -> None:
+        assert self._collectives is not None and self._collectives.donation is not None
+        self._restore(self._collectives.donation.state)
+
+    def _catch_up(self) -> None:
+        """The replacement joins the others: from here on its state is the one they have."""
+        if self.replaying:
+            self._restore_given()
+            self.replaying = False

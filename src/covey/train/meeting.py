@@ -1,0 +1,52 @@
+"""What a training process needs of its node: its place, the board, and news of the cluster. A node is a `Meeting`."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any, Protocol
+
+import msgspec
+
+from covey.core.messages import HealPlan, Message
+from covey.core.model import Progress
+
+
+class Place(Protocol):
+    """Where a rank stands."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+
+
+class Meeting(Protocol):
+    """How the ranks of a generation find each other and hear of a new one."""
+
+    @property
+    def place(self) -> Place: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def inbox(self) -> queue.SimpleQueue[Any]: ...  # news, in the order it happened: the only thing the main thread waits on
+    def pin(self, key: str, value: bytes, generation: int) -> None: ...
+    def look(self, key: str, generation: int, timeout_s: float) -> bytes: ...
+    def holds(self, key: str) -> bool: ...
+    def say(self, message: Message) -> None: ...
+    def report(self, progress: Progress) -> None: ...
+
+
+class Regroup(msgspec.Struct, frozen=True):
+    """News: the membership changed."""
+
+    generation: int
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """News: everyone has reported, and this is how to go on."""
+
+    plan: HealPlan

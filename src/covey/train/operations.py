@@ -1,0 +1,111 @@
+"""The collectives a program calls: each works on copies until it has a result, so that it can be issued again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from covey.errors import UsageError
+from covey.train.gloo import Gloo, torch_module
+
+Reduction = Literal["sum", "mean", "max", "min", "product"]
+
+
+class AllReduce:
+    """Reduce a tensor over all ranks, in place."""
+
+    def __init__(self, tensor: Any, op: Reduction, world: int) -> None:
+        self._tensor = tensor
+        self._mean = op == "mean"
+        self._world = world
+        self._operation = _operation(op)
+        self._copy: Any = None
+
+    def issue(self, group: Gloo) -> list[Any]:
+        self._copy = self._tensor.clone(memory_format=torch_module().contiguous_format)
+        return [group.all_reduce(self._copy, self._operation)]
+
+    def results(self) -> list[Any]:
+        return [self._copy.div_(self._world) if self._mean else self._copy]
+
+    def complete(self, results: list[Any]) -> None:
+        self._tensor.copy_(results[0])
+
+
+class Broadcast:
+    """The root's bytes plus nothing from the others: a sum over all ranks, so that nobody can run ahead of it."""
+
+    def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
+        self._is_root = rank == root
+        self._copies: list[Any] = []
+
+    def issue(self, group: Gloo) -> list[Any]:
+        torch = torch_module()
+        flats = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors]
+        self._copies = [flat.clone() if self._is_root else torch.zeros_like(flat) for flat in flats]
+        return [group.all_reduce(copy, torch.distributed.ReduceOp.SUM) for copy in self._copies]
+
+    def results(self) -> list[Any]:
+        return self._copies
+
+    def complete(self, results: list[Any]) -> None:
+        for tensor, flat in zip(self._tensors, results, strict=True):
+            tensor.copy_(flat.clone().view(tensor.dtype).view_as(tensor))
+
+
+class AllGather:
+    """Every rank's tensor, in order of rank."""
+
+    def __init__(self, tensor: Any, world: int) -> None:
+        self._tensor = tensor
+        self._world = world
+        self.gathered: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def issue(self, group: Gloo) -> list[Any]:
+        torch = torch_module()
+        source = self._tensor.clone(memory_format=torch.contiguous_format)
+        self._outputs = [torch.empty_like(source) for _ in range(self._world)]
+        return [group.all_gather(self._outputs, source)]
+
+    def results(self) -> list[Any]:
+        return self._outputs
+
+    def complete(self, results: list[Any]) -> None:
+        self.gathered = [result.clone() for result in results]
+
+
+class Mean:
+    """The mean of many tensors over all ranks, in place, as one flat buffer per dtype."""
+
+    def __init__(self, tensors: list[Any], world: int) -> None:
+        self._tensors = tensors
+        self._world = world
+        self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        self._flats: list[Any] = []
+
+    def issue(self, group: Gloo) -> list[Any]:
+        torch = torch_module()
+        self._flats = [torch.cat([t.reshape(-1) for t in self._of(dtype)]).div_(self._world) for dtype in self._dtypes]
+        return [group.all_reduce(flat, torch.distributed.ReduceOp.SUM) for flat in self._flats]
+
+    def results(self) -> list[Any]:
+        return self._flats
+
+    def complete(self, results: list[Any]) -> None:
+        for dtype, flat in zip(self._dtypes, results, strict=True):
+            offset = 0
+            for tensor in self._of(dtype):
+                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+                offset += tensor.numel()
+
+    def _of(self, dtype: Any) -> list[Any]:
+        return [tensor for tensor in self._tensors if tensor.dtype == dtype]
+
+
+def _operation(op: Reduction) -> Any:
+    kinds = torch_module().distributed.ReduceOp
+    table = {"sum": kinds.SUM, "mean": kinds.SUM, "max": kinds.MAX, "min": kinds.MIN, "product": kinds.PRODUCT}
+    if op not in table:
+        raise UsageError(f"all_reduce knows {', '.join(table)}, not {op}")
+    return table[op]

@@ -1,0 +1,184 @@
+"""Gradients: averaged over all ranks while the backward pass still runs.
+
+The parameters are cut into buckets by their order alone, because the bits of a sum depend on where an element lies. A hook
+copies each finished gradient, divided by the world's size, into its bucket and issues full buckets in order; autograd's end of
+the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a reduction that a
+death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed it.
+
+Buffers (batch norm's statistics) travel in the last bucket: rank 0's values from rank 0, nothing from the others.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from covey.train.collectives import Collectives
+from covey.train.gloo import Gloo, torch_module
+
+FIRST_BUCKET_BYTES: Final = 1 << 20
+BUCKET_BYTES: Final = 25 << 20
+
+
+class Bucket:
+    """Some parameters, and where each lies in the flat buffer."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+        self.offsets: list[int] = []
+        self.size = 0
+        for parameter in parameters:
+            self.offsets.append(self.size)
+            self.size += parameter.numel()
+        self.missing = len(parameters)
+
+
+def cut(parameters: Iterable[Any]) -> list[Bucket]:
+    """Buckets by registration order reversed, as gradients come; a dtype or device change begins a new one."""
+    buckets: list[list[Any]] = []
+    filled, limit = 0, FIRST_BUCKET_BYTES
+    for parameter in reversed(list(parameters)):
+        size = parameter.numel() * parameter.element_size()
+        fits = buckets and filled + size <= limit and _kind(buckets[-1][0]) == _kind(parameter)
+        if not fits:
+            limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(parameter)
+        filled += size
+    return [Bucket(found) for found in buckets]
+
+
+class Reducer:
+    """The hooks of one model. `active` says whether this backward pass ends a step."""
+
+    def __init__(self, model: Any, collectives: Collectives, *, rank: int, world: int, active: Callable[[], bool]) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._collectives = collectives
+        self._rank = rank
+        self._scale = 1.0 / world
+        self._active = active
+        self._buckets = cut(trained)
+        self._reduction: Reduction | None = None
+        self._spare: collections.deque[list[Any]] = collections.deque([[], []])  # the kept one, and the one before it
+        self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _ready(self, parameter: Any) -> None:
+        if not self._active():
+            return
+        if self._reduction is None:
+            self._reduction = Reduction(
+                self._buckets, self._buffers, rank=self._rank, scale=self._scale, spare=self._spare.popleft()
+            )
+            torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
+        bucket = self._place[id(parameter)]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._collectives.early(self._reduction.early)
+
+    def _finish(self) -> None:
+        """The end of the backward pass: autograd calls this before `backward()` returns."""
+        reduction, self._reduction = self._reduction, None
+        assert reduction is not None
+        try:
+            self._collectives.run(reduction)
+            self._spare.append(reduction.results())
+        finally:
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
+
+
+class Reduction:
+    """One step's reduction, as a collective that can be issued again on another group.
+
+    `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
+    """
+
+    def __init__(self, buckets: list[Bucket], buffers: list[Any], *, rank: int, scale: float, spare: list[Any]) -> None:
+        self._buckets = buckets
+        self._buffers = buffers
+        self._rank = rank
+        self._scale = scale
+        self._spare = spare
+        self._group: Gloo | None = None
+        self._flats: list[Any] = []
+        self._works: list[Any] = []
+
+    def early(self, group: Gloo) -> None:
+        """Issue the buckets that are full, in order, while the backward pass goes on."""
+        self._begin(group)
+        while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].missing == 0:
+            self._issue_next(group)
+
+    def issue(self, group: Gloo) -> list[Any]:
+        """Issue whatever has not been issued on this group yet; unused parameters count as zero."""
+        self._begin(group)
+        while len(self._flats) < len(self._buckets):
+            self._issue_next(group)
+        if self._buffers and len(self._flats) == len(self._buckets):
+            for flat in self._pack_buffers():
+                self._issue(group, flat)
+        return self._works
+
+    def results(self) -> list[Any]:
+        return self._flats
+
+    def complete(self, results: list[Any]) -> None:
+        """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
+        self._flats = results
+        for bucket, flat in zip(self._buckets, results, strict=False):
+            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                part = flat[offset : offset + parameter.numel()].view_as(parameter)
+                if parameter.grad is None:
+                    parameter.grad = part.clone()
+                else:
+                    parameter.grad.copy_(part)
+        self._unpack_buffers(results[len(self._buckets) :])
+
+    def _begin(self, group: Gloo) -> None:
+        if self._group is not group:
+            if self._group is not None:
+                self._spare = []  # the abandoned group may still write there
+            self._group, self._flats, self._works = group, [], []
+
+    def _issue_next(self, group: Gloo) -> None:
+        torch = torch_module()
+        bucket = self._buckets[len(self._flats)]
+        first = bucket.parameters[0]
+        flat = self._spare.pop(0) if self._spare else torch.empty(bucket.size, dtype=first.dtype, device=first.device)
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            part = flat[offset : offset + parameter.numel()]
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                torch.mul(parameter.grad.reshape(-1), self._scale, out=part)
+        self._issue(group, flat)
+
+    def _issue(self, group: Gloo, flat: Any) -> None:
+        self._flats.append(flat)
+        self._works.append(group.all_reduce(flat, torch_module().distributed.ReduceOp.SUM))
+
+    def _pack_buffers(self) -> list[Any]:
+        """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""
+        torch = torch_module()
+        self._spare = []
+        flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._buffers])
+        return [flat if self._rank == 0 else torch.zeros_like(flat)]
+
+    def _unpack_buffers(self, flats: list[Any]) -> None:
+        torch = torch_module()
+        offset = 0
+        for buffer in self._buffers if flats else []:
+            size = buffer.numel() * buffer.element_size()
+            part = flats[0][offset : offset + size].clone().view(buffer.dtype).view_as(buffer)
+            with torch.no_grad():
+                buffer.copy_(part)
+            offset += size
+
+
+def _kind(parameter: Any) -> tuple[Any, Any]:
+    return (parameter.dtype, parameter.device)
