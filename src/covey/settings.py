@@ -21,6 +21,7 @@ import msgspec
 
 from covey.core.messages import NODE_ID_MAX
 from covey.core.model import Role
+from covey.core.recovery import Strategy, ladder
 from covey.errors import UsageError
 
 Scalar = str | int | float | bool
@@ -143,6 +144,8 @@ PORT_OR_OFF = Kind(lambda text: 0 if text.strip() == "0" else PORT.read(text), "
 NAME = Kind(name, f'a name of at most {NODE_ID_MAX} printable characters without "/" is')
 PATH = Kind(path, "a path without control characters is")
 TEXT = Kind(str, "any text is")
+LADDER = Kind(lambda text: ",".join(ladder(text.split(","))), f"any of {', '.join(Strategy)}, separated by commas, are")
+STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or more, or a negative number for never, is")
 PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable characters is")
 COUNT = Kind(whole(1, NODES_MAX), f"a whole number from 1 to {NODES_MAX} is")
 COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX} is")
@@ -193,6 +196,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     token: Annotated[str, Var("COVEY_TOKEN", PASSPHRASE, "the REST port's token, beyond loopback", secret=True)] = ""
     host_id: Annotated[str, Var("COVEY_HOST_ID", NAME, "the host's identity, where the found one is not right")] = ""
     grace_s: Annotated[float, Var("COVEY_GRACE", GRACE, "seconds a process has to end before it is killed")] = 10.0
+    strategy: Annotated[str, Var("COVEY_STRATEGY", LADDER, "what may be done after a failure, of the ladder's rungs")] = (
+        "retry,recover-in-place,recover,dump,exit"
+    )
+    stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     tls_config: Annotated[str, Var("COVEY_TLS", PATH, "the TLS config file, as set_ps_context's config_file_path")] = ""
     tls_server_password: Annotated[str, Var("COVEY_TLS_SERVER_PASSWORD", PASSPHRASE, "of the server's p12", secret=True)] = ""
     tls_client_password: Annotated[str, Var("COVEY_TLS_CLIENT_PASSWORD", PASSPHRASE, "of the client's p12", secret=True)] = ""

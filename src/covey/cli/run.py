@@ -30,7 +30,7 @@ from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import SchedulerProcess
 from covey.node.serve import Sockets, bind_manage, manage_words
-from covey.settings import Settings
+from covey.settings import TABLE, Loaded, Settings, rendered
 from covey.store import secret as join_secret
 from covey.wire import address
 
@@ -126,7 +126,7 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     host = address.bare(plan.master_host)
     port = int(sockets.cluster[0].getsockname()[1]) if sockets is not None else plan.master_port
-    environ = dict(os.environ)
+    environ = dict(os.environ) | given_by_options(plan.loaded)
     if plan.tls:
         environ["COVEY_TLS"] = str(Path(plan.tls).resolve())
         settings = _with_passwords(settings)
@@ -144,6 +144,15 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
     return Door(host, port, secret, guard.client), environ, guard
+
+
+def given_by_options(loaded: Loaded) -> dict[str, str]:
+    """Settings that came from the command line, as the variables by which the other processes learn of them."""
+    return {
+        TABLE[field].variable: rendered(getattr(loaded.settings, field))
+        for field, origin in loaded.origins.items()
+        if origin.startswith("-")
+    }
 
 
 def _with_passwords(settings: Settings) -> Settings:

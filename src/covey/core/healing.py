@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from covey.core.messages import Giver, HealPlan, Number, Report
+from covey.core.model import Failure
 
 
 def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int, str]) -> dict[int, HealPlan]:
@@ -54,6 +55,7 @@ class Gathering:
         self.resumed: set[int] = set()
         self.broke_at = float("inf")
         self.broke_reason = ""
+        self.done = False  # every rank is at the end of its program, and was told that all are
         self._planned = False
 
     def add(self, rank: int, report: Report, addresses: Mapping[int, str]) -> dict[int, HealPlan]:
@@ -63,4 +65,17 @@ class Gathering:
         if not complete or (self._planned and not all(r.finished for r in self.reports.values())):
             return {}
         self._planned = True
+        self.done = all(r.finished for r in self.reports.values())
         return plan(self.generation, self.reports, addresses)
+
+
+class Dump:
+    """A dying gasp under way: whose word is awaited, and what was written."""
+
+    def __init__(self, failure: Failure, reason: str, waiting: set[int], by: float) -> None:
+        self.failure = failure
+        self.reason = reason
+        self.waiting = waiting
+        self.by = by
+        self.step = -1
+        self.path = ""

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.core import formation, recovery
+from covey.core import formation, ranks, recovery
 from covey.core.board import Board
 from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
-from covey.core.healing import Gathering
+from covey.core.healing import Dump, Gathering
 from covey.core.membership import names
-from covey.core.messages import Regrouped, Stop
+from covey.core.messages import DumpAsked, Regrouped, Stop
 from covey.core.model import (
     Agent,
     AgentRecord,
@@ -61,6 +61,7 @@ class Lifecycle:
         self._held: set[str] = set()  # lives that are held off, to say so once
         self._board = Board()
         self._gathering = Gathering(0)
+        self._dump: Dump | None = None
         self._layout: formation.Layout | None = None
         self._stop: Stop | None = None
         self._out: list[SchedulerEffect] = []
@@ -113,6 +114,8 @@ class Lifecycle:
         """One life is over: it left (code 0) or died."""
         if not member.present or self.cluster.phase is Phase.ENDED:
             return None
+        if code and self._gathering.done and member.heals:  # every rank had come to its end: nothing is left to repeat
+            code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
         member.state = NodeState.LEFT if code == 0 else NodeState.DEAD
         if self.cluster.phase is Phase.FORMING:
             self.cluster.remove(member)
@@ -134,16 +137,38 @@ class Lifecycle:
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
             self._regroup(f"{member.name} died: {failure.reason}", member)
-        elif after is recovery.After.REPLACE:
-            self._replace(member, failure, reason)
+        elif after in (recovery.After.REPLACE, recovery.After.MOVE):
+            self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
         elif after is recovery.After.RESTART_ALL:
             self._restart_all(failure)
         else:
             self.first_failure = failure
-            self._end(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
+            self._give_up(failure, f"{member.name} on {failure.host}: {failure.reason}")
 
-    def _replace(self, member: Member, failure: Failure, reason: str) -> None:
-        """One rank starts anew on its host; the others wait for it inside their step."""
+    def _give_up(self, failure: Failure, reason: str) -> None:
+        """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
+        survivors = {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.heals and m.present}
+        if recovery.Strategy.DUMP not in self.cluster.settings.strategies or not survivors:
+            return self._end(failure.code, reason, failure)
+        if self._dump is None:
+            self._dump = Dump(failure, reason, survivors, self._now + self.cluster.settings.dump_s)
+            self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
+            for member in self.cluster.of(Role.WORKER):
+                if member.rank in survivors:
+                    self._send(member.link, DumpAsked(reason))
+        else:
+            self._dump.waiting &= survivors
+            self._end_dump()
+        return None
+
+    def _end_dump(self) -> None:
+        dump = self._dump
+        if dump is not None and (not dump.waiting or self._now > dump.by):
+            said = f"; step {dump.step} is in {dump.path}" if dump.path else "; nobody could write down the state"
+            self._end(dump.failure.code, dump.reason + said, dump.failure)
+
+    def _replace(self, member: Member, failure: Failure, reason: str, moves: bool) -> None:
+        """One rank starts anew, on its host or on another; the others wait for it inside their step."""
         self.first_failure = self.first_failure or failure
         self._count("replacements")
         self._await_healing()
@@ -152,6 +177,12 @@ class Lifecycle:
         reached = max(m.progress.step for m in self.cluster.of(Role.WORKER))
         member.fruitless = member.fruitless + 1 if reached <= member.died_at_step else 1
         member.died_at_step = reached
+        if moves:
+            agent = recovery.refuge(self.cluster, member)
+            assert agent is not None
+            member.local_rank = ranks.free_local(self.cluster.of(Role.WORKER), agent.host)
+            member.agent, member.host = agent.id, agent.host
+            self._layout = None
         self._next_life(member)
         self._regroup(f"{member.name} died: {failure.reason}", member)
         agent = self.cluster.agents[member.agent]
@@ -197,10 +228,27 @@ class Lifecycle:
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+        elif self._dump is not None:
+            self._end_dump()
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
+        if settings.stuck_s >= 0 and self.cluster.phase is not Phase.ENDED:
+            self._judge_progress(settings.stuck_s)
+
+    def _judge_progress(self, limit: float) -> None:
+        """A rank for which all others have waited in one collective for too long is stuck, though it beats."""
+        workers = [m for m in self.cluster.of(Role.WORKER) if m.present]
+        waiting = [m for m in workers if m.progress.waits and self._now - m.changed_at > limit]
+        late = [m for m in workers if not m.progress.waits and m.link]
+        if not waiting or len(waiting) + len(late) < len(workers):
+            return
+        for member in late:
+            if self._now - member.changed_at > limit:
+                self._count("stuck")
+                reason = f"stuck: all others wait for it in collective {waiting[0].progress.waits} for over {limit:g} s"
+                self._over(member, ExitCode.PEER_FAILED, reason)
 
     def _retry(self) -> None:
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""

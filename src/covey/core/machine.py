@@ -24,6 +24,8 @@ from covey.core.messages import (
     Ask,
     Beat,
     Broke,
+    Drain,
+    Dumped,
     Exited,
     Get,
     Goodbye,
@@ -62,6 +64,8 @@ class Machine(Lifecycle):
             Report: self._report,
             Broke: self._broke,
             Resumed: self._resumed,
+            Drain: self._drain,
+            Dumped: self._dumped,
             StopAsked: self._stop_asked,
         }
 
@@ -213,7 +217,8 @@ class Machine(Lifecycle):
             return
         speaker.beat_at = self._now
         if isinstance(speaker, Member):
-            speaker.progress = beat.progress
+            if speaker.progress != beat.progress:
+                speaker.progress, speaker.changed_at = beat.progress, self._now
             if speaker.state is NodeState.SUSPECT:
                 speaker.state = NodeState.ALIVE
                 self._publish(speaker.name, "heard again", "its beat came late")
@@ -258,6 +263,21 @@ class Machine(Lifecycle):
             self._gathering.resumed.add(member.rank)
             member.progress = Progress(said.step, member.progress.phase)
             self._settle("every rank goes on")
+
+    def _drain(self, link: int, drain: Drain) -> None:
+        agent = self._speakers.get(link)
+        if isinstance(agent, Agent):
+            agent.leaving = True
+            self._publish(f"agent:{agent.id}", "leaving", drain.reason, Level.WARNING)
+
+    def _dumped(self, link: int, said: Dumped) -> None:
+        member = self._speakers.get(link)
+        if self._dump is not None and isinstance(member, Member):
+            self._publish(member.name, "dumped", f"step {said.step} is in {said.path}")
+            self._dump.waiting.discard(member.rank)
+            if said.path and said.step >= self._dump.step:
+                self._dump.step, self._dump.path = said.step, said.path
+            self._end_dump()
 
     def _child_started(self, link: int, said: Started) -> None:
         member = self._child(link, said.node_id, said.incarnation)

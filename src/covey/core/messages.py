@@ -243,6 +243,25 @@ class Resumed(Message, frozen=True):
     step: int
 
 
+class Drain(Message, frozen=True):
+    """An agent: this host is asked to go. Its workers finish their step; nothing more is to be started here."""
+
+    reason: Sentence = ""
+
+
+class DumpAsked(Message, frozen=True):
+    """To a rank: the run cannot go on. Write down what you hold, at the next safe point."""
+
+    reason: Sentence
+
+
+class Dumped(Message, frozen=True):
+    """A rank: what it held is on disk, complete and loadable."""
+
+    step: int
+    path: Sentence
+
+
 class Giver(msgspec.Struct, frozen=True):
     """The rank to fetch from, and how."""
 
@@ -261,5 +280,7 @@ class HealPlan(Message, frozen=True):
     failure: Sentence = ""
 
 
-FromNode = Register | RegisterAgent | Beat | Leave | Started | Exited | Put | Get | Report | Broke | Resumed | Ask | StopAsked
-FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | Refused | Stop | Goodbye | Value | Told
+_Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
+_Healing = Report | Broke | Resumed | Dumped
+FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked
+FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value | Told

@@ -53,6 +53,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     max_restarts: int = 0  # of everyone at once, as torchrun
     replacements_max: int = 32767  # of single workers, per host
     strategies: tuple[str, ...] = ()
+    stuck_s: float = 600.0
+    extra_ranks: int = 8  # of other hosts' ranks that one host may take over
+    dump_s: float = 60.0
     grace_s: float = 10.0
 
     @property
@@ -82,6 +85,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     step: int = -1
     phase: str = ""
+    waits: str = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -114,6 +118,7 @@ class Member(msgspec.Struct):
     joined_at: float = 0.0
     beat_at: float = 0.0
     progress: Progress = Progress()
+    changed_at: float = 0.0  # when its progress last changed
     restarts: int = 0
     pid: int = 0
     heals: bool = False  # its program called covey.init(): it can wait for a replacement, and be one
@@ -141,6 +146,7 @@ class Agent(msgspec.Struct):
     log_dir: str = ""
     link: int = 0
     beat_at: float = 0.0
+    leaving: bool = False  # its host is asked to go: nothing more is started there
 
 
 class MemberRecord(msgspec.Struct, frozen=True, tag="member"):

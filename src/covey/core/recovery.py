@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from covey.core.cluster import Cluster
-from covey.core.model import Failure, Member, Role
+from covey.core.model import Agent, Failure, Member, Role
 from covey.errors import UsageError
 
 FRUITLESS_MAX = 3  # deaths of one rank without a step committed in between
@@ -31,6 +31,7 @@ class Strategy(StrEnum):
 class After(StrEnum):
     WAIT = "wait"
     REPLACE = "recover-in-place"
+    MOVE = "recover"
     RESTART_ALL = "restart all"
     END = "exit"
 
@@ -52,25 +53,48 @@ def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
         if settings.recovery:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "recovery is off"
+    workers = cluster.of(Role.WORKER)
+    if any(m.heals for m in workers):
+        return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
-    workers = cluster.of(Role.WORKER)
-    if Strategy.IN_PLACE in settings.strategies and any(m.heals for m in workers):
-        return _in_place(cluster, dead)
     if settings.max_restarts > cluster.restarts and all(m.agent in cluster.agents for m in workers):
         count = cluster.restarts + 1
         return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
     return After.END, "no restart is left" if settings.max_restarts else "no restarts were asked for (--max-restarts)"
 
 
-def _in_place(cluster: Cluster, dead: Member) -> tuple[After, str]:
+def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
+    """The rungs that keep the others in their step."""
+    settings = cluster.settings
     if dead.fruitless >= FRUITLESS_MAX:
         return After.END, f"{dead.name} died {dead.fruitless} times without a step in between"
-    limit = cluster.settings.replacements_max
+    agent = cluster.agents.get(dead.agent)
+    here = agent is not None and not agent.leaving
     spent = sum(m.restarts for m in cluster.children(dead.agent))
-    if spent >= limit:
-        return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
-    return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
+    if Strategy.IN_PLACE in settings.strategies and here and spent < settings.replacements_max:
+        return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
+    other = refuge(cluster, dead)
+    if Strategy.RECOVER in settings.strategies and other is not None:
+        return After.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
+    if Strategy.IN_PLACE not in settings.strategies and Strategy.RECOVER not in settings.strategies:
+        return After.END, "no recovery is among the strategies"
+    if here and spent >= settings.replacements_max:
+        return After.END, f"{settings.replacements_max} replacements on {dead.host.name} are used up (--max-restarts)"
+    return After.END, f"no host is left that could take {dead.name} over"
+
+
+def refuge(cluster: Cluster, dead: Member) -> Agent | None:
+    """The host that carries the fewest extra ranks, if it may carry one more."""
+    extra = {
+        agent.id: len(cluster.children(agent.id)) - agent.slots
+        for agent in cluster.agents.values()
+        if agent.id != dead.agent and agent.link and not agent.leaving
+    }
+    if not extra:
+        return None
+    best = min(extra, key=lambda agent: (extra[agent], agent))
+    return cluster.agents[best] if extra[best] < cluster.settings.extra_ranks else None
 
 
 def report(cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str) -> Failure:

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from covey.core.effects import Finish
-from covey.core.messages import Exited, FromScheduler, RegisterAgent, Start, Started, Stop, StopAsked, Welcome
+from covey.core.messages import Drain, Exited, FromScheduler, RegisterAgent, Start, Started, Stop, StopAsked, Welcome
 from covey.core.model import Failure
 from covey.errors import CoveyError, ExitCode
 from covey.node import host
@@ -130,11 +130,16 @@ class Agent:
             self.settle(Outcome(ExitCode.STOPPED, reason))
 
     def leave(self, number: int) -> None:
-        """This host is asked to go (SIGTERM): its workers are asked too, and have the grace period."""
+        """This host is asked to go (SIGTERM): its workers finish their step and go first, within the grace period."""
         assert self._runtime is not None
-        for name in self._running:
-            self._children.signal(name, number)
-        self._runtime.leave(128 + number, f"the agent was asked to leave ({signal.Signals(number).name})")
+        reason = f"the agent was asked to leave ({signal.Signals(number).name})"
+        self._runtime.say(Drain(reason))
+        self._draining = asyncio.create_task(self._drain(number, reason))
+
+    async def _drain(self, number: int, reason: str) -> None:
+        await self._children.end(list(self._running), grace_s=self._settings.grace_s)
+        assert self._runtime is not None
+        self._runtime.leave(128 + number, reason)
 
     def abandon(self) -> None:
         """End everything at once, in no order (the second Ctrl-C)."""

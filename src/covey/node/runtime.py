@@ -39,7 +39,8 @@ class Door(msgspec.Struct, frozen=True):
 
 def node_settings(settings: Settings, door: Door) -> NodeSettings:
     """What a node's machine needs of the effective settings. Whoever shortens the silence allowed shortens the beat with it."""
-    often = settings.node_timeout_s / BEATS_PER_SILENCE if settings.node_timeout_s > 0 else float("inf")
+    limits = [limit for limit in (settings.node_timeout_s, settings.stuck_s) if limit > 0]
+    often = min(limits, default=float("inf")) / BEATS_PER_SILENCE
     return NodeSettings(
         address=door.name,
         topo_timeout_s=settings.topo_timeout_s,

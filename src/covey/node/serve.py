@@ -21,6 +21,7 @@ import msgspec
 from covey import context
 from covey.core.effects import End
 from covey.core.model import ClusterSettings
+from covey.core.recovery import ladder
 from covey.errors import CoveyError, UsageError
 from covey.node import security
 from covey.node.log import configure, log
@@ -31,6 +32,7 @@ from covey.store.journal import Journal, open_journal
 from covey.wire import address
 
 KEPT_VARIABLE = "COVEY_KEPT"
+REPLACEMENTS_MAX = 32767  # per host, as the seeds' max_restarts
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -68,7 +70,9 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
         node_timeout_s=settings.node_timeout_s,
         beats=not settings.disable_heartbeat,
         max_restarts=max_restarts,
-        strategies=("retry", "recover-in-place", "recover", "dump", "exit"),
+        replacements_max=max_restarts or REPLACEMENTS_MAX,
+        strategies=ladder(settings.strategy.split(",")),
+        stuck_s=settings.stuck_s,
         grace_s=settings.grace_s,
     )
 

@@ -21,14 +21,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
+import msgspec
+
 from covey.core.effects import Finish
 from covey.core.messages import (
     Beat,
+    DumpAsked,
     Formed,
     FromScheduler,
     Get,
     HealPlan,
     Message,
+    Number,
     Put,
     Register,
     Regrouped,
@@ -78,6 +82,9 @@ class Node:
         self._said_last: Report | None = None  # said again to a scheduler that was away
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
+        self.waits: Number | None = None
+        self.asked_to_leave = False
+        self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
         self._told_at = 0.0
 
@@ -125,6 +132,15 @@ class Node:
         if now - self._told_at > max(TELL_S, self.place.world / TELL_NODES_PER_S):
             self._told_at = now
             self._say(Beat(progress))
+
+    def _doing(self) -> Progress:
+        waits = self.waits
+        return msgspec.structs.replace(self._progress, waits=f"{waits.step}.{waits.n}" if waits is not None else "")
+
+    def depart(self) -> None:
+        """Go, having been asked to, at a step's boundary. The rank is handed over."""
+        self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM), its step is finished"
+        sys.exit(self._code)
 
     def say(self, message: Message) -> None:
         """Tell the scheduler where this rank stands in a healing."""
@@ -184,7 +200,7 @@ class Node:
             self._door,
             deliver=self._deliver,
             finished=self._finished,
-            progress=lambda: self._progress,
+            progress=self._doing,
         )
         await asyncio.Event().wait()
 
@@ -211,6 +227,8 @@ class Node:
                 self.inbox.put(Regroup(message.generation))
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))
+            elif isinstance(message, DumpAsked):
+                self.inbox.put(message)
             elif isinstance(message, Value) and not self._stale(message.generation):
                 self._values[message.key] = message.value
                 self._wanted.discard(message.key)
@@ -284,16 +302,22 @@ class Node:
             signal.set_wakeup_fd(previous)
             return
         self._wakeup = (reader, writer)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, self._on_term)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._loop.add_reader, reader, self._on_signal, reader)
 
+    def _on_term(self, *_: object) -> None:
+        if not self.finishes_steps:
+            sys.exit(128 + signal.SIGTERM)
+
     def _on_signal(self, reader: socket.socket) -> None:
-        if signal.SIGTERM in reader.recv(64) and not self._leaving:
+        if signal.SIGTERM in reader.recv(64) and not self.asked_to_leave:
             assert self._loop is not None
-            self._leaving = True
+            self.asked_to_leave = True
             code = 128 + signal.SIGTERM
-            self._leave(code, "asked to leave (SIGTERM)")
+            if not self.finishes_steps:
+                self._leaving = True
+                self._leave(code, "asked to leave (SIGTERM)")
             self._loop.call_later(self._settings.grace_s, exit_flushed, code)
 
 

@@ -179,7 +179,8 @@ class Checkpoint:
     def _read(self, path: Path, step: int) -> Any:
         manifest = _unseal(path)
         if (manifest.step, manifest.prefix) != (step, self.prefix):
-            raise _UnusableError(path, f"it is of step {manifest.step} of {manifest.prefix!r}, though its name says otherwise")
+            what = f"step {manifest.step} of {manifest.prefix!r}"
+            raise _UnusableError(path, f"it holds {what}, and step {step} of {self.prefix!r} is looked for")
         tensors = _read_tensors(path.with_suffix(".safetensors"), manifest)
         return tree.unpack(_thaw(manifest.skeleton), tensors)
 
@@ -300,6 +301,8 @@ def _unseal(path: Path) -> Manifest:
         fields = json.loads(text)
         if len(text) > MANIFEST_MAX or not isinstance(fields, dict) or fields.pop("seal", "") != _seal_of(fields):
             raise _UnusableError(path, "its seal does not match: it is damaged, or was edited")
+        if fields.get("format") != FORMAT:
+            raise _UnusableError(path, f"it has format {fields.get('format')}, and this version of covey reads {FORMAT}")
         return msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise _UnusableError(path, _why(error)) from None

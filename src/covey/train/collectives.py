@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.messages import Broke, HealPlan, Number, Report, Resumed
+from covey.core.messages import Broke, DumpAsked, Dumped, HealPlan, Number, Report, Resumed
 from covey.errors import CoveyError, ExitCode, PeerError
 from covey.train.gloo import Built, Done, Gloo
 from covey.train.meeting import Meeting, Planned, Regroup
@@ -46,6 +46,7 @@ class Source(Protocol):
     """Who holds the state that a replacement must receive: the loop."""
 
     def donate(self) -> Donation: ...
+    def dump(self) -> tuple[int, str]: ...
 
 
 class Collectives:
@@ -91,6 +92,7 @@ class Collectives:
         state afterwards: they are kept only until the next."""
         number = Number(self._step, self._n)
         self._n += 1
+        self._meeting.waits = number
         while True:
             if self._agreed != self._meeting.place.generation and number not in self._handed:
                 self.agree()
@@ -102,6 +104,7 @@ class Collectives:
             if group is not None and self._wait(operation.issue(group)):
                 results = operation.results()
                 break
+        self._meeting.waits = None
         operation.complete(results)
         self._keep(number, results, passing)
         if self._resumed != self._agreed:
@@ -147,11 +150,20 @@ class Collectives:
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
+    def _news(self) -> Any:
+        """The next piece of news. A wish to write down what this rank holds is granted on the way: this is a safe point."""
+        while True:
+            news = self._meeting.inbox.get()
+            if not isinstance(news, DumpAsked):
+                return news
+            step, path = self.source.dump() if self.source is not None else (-1, "")
+            self._meeting.say(Dumped(step, path))
+
     def _wait(self, works: list[Any]) -> bool:
         """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
         waiting = {id(work) for work in works}
         while waiting:
-            news = self._meeting.inbox.get()
+            news = self._news()
             if isinstance(news, Regroup) and news.generation > self._agreed:
                 self._leave_behind(news.generation)
                 return False
@@ -167,7 +179,7 @@ class Collectives:
         if self._gloo is None:
             self._gloo = Gloo(self._meeting, self._agreed)
         while not self._gloo.ready:
-            news = self._meeting.inbox.get()
+            news = self._news()
             if isinstance(news, Regroup) and news.generation > self._agreed:
                 self._leave_behind(news.generation)
                 return None
@@ -203,7 +215,7 @@ class Collectives:
 
     def _next_plan(self, generation: int) -> HealPlan | None:
         while True:
-            news = self._meeting.inbox.get()
+            news = self._news()
             if isinstance(news, Regroup) and news.generation > generation:
                 return None
             if isinstance(news, Planned) and news.plan.generation == generation:
@@ -228,7 +240,7 @@ class Collectives:
 
     def _await_regroup(self, generation: int) -> None:
         while self._meeting.place.generation == generation:
-            self._meeting.inbox.get()
+            self._news()
 
     # -- giving ------------------------------------------------------------------------------------------------------
 

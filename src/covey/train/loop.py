@@ -129,6 +129,8 @@ class Loop:
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             generation = meeting.place.generation if meeting is not None else 0
             self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
+        if meeting is not None and meeting.asked_to_leave:
+            meeting.depart()
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._applied = True
@@ -153,6 +155,15 @@ class Loop:
             "parts": {name: get() for name, (get, _) in self._parts.items()},
         }
 
+    def dump(self) -> tuple[int, str]:
+        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
+        gasp = self._checkpoint or Checkpoint("covey_dump")
+        given, meeting = self.donate(), self._group.meeting
+        state = given.state | {"step": given.step + given.applied}
+        generation = meeting.place.generation if meeting is not None else 0
+        path = gasp.dump(state["step"], state, rank=self._rank, world=self._world, generation=generation)
+        return state["step"], str(path)
+
     def _attach(self, collectives: Collectives) -> None:
         """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
         if collectives.needs_state:
@@ -169,6 +180,8 @@ class Loop:
             collectives.on_live = self._catch_up
         self._before = collectives.count
         collectives.source = self
+        assert self._group.meeting is not None
+        self._group.meeting.finishes_steps = True
 
     def _resume(self) -> None:
         """From the newest checkpoint that any rank has whole, on a fresh start."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from covey.core.messages import HealPlan, Message
+from covey.core.messages import HealPlan, Message, Number
 from covey.core.model import Progress
 
 
@@ -27,6 +27,10 @@ class Place(Protocol):
 class Meeting(Protocol):
     """How the ranks of a generation find each other and hear of a new one."""
 
+    waits: Number | None  # the collective this rank waits in, as its beats say it
+    finishes_steps: bool  # a loop runs, which leaves at a step's boundary
+    asked_to_leave: bool  # SIGTERM came: finish the step and go
+
     @property
     def place(self) -> Place: ...
     @property
@@ -38,6 +42,7 @@ class Meeting(Protocol):
     def holds(self, key: str) -> bool: ...
     def say(self, message: Message) -> None: ...
     def report(self, progress: Progress) -> None: ...
+    def depart(self) -> None: ...
 
 
 class Regroup(msgspec.Struct, frozen=True):

@@ -1,0 +1,40 @@
+"""A training that does not notice a death.
+
+covey run -n 4 examples/02_healing.py     # then kill -9 any worker, as often as you like: the last line stays the same
+python examples/02_healing.py             # the same script alone
+"""
+
+import torch
+from digits import load
+from torch import nn
+
+import covey
+
+covey.init()  # join the cluster; started alone, this is a world of one
+covey.set_seed(1)
+torch.set_num_threads(1)
+
+train, test = ([torch.from_numpy(array) for array in load(part)] for part in ("train", "test"))
+pixels = train[0][0].numel()
+model = nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+loss_fn = nn.CrossEntropyLoss()
+
+data = covey.Data(torch.utils.data.TensorDataset(*train), batch_size=32)  # each worker gets its own part of every epoch
+loop = covey.Loop(model, optimizer, data, steps=1000, schedulers=[schedule])  # knows what a replacement must receive
+for images, labels in loop:
+    optimizer.zero_grad()
+    loss = loss_fn(model(images), labels)
+    loss.backward()  # returns with the mean of all workers' gradients, whoever died meanwhile
+    optimizer.step()
+    schedule.step()
+    if covey.get_rank() == 0 and loop.step % 100 == 0:
+        print(f"epoch {loop.epoch:3}  step {loop.step:4}  loss {loss.item():.4f}", flush=True)
+
+model.eval()
+with torch.no_grad():
+    logits = model(test[0])
+    right = (logits.argmax(1) == test[1]).float().mean()
+if covey.get_rank() == 0:
+    print(f"test accuracy {right:.3f}, test loss {loss_fn(logits, test[1]).item()!r}")  # to the last digit

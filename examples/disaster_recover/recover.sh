@@ -1,0 +1,25 @@
+#!/bin/bash
+# Brings back the scheduler (bash recover.sh) or a worker (bash recover.sh 3) of a cluster that run.sh started and that lost it.
+EXEC_PATH=$(pwd)
+if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then
+    export DATA_PATH=${EXEC_PATH}/MNIST_Data/train/
+fi
+
+export MS_ENABLE_RECOVERY=1                # Enable disaster recovery
+export MS_RECOVERY_PATH=./recovery/        # Set the disaster recovery file save path
+
+export MS_WORKER_NUM=8              # Set the number of Worker processes in the cluster to 8
+export MS_SCHED_HOST=127.0.0.1      # Set the Scheduler IP address to the local loop address
+export MS_SCHED_PORT=8118           # Set the Scheduler Port
+
+if [ -z "$1" ]; then
+    # Start 1 Scheduler process
+    export MS_ROLE=MS_SCHED             # Set the startup process to MS_SCHED role
+    export MS_NODE_ID=sched             # Set this node Node ID to 'sched'
+    python ./train.py >> device/scheduler.log 2>&1 &     # Start training scripts
+else
+    # Start 1 Worker process, under the id it had
+    export MS_ROLE=MS_WORKER            # Set the startup process to MS_WORKER role
+    export MS_NODE_ID=$1                # Set the process id of the Worker that is gone
+    python ./train.py >> device/worker_$1.log 2>&1 &     # Start training scripts
+fi

@@ -1,0 +1,84 @@
+"""The tutorial of disaster recovery, followed by hand: kill the scheduler and bring it back, then the same with a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.processes.harness import Cluster, until
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+WORKERS = 3  # the tutorial has 8
+EPOCHS = 23  # of 14 steps: the digits that come with covey, in batches of 32 on 3 workers
+STEPS = 14 * EPOCHS
+DEADLINE_S = 150.0  # for any one event: every process imports torch, and they share what processors there are
+
+
+def copied(cluster: Cluster) -> Path:
+    """The example where it may write, on a port of its own and with fewer workers."""
+    shutil.copytree(EXAMPLES, cluster.folder / "examples")
+    folder = cluster.folder / "examples" / "disaster_recover"
+    for script in folder.glob("*.sh"):
+        text = script.read_text().replace("8118", str(cluster.port)).replace("i<8", f"i<{WORKERS}")
+        script.write_text(text.replace("MS_WORKER_NUM=8", f"MS_WORKER_NUM={WORKERS}"))
+    return folder
+
+
+def living(cluster: Cluster, role: str, node_id: str | None = None) -> list[psutil.Process]:
+    """The processes of a role; of one worker, if it is named. The scheduler inherits the last worker's id."""
+    found = []
+    for process in cluster.mine():
+        env = process.environ()
+        if env.get("MS_ROLE") == role and node_id in (None, env.get("MS_NODE_ID")) and process.name().startswith("python"):
+            found.append(process)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None:
+    folder = copied(cluster)
+    env = {"EPOCHS": EPOCHS, "PYTHONPATH": os.environ.get("PYTHONPATH"), "MS_SCHED_MANAGE_PORT": 0}
+
+    def log(name: str) -> str:
+        path = folder / "device" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def story() -> str:
+        names = ["scheduler", *(f"worker_{n}" for n in range(WORKERS))]
+        return "\n".join(f"--- {name}\n{log(name)[-3000:]}" for name in names)
+
+    def printed(rank: int) -> list[int]:
+        """The steps of which a worker printed the loss, counted over all epochs."""
+        lines = re.findall(r"^epoch: (\d+) step: (\d+), loss is \d", log(f"worker_{rank}"), re.MULTILINE)
+        return [(int(epoch) - 1) * 14 + int(step) for epoch, step in lines]
+
+    def further(than: int) -> None:
+        until(lambda: printed(0) and printed(0)[-1] >= than, f"step {than}", DEADLINE_S, story)
+
+    cluster.run(["bash", "run.sh"], cwd=folder, env=env)
+    further(100)  # past a checkpoint
+
+    [scheduler] = living(cluster, "MS_SCHED")
+    scheduler.kill()
+    until(lambda: not living(cluster, "MS_SCHED"), "the scheduler to be gone")
+    cluster.run(["bash", "recover.sh"], cwd=folder, env=env)
+    cluster.until(lambda view: sum(node.alive for node in view.nodes if node.role == "worker") == WORKERS, "all workers there")
+    further(printed(0)[-1] + 20)
+
+    [worker] = living(cluster, "MS_WORKER", "1")
+    worker.kill()
+    until(lambda: not living(cluster, "MS_WORKER", "1"), "the worker to be gone")
+    cluster.run(["bash", "recover.sh", "1"], cwd=folder, env=env)
+    until(lambda: not cluster.mine(), "everyone to end", DEADLINE_S, story)
+
+    for rank in range(WORKERS):
+        assert log(f"worker_{rank}").rstrip().endswith("done"), story()
+    for rank in (0, 2):  # no step is lost, none is taken twice
+        assert printed(rank) == list(range(20, STEPS + 1, 20)), story()
+    manifests = [json.loads((folder / "ckpt_of_rank" / str(rank) / "train-300.json").read_text()) for rank in range(WORKERS)]
+    assert len({manifest["sha256"] for manifest in manifests}) == 1  # all ranks hold the same bits
