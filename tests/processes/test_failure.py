@@ -249,6 +249,30 @@ def test_a_scheduler_that_vanishes_is_waited_for_and_then_named(patient: Cluster
         assert f"the scheduler at 127.0.0.1:{patient.port} did not come back within 1 s" in worker.text()
 
 
+def test_a_scheduler_that_stood_still_takes_nobody_for_dead(patient: Cluster) -> None:
+    """A suspended laptop, a debugger, a machine that moved: the beats it missed are waiting for it in its sockets."""
+    script = patient.script(
+        JOINED
+        + "import pathlib\n"
+        + "step = 0\n"
+        + "while not pathlib.Path(sys.argv[1]).exists():\n"
+        + "    step += 1\n"
+        + "    covey.report(step)\n"
+        + "    print(f'step={step}', flush=True)\n"
+        + "    time.sleep(0.01)\n"
+    )
+    quick = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
+    scheduler, workers = patient.formed(script=script, **quick, MS_NODE_TIMEOUT=1)
+    scheduler.stop()
+    stopped = int(re.findall(r"step=(\d+)", workers[0].text())[-1])
+    workers[0].wait_for(f"step={stopped + 300}\n")
+    scheduler.resume()
+    patient.until(lambda v: all(n.step > stopped + 300 for n in nodes_of(v).values()), "beats of today")
+    patient.release()
+    assert [node.wait() for node in (scheduler, *workers)] == [0, 0, 0]
+    assert "died" not in scheduler.text()
+
+
 # -- children of a worker --------------------------------------------------------------------------------------------
 
 CHILDREN = {

@@ -160,6 +160,20 @@ def test_a_scheduler_that_does_not_know_the_secret_is_not_joined(patient: Cluste
     assert "secret" in careful.text()
 
 
+def test_beyond_loopback_a_secret_is_asked_for_though_nobody_set_one(patient: Cluster) -> None:
+    """The user's own nodes find it in the user's own file; another user's do not."""
+    scheduler = patient.scheduler(MS_SCHED_HOST="0.0.0.0")
+    scheduler.wait_for("scheduler of cluster")
+    foreign = patient.folder / "foreign"
+    foreign.mkdir()
+    stranger = patient.worker(0, name="stranger", XDG_CONFIG_HOME=str(foreign))
+    assert stranger.wait() == 21, stranger.tail()
+    assert "secret" in stranger.text()
+    patient.worker(0)
+    patient.worker(1)
+    finishes(patient, stranger)
+
+
 @pytest.mark.parametrize("version", [PROTOCOL + 1, 0])
 def test_a_node_of_another_version_is_told_both_versions(patient: Cluster, version: int) -> None:
     scheduler = patient.scheduler()

@@ -466,8 +466,9 @@ def test_an_agent_whose_workers_have_finished_may_go() -> None:
     assert phase(made) is Phase.READY
 
 
-def test_an_agent_that_leaves_ends_its_workers_with_its_code() -> None:
+def test_an_agent_that_leaves_takes_its_workers_along_and_ends_them_itself() -> None:
     made = ready_agents()
+    made.step(Heard(register("2", incarnation=1), 3), 0.0)
     effects = made.step(Heard(Leave(143, "SIGTERM"), 2), 1.0)
     end = ended(effects)
     assert end is not None and end.code == 143 and sent(effects, Goodbye) == {2: Goodbye()} and set(sent(effects, Stop)) == {1}

@@ -194,6 +194,8 @@ class Lifecycle:
                 agent.link = 0
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit))
         for member in list(self.cluster.members.values()):
+            if self.cluster.phase is Phase.ENDED:
+                return
             silent = self._now - member.beat_at
             if silent <= limit / 2 or not member.present or self._agent_answers(member):
                 continue
@@ -205,8 +207,6 @@ class Lifecycle:
             elif member.state is NodeState.ALIVE:
                 member.state = NodeState.SUSPECT
                 self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)
-            if self.cluster.phase is Phase.ENDED:
-                return
 
     def _agent_answers(self, member: Member) -> bool:
         """A child that never attached has no beats of its own, and one whose agent is out of reach is judged with it."""

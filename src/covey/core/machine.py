@@ -243,6 +243,9 @@ class Machine(Lifecycle):
         if speaker is not None:
             speaker.link = 0
         if isinstance(speaker, Agent):
+            for child in self.cluster.children(speaker.id):  # it ends them itself, with the grace they need
+                self._speakers.pop(child.link, None)
+                child.link = 0
             self._agent_gone(speaker, leave.code, leave.reason)
         elif speaker is not None and speaker.agent:
             speaker.life = ""
