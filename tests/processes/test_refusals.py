@@ -29,7 +29,8 @@ def patient(cluster: Cluster) -> Cluster:
 def refused(scheduler: Process, node: Process, *words: str) -> None:
     """The node ended with the code of a refusal, and both sides say why in the same words."""
     assert node.wait() == 21, node.tail()
-    assert "Traceback" not in node.text() and len(node.text().splitlines()) == 1
+    assert "Traceback" not in node.text()
+    assert [line for line in node.text().splitlines() if line.startswith("covey: ")] == node.text().splitlines()[-1:]
     for word in words:
         assert word in node.text()
         scheduler.wait_for(word)

@@ -59,6 +59,7 @@ class Lifecycle:
         self._held: set[str] = set()  # lives that are held off, to say so once
         self._board = Board()
         self._layout: formation.Layout | None = None
+        self._awaited: Member | None = None  # a worker that has not left
         self._stop: Stop | None = None
         self._out: list[SchedulerEffect] = []
 
@@ -151,9 +152,12 @@ class Lifecycle:
         self._tell_places()
 
     def _finished(self) -> None:
-        workers = self.cluster.of(Role.WORKER)
-        if all(member.state is NodeState.LEFT for member in workers):
-            self._end(0, f"all {len(workers)} workers finished")
+        """The end, once every worker has left. One that has not is remembered: looking at all at each leave costs N²."""
+        if self._awaited is None or self._awaited.state is NodeState.LEFT:
+            workers = reversed(self.cluster.of(Role.WORKER))
+            self._awaited = next((m for m in workers if m.state is not NodeState.LEFT), None)
+        if self._awaited is None:
+            self._end(0, f"all {self.cluster.size(Role.WORKER)} workers finished")
         else:
             self._settle("every member is heard again")
 
@@ -281,7 +285,8 @@ class Lifecycle:
         self._move(Phase.ENDED, reason)
         self._persist(self.cluster.record())
         self._publish("cluster", "ended", reason, _level(code))
-        for link in self._speakers:
+        children_first = sorted(self._speakers, key=lambda link: isinstance(self._speakers[link], Agent))
+        for link in children_first:  # so that they hear why before their agent ends them
             self._send(link, self._stop)
         self._out.append(End(code, reason, failure))
 

@@ -156,7 +156,7 @@ class Machine(Lifecycle):
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            agent = Agent(wish.agent, wish.life, wish.host, wish.slots, wish.first_rank, wish.meet_port, wish.log_dir)
+            agent = Agent(wish.agent, wish.life, wish.host, wish.slots, wish.first_rank, wish.meet_port, wish.logs)
             self.cluster.agents[agent.id] = agent
             for place in range(agent.slots):
                 self._add_child(agent, place)

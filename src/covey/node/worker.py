@@ -246,9 +246,13 @@ class Node:
             signal.set_wakeup_fd(previous)
             return
         self._wakeup = (reader, writer)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, self._on_term)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._loop.add_reader, reader, self._on_signal, reader)
+
+    def _on_term(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
+        sys.exit(128 + signal.SIGTERM)
 
     def _on_signal(self, reader: socket.socket) -> None:
         if signal.SIGTERM in reader.recv(64) and not self._leaving:
@@ -287,7 +291,7 @@ def door(settings: Settings) -> Door:
                 f"MS_WORKER_IP={settings.worker_ip} is an IPv{ours} address and MS_SCHED_HOST={where} is IPv{theirs}:"
                 " both must be of one family"
             )
-    guard = security.find(settings)
+    guard = security.find(settings, reaches=where)
     return Door(where, settings.sched_port, guard.secret, guard.client)
 
 
