@@ -132,6 +132,7 @@ class Lifecycle:
                 self._move(Phase.HEALING, reason)
             self._regroup(f"{member.name} died: {failure.reason}", member)
         elif after is recovery.After.RESTART_ALL:
+            self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
             self._restart_all(failure)
         else:
             self.first_failure = failure
@@ -142,7 +143,7 @@ class Lifecycle:
         self._count("restarts")
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
-            self._silence(member.link)
+            self._speakers.pop(member.link, None)  # its process is ended by its agent, and need not learn it from us
             member.incarnation += 1
             member.restarts += 1
             member.life, member.link, member.pid = "", 0, 0

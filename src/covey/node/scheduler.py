@@ -75,6 +75,7 @@ class Scheduler:
         self._followers: dict[int, bytes] = {}
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
         self._turn: asyncio.Handle | None = None
+        self._told = (Phase.FORMING, 0)
         self._stuck = ""
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
         self._started_at = time.time()
@@ -196,6 +197,10 @@ class Scheduler:
         wishes, self._wishes = self._wishes, collections.deque()
         for wish in wishes:
             self._carry_out(wish)
+        news = (self.machine.cluster.phase, self.machine.cluster.generation)
+        if news != self._told:  # what people must not miss is told at once, the rest at the next tick
+            self._told = news
+            self._tell_followers()
 
     def _commit(self, records: list[Any]) -> None:
         if self._journal is not None and records:
