@@ -102,9 +102,12 @@ class Node:
         elif isinstance(message, Goodbye):
             self.flock.gone.add()
             link.close()
-        elif isinstance(message, Refused | Stop):
+        elif isinstance(message, Stop):
             self._rest()
-            self.flock.turned_away = message.reason
+            self.flock.news.add()
+            link.close()
+        elif isinstance(message, Refused):
+            self.flock.refusal = message.reason
 
     def _closed(self, link: Link, reason: str) -> None:
         self._rest()
@@ -132,7 +135,7 @@ class Flock:
         self.size = size
         self.beats = 0
         self.retries = 0
-        self.turned_away = ""
+        self.refusal = ""
         self.formed = Tally(size)
         self.news = Tally(0)
         self.gone = Tally(size)
@@ -154,7 +157,7 @@ class Flock:
         try:
             return await tally.all(limit_s)
         except TimeoutError:
-            said = f" (the scheduler said: {self.turned_away})" if self.turned_away else ""
+            said = f" (the scheduler refused: {self.refusal})" if self.refusal else ""
             raise Late(f"{len(tally.times)} of {tally.wanted} {what} within {limit_s:g} s{said}") from None
 
     async def _join(self, order: list[Node]) -> None:

@@ -30,12 +30,22 @@ class Joined(NamedTuple):
     server_cpu_s: float
 
 
+class NotJoined(Exception):
+    """The clients failed, or took too long."""
+
+
 def join_all(size: int) -> Joined:
     """One server and `size` clients, in processes of their own, so that no memory or thread of the caller counts."""
     with _server() as (pid, port):
         before = cpu_seconds(pid)
         command = [sys.executable, "-m", "bench.tcpstore", "clients", str(port), str(size)]
-        found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=2 * LIMIT.total_seconds())
+        limit_s = LIMIT.total_seconds()
+        try:
+            found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise NotJoined(f"not joined within {limit_s:g} s") from None
+        except subprocess.CalledProcessError as error:
+            raise NotJoined(f"failed with code {error.returncode}") from None
         return Joined(float(found.stdout), cpu_seconds(pid) - before)
 
 

@@ -14,13 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def main():
-    dist.init_process_group("gloo")  # rank, world and the meeting point come from the environment
-    rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    print(f"rank {rank} of {dist.get_world_size()}, local rank {local_rank}", flush=True)
-
+def train(rank):
     dataset = TensorDataset(*(torch.from_numpy(array) for array in load("train")))
     sampler = DistributedSampler(dataset)
     batches = DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -38,12 +32,27 @@ def main():
             optimizer.step()
         if rank == 0:
             print(f"epoch {epoch}  loss {loss.item():.4f}", flush=True)
+    return model.module
 
-    if rank == 0:
-        images, labels = (torch.from_numpy(array) for array in load("test"))
-        right = (model.module(images).argmax(1) == labels).float().mean()
-        print(f"test accuracy {right:.3f} on {len(labels)} digits")
+
+def test(model):
+    images, labels = (torch.from_numpy(array) for array in load("test"))
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).sum()
+    print(f"test accuracy {right / len(labels):.3f} on {len(labels)} digits")
+
+
+def main():
+    dist.init_process_group("gloo")  # rank, world and the meeting point come from the environment
+    rank = dist.get_rank()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    print(f"rank {rank} of {dist.get_world_size()}, local rank {os.environ['LOCAL_RANK']}", flush=True)
+    # DDP's wrapper must be gone before its group: torch's gloo may hang when the wrapper is the last to hold the group.
+    model = train(rank)
     dist.destroy_process_group()
+    if rank == 0:
+        test(model)
 
 
 if __name__ == "__main__":

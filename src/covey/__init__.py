@@ -13,7 +13,21 @@ from typing import Any
 
 from covey.context import get_ps_context, reset_ps_context, set_ps_context
 from covey.errors import CoveyError
-from covey.world import get_group_size, get_local_rank, get_local_rank_size, get_rank, group, init, report, set_seed
+from covey.train.checkpoint import Checkpoint
+from covey.train.data import Data
+from covey.train.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
+from covey.world import (
+    get_group_size,
+    get_local_rank,
+    get_local_rank_size,
+    get_rank,
+    group,
+    init,
+    is_replacement,
+    report,
+    restart_count,
+    set_seed,
+)
 
 __version__ = "0.1.0"
 
@@ -25,11 +39,11 @@ def Loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Any:
     return TrainingLoop(model, optimizer, data, group=group(), **options)
 
 
-def Data(dataset: Any, batch_size: int, **options: Any) -> Any:
-    """A map-style data set, cut into batches for this rank: see `covey.train.data.Data`."""
-    from covey.train.data import Data as TrainingData
+def Model(net: Any, loss_fn: Any, optimizer: Any) -> Any:
+    """A training in one call: see `covey.train.model.Model`."""
+    from covey.train.model import Model as TrainingModel
 
-    return TrainingData(dataset, batch_size, **options)
+    return TrainingModel(net, loss_fn, optimizer, group=group())
 
 
 def all_reduce(array: Any, op: Any = "sum") -> Any:
@@ -58,7 +72,15 @@ def barrier() -> None:
 
 
 __all__ = [
+    "Callback",
+    "Checkpoint",
+    "CheckpointConfig",
     "CoveyError",
+    "Data",
+    "Loop",
+    "LossMonitor",
+    "Model",
+    "ModelCheckpoint",
     "all_gather",
     "all_reduce",
     "barrier",
@@ -69,9 +91,11 @@ __all__ = [
     "get_ps_context",
     "get_rank",
     "init",
+    "is_replacement",
     "reduce",
     "report",
     "reset_ps_context",
+    "restart_count",
     "set_ps_context",
     "set_seed",
 ]

@@ -43,6 +43,14 @@ ROLES: dict[str, Role] = {
 # -- kinds: how a text becomes a value -------------------------------------------------------------------------------
 
 
+def rungs(text: str) -> str:
+    """Strategies in the ladder's order."""
+    try:
+        return ",".join(ladder(text.split(",")))
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
 class Kind(NamedTuple):
     """`read` turns a text into a value or raises ValueError; `allowed` ends the sentence that says so."""
 
@@ -144,7 +152,7 @@ PORT_OR_OFF = Kind(lambda text: 0 if text.strip() == "0" else PORT.read(text), "
 NAME = Kind(name, f'a name of at most {NODE_ID_MAX} printable characters without "/" is')
 PATH = Kind(path, "a path without control characters is")
 TEXT = Kind(str, "any text is")
-LADDER = Kind(lambda text: ",".join(ladder(text.split(","))), f"any of {', '.join(Strategy)}, separated by commas, are")
+LADDER = Kind(rungs, f"any of {', '.join(Strategy)}, separated by commas, are")
 STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or more, or a negative number for never, is")
 PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable characters is")
 COUNT = Kind(whole(1, NODES_MAX), f"a whole number from 1 to {NODES_MAX} is")

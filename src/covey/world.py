@@ -88,6 +88,17 @@ def get_local_rank_size() -> int:
     return node.place.local_world if node is not None else 1
 
 
+def restart_count() -> int:
+    """How many lives of this rank there were before this one."""
+    node = _joined().node
+    return node.place.restarts if node is not None else 0
+
+
+def is_replacement() -> bool:
+    """Whether this process took the place of one that died."""
+    return restart_count() > 0
+
+
 def group() -> Group:
     """The group of all workers."""
     return _joined().group

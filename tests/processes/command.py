@@ -29,6 +29,39 @@ from tests.processes.harness import Cluster, Process, until
 SAY = 'print("SAYS", __import__("json").dumps({}), flush=True)\n'
 
 
+# The seeds' heartbeat limit, far beyond a test's patience: whoever ends within it was told, or saw it happen.
+PATIENT = {"MS_NODE_TIMEOUT": 600, "COVEY_GRACE": 600}
+
+# Rank 1 waits for the file and then does what the second argument says; the others never end by themselves.
+FAILS = """
+import os, pathlib, signal, sys, time
+
+if "covey" in sys.argv:
+    import covey
+    covey.init()
+rank = int(os.environ["RANK"])
+print(f"rank={rank}", flush=True)
+
+def fail():
+    if sys.argv[2] == "raise":
+        raise ValueError("the loss is not a number")
+    exec(sys.argv[2])
+
+while not (rank == 1 and pathlib.Path(sys.argv[1]).exists()):
+    time.sleep(0.02)
+fail()
+"""
+
+# Ends only when it is killed.
+STUBBORN = """
+import signal, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
 class Shell(Cluster):
     """Types commands. Whatever they start ends with the test."""
 
@@ -117,6 +150,9 @@ class Terminal:
         """All that was shown, as soon as the pattern is in it."""
         until(lambda: re.search(pattern, self.text()), f"{pattern!r} on the terminal", story=self.text)
         return self.text()
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
 
     def text(self) -> str:
         while select.select([self._ours], [], [], 0)[0]:

@@ -55,9 +55,9 @@ class Recovering(Cluster):
         return self.until(lambda v: v.phase is Phase.READY, "the cluster to be ready")
 
     def contents(self) -> dict[str, bytes]:
-        """The journal's files, without SQLite's shared memory and our lock, which hold nothing."""
-        files = self.journal.iterdir()
-        return {f.name: f.read_bytes() for f in files if not f.name.endswith(("-shm", ".lock"))}
+        """What lies in the journal's folder, without SQLite's shared memory, our lock and empty files: they hold nothing."""
+        files = [file for file in self.journal.iterdir() if not file.name.endswith(("-shm", ".lock"))]
+        return {file.name: file.read_bytes() for file in files if file.name == "scheduler.journal" or file.stat().st_size}
 
 
 def membership(view: ClusterView) -> object:

@@ -193,6 +193,13 @@ def test_without_any_scheduler_a_worker_says_where_it_looked(cluster: Cluster) -
     assert f"127.0.0.1:{cluster.port}" in worker.text() and "Traceback" not in worker.text()
 
 
+def test_a_worker_that_waits_says_for_whom(cluster: Cluster) -> None:
+    """The default is to wait for half an hour: nobody should have to guess why nothing happens."""
+    worker = cluster.worker(0)
+    worker.wait_for(f"127.0.0.1:{cluster.port}")
+    assert worker.alive
+
+
 def test_silence_is_a_death_after_ms_node_timeout(cluster: Cluster) -> None:
     cluster.workers = 3
     scheduler, (silent, *others) = cluster.formed(**QUICK, MS_NODE_TIMEOUT=2)

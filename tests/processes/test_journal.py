@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.harness import Process
+from tests.processes.harness import Process, until
 from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
@@ -73,14 +73,22 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: cut(path, 0),
     "overwritten": lambda path: path.write_bytes(os.urandom(20_000)),
     "of another program": lambda path: make_foreign(path),
-    "without its last pages": lambda path: cut(path.with_name(path.name + "-wal"), 4000),
-    "without its write-ahead part": lambda path: path.with_name(path.name + "-wal").unlink(),
 }
 
 
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def settle(path: Path) -> None:
+    """Bring what SQLite keeps beside the journal into it, as an orderly end would."""
+    database = sqlite3.connect(path)
+    assert database.execute("pragma wal_checkpoint(truncate)").fetchone()[0] == 0
+    database.close()
+
+
 def make_foreign(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.unlink()
     with sqlite3.connect(path) as database:
         database.execute("create table someone (else_ text)")
     database.close()
@@ -92,6 +100,7 @@ def test_a_damaged_journal_is_refused_and_kept(cluster: Recovering, kind: str) -
     scheduler, workers = cluster.formed()
     before = cluster.view()
     scheduler.kill()
+    settle(cluster.journal / "scheduler.journal")
     good = cluster.folder / "good"
     shutil.copytree(cluster.journal, good)
     DAMAGE[kind](cluster.journal / "scheduler.journal")
@@ -104,15 +113,29 @@ def test_a_damaged_journal_is_refused_and_kept(cluster: Recovering, kind: str) -
     assert [worker.wait() for worker in workers] == [0, 0]
 
 
-def test_a_journal_that_is_gone_does_not_end_the_workers(cluster: Recovering) -> None:
-    """A scheduler that knows nothing of a running cluster says so; its members are not strangers to be sent away."""
+@pytest.mark.parametrize("kind", ["lost", "cut"])
+def test_what_sqlite_keeps_beside_the_journal_may_be_lost(cluster: Recovering, kind: str) -> None:
+    """Copying the journal alone is an easy mistake: the scheduler refuses, or has forgotten nothing; it never starts anew."""
     scheduler, workers = cluster.formed()
+    before = cluster.view()
     scheduler.kill()
-    shutil.rmtree(cluster.journal)
-    newcomer = cluster.scheduler()
-    newcomer.wait_for("it belongs to cluster")
+    beside(cluster.journal / "scheduler.journal", "-shm").unlink(missing_ok=True)
+    wal = beside(cluster.journal / "scheduler.journal", "-wal")
+    if wal.exists():
+        wal.unlink() if kind == "lost" else cut(wal, wal.stat().st_size // 2)
+    again = cluster.scheduler()
+    until(lambda: not again.alive or settled(again), "the scheduler to refuse or to be back", story=cluster.tails)
+    assert [worker.alive for worker in workers] == [True, True], cluster.tails()
+    if again.alive:
+        assert membership(cluster.ready()) == membership(before)
+    else:
+        assert again.wait() == 40 and "damaged" in again.text()
     cluster.trains_on(0, 1)
-    assert all(worker.alive for worker in workers)
+
+
+def settled(scheduler: Process) -> bool:
+    """It has met the workers: they are back, or sent away."""
+    return "cluster ready" in scheduler.text() or "refused" in scheduler.text()
 
 
 def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Recovering) -> None:

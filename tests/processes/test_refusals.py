@@ -29,7 +29,8 @@ def patient(cluster: Cluster) -> Cluster:
 def refused(scheduler: Process, node: Process, *words: str) -> None:
     """The node ended with the code of a refusal, and both sides say why in the same words."""
     assert node.wait() == 21, node.tail()
-    assert "Traceback" not in node.text() and len(node.text().splitlines()) == 1
+    assert "Traceback" not in node.text()
+    assert [line for line in node.text().splitlines() if line.startswith("covey: ")] == node.text().splitlines()[-1:]
     for word in words:
         assert word in node.text()
         scheduler.wait_for(word)
@@ -158,6 +159,20 @@ def test_a_scheduler_that_does_not_know_the_secret_is_not_joined(patient: Cluste
     patient.release()
     assert careful.wait() == 21, careful.tail()
     assert "secret" in careful.text()
+
+
+def test_beyond_loopback_a_secret_is_asked_for_though_nobody_set_one(patient: Cluster) -> None:
+    """The user's own nodes find it in the user's own file; another user's do not."""
+    scheduler = patient.scheduler(MS_SCHED_HOST="0.0.0.0")
+    scheduler.wait_for("scheduler of cluster")
+    foreign = patient.folder / "foreign"
+    foreign.mkdir()
+    stranger = patient.worker(0, name="stranger", XDG_CONFIG_HOME=str(foreign))
+    assert stranger.wait() == 21, stranger.tail()
+    assert "secret" in stranger.text()
+    patient.worker(0)
+    patient.worker(1)
+    finishes(patient, stranger)
 
 
 @pytest.mark.parametrize("version", [PROTOCOL + 1, 0])

@@ -210,6 +210,27 @@ def test_echoed_ranks_have_their_number_in_front(shell: Shell, words: list[str],
     assert len(re.findall("I am", run.text())) == len(shown)
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--redirects", "3"], set()),
+        (["--redirects", "2"], {"out 0"}),
+        (["--tee", "1"], {"[0] out 0", "[1] out 1"}),
+        (["--tee", "2"], {"[0] err 0", "[1] err 1"}),
+        (["--tee", "0:1,1:2"], {"[0] out 0", "[1] err 1"}),
+    ],
+)
+def test_streams_are_told_apart(shell: Shell, words: list[str], shown: set[str]) -> None:
+    shell.script(
+        "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', os.environ['RANK'], file=sys.stderr)\n", "t.py"
+    )
+    run = shell.ask("run", "-n", "2", *words, "t.py")
+    assert run.code == 0, run.tail()
+    assert {line for line in run.text().splitlines() if re.search(r"\b(out|err) \d$", line)} == shown, run.text()
+    logs = "".join(path.read_text() for path in shell.logs.glob("worker_*"))
+    assert sorted(logs.split("\n")[:-1]) == ["err 0", "err 1", "out 0", "out 1"], "the logs have all of it"
+
+
 def test_one_echoed_rank_is_bare(shell: Shell) -> None:
     shell.script("import os\nprint('I am', os.environ['RANK'])\n", "t.py")
     run = shell.ask("run", "-n", "3", "--tail_worker_log", "2", "t.py")
@@ -312,3 +333,32 @@ def test_without_join_the_run_can_also_end_by_itself(shell: Shell) -> None:
     shell.release()
     shell.nobody()
     assert "all 2 workers finished" in (shell.logs / "agent.log").read_text()
+
+
+# -- where the output goes -------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(shell: Shell) -> None:
+    """As in `covey run ... | head -1`."""
+    reader, writer = os.pipe()
+    shell.script("import os\nfor n in range(1000): print('line', n, flush=True)\nprint('done')\n" + HELLO, "t.py")
+    run = shell.covey("run", "-n", "2", "t.py", shell.go, stdout=writer)
+    os.close(writer)
+    os.read(reader, 1)
+    os.close(reader)
+    shell.heard(0, "done")
+    shell.heard(1, "done")
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    assert "Traceback" not in run.text() and "BrokenPipe" not in run.text(), run.text()
+    shell.nobody()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_log_that_cannot_be_written_is_one_sentence(shell: Shell, rank: int) -> None:
+    (shell.logs / f"worker_{rank}.log").mkdir(parents=True)
+    run = shell.ask("run", "-n", "2", shell.default)
+    assert run.code == 41, run.tail()
+    assert f"worker_{rank}.log' of worker:{rank} cannot be written: Is a directory" in run.text()
+    assert "Traceback" not in run.text(), run.text()
+    shell.nobody()

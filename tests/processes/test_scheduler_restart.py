@@ -210,6 +210,19 @@ def test_a_worker_that_is_started_again_has_its_rank_at_once(cluster: Recovering
     assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("last_line", ["raise ValueError('bad luck')", "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"])
+def test_a_worker_that_failed_in_words_may_be_started_again_too(cluster: Recovering, last_line: str) -> None:
+    fails = cluster.script(f"import os, signal, time, covey\ncovey.init()\n{last_line}\n", "fails.py")
+    scheduler = cluster.scheduler()
+    other, failing = cluster.worker(0), cluster.worker(1, script=fails)
+    assert failing.wait() in (1, 143)
+    scheduler.wait_for("worker:1 died: (ValueError: bad luck|asked to leave)")
+    successor = cluster.worker(1)
+    successor.wait_for("rank=1 world=2")
+    cluster.release()
+    assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
+
+
 def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
     """A worker that only seemed dead finds its place taken, and goes."""
     cluster.env |= QUICK

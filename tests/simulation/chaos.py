@@ -35,12 +35,18 @@ class Chaos:
         }
 
     def begin(self) -> None:
+        """Some schedulers die in the first step that matters, the formation."""
+        if "kill scheduler mid-step" in self.world.plan.faults and self.world.random.random() < 0.3:
+            self._kill_scheduler_mid_step()
+        self._wait()
+
+    def _wait(self) -> None:
         self.world.after(self.world.random.expovariate(1 / self.world.plan.fault_every_s), self._next)
 
     def _next(self) -> None:
         if not self.world.healing:
             self._faults[self.world.random.choice(self.world.plan.faults)]()
-            self.begin()
+            self._wait()
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 

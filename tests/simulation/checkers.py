@@ -118,6 +118,9 @@ class Checker:
         cluster = scheduler.machine.cluster
         if len(cluster.members) > 50:
             return
+        places = cluster.settings.worker_num + cluster.settings.server_num
+        if cluster.phase not in (Phase.FORMING, Phase.ENDED) and len(cluster.members) != places:
+            raise Violation(f"{cluster.phase} with {len(cluster.members)} of {places} places", scheduler.name)
         taken: set[tuple[str, int]] = set()
         for key, member in cluster.members.items():
             if key != (member.role, member.node_id):

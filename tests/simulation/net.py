@@ -14,7 +14,7 @@ from random import Random
 from typing import Protocol
 
 LINK_DEAD_S = 60.0  # keepalive: no end stays open longer than this once the other is closed
-CONNECT_WAIT_S = 5.0
+CONNECT_WAIT_S = 2.0
 NODE, SCHEDULER = 0, 1  # the two ends of a link
 
 
@@ -96,6 +96,7 @@ class Net:
         self._clock = clock
         self._links: dict[int, Link] = {}
         self._of: dict[Peer, set[Link]] = {}
+        self._calls: list[Call] = []  # taken by a scheduler's host, but not by the scheduler yet
         self._made = 0
 
     # -- connecting --------------------------------------------------------------------------------------------------
@@ -111,6 +112,8 @@ class Net:
             return
         self._clock.after(CONNECT_WAIT_S, self._refuse, call, "connection timed out")
         if (host, to.host) not in self.blocked and (to.host, host) not in self.blocked:
+            self._calls = [waiting for waiting in self._calls if not waiting.answered]
+            self._calls.append(call)
             to.post(self._greet, to, call)
 
     def _refuse(self, call: Call, reason: str) -> None:
@@ -172,6 +175,10 @@ class Net:
 
     def vanish(self, peer: Peer, silently: bool) -> None:
         """A process is gone, and its ends with it."""
+        if peer is self.listener:
+            self.listener = None
+            for call in self._calls if not silently else ():
+                self._refuse(call, "connection reset by peer")
         for link in sorted(self._of.pop(peer, ()), key=lambda link: link.id):
             self.close(link, link.ends.index(peer), silently)
 

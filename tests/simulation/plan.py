@@ -111,7 +111,7 @@ def draw(random: Random) -> Plan:
         duplicate=random.choice((0.0, 0.0, 0.05)),
     )
     plan.faults = tuple(random.sample(FAULTS, random.randint(1, len(FAULTS))))
-    plan.chaos_s = random.choice((40.0, 120.0, 240.0)) if world < 50 else 40.0
+    plan.chaos_s = random.choice((60.0, 240.0, 600.0)) if world < 50 else 60.0
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
     return plan

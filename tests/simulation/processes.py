@@ -144,7 +144,6 @@ class SchedulerProcess(Process):
             self._step(LinkLost(reason, link.id))
 
     def gone(self, silently: bool = False) -> None:
-        self.world.net.listener = None
         super().gone(silently)
         self.world.disk.crash(self.world.random)
 
@@ -294,7 +293,9 @@ class NodeProcess(Process):
         self.world.node_finished(self)
 
     def _step(self, event: NodeEvent) -> None:
-        now = max(self.now, self.machine.due) if isinstance(event, Ticked) else self.now  # the sum of two clocks is rounded
+        now = self.now
+        if isinstance(event, Ticked) and self.machine.due - now < 1e-6:
+            now = max(now, self.machine.due)  # two clocks are added up here, and rounded
         for effect in self.machine.step(event, now):
             self._carry_out(effect)
             if not self.alive:
@@ -325,11 +326,11 @@ class NodeProcess(Process):
             self.world.tell(self.name, effect.what, effect.reason)
 
     def _schedule(self) -> None:
-        due = self.machine.due - self._zero
-        if due == self._tick_at or due == float("inf"):
-            return
-        self._tick_at = due
-        self.world.after(max(0.0, due - self.world.now), self._ticked, due)
+        due = self.machine.due
+        if due != self._tick_at:
+            self._tick_at = due
+            if due < float("inf"):
+                self.world.after(max(0.0, due - self.now), self._ticked, due)
 
     def _ticked(self, due: float) -> None:
         if self.alive and due == self._tick_at:

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 from tests.simulation.checkers import Violation
-from tests.simulation.plan import draw
 from tests.simulation.world import World
 
 
@@ -41,11 +40,10 @@ def test_the_worlds_are_not_boring() -> None:
         counts.update(world.counts)
         plans.add((world.plan.cluster.recovery, world.plan.cluster.server_num > 0, any(p.slots for p in world.plan.places)))
     wanted = {"formed", "died", "left", "suspect", "held off", "refused", "returned", "re-attached", "restored", "restart all"}
-    wanted |= {"wait", "end", "ended well", "scheduler crashes", "out of reach", "gone before the cluster formed"}
+    wanted |= {"wait", "end", "ended well", "scheduler crashes", "slept", "gone before the cluster formed"}
     assert not {what for what in wanted if not counts[what]}
     assert len(plans) == 8
 
 
-def test_plans_draw_large_worlds_too() -> None:
+def test_some_worlds_are_large() -> None:
     assert any(World(seed).plan.cluster.worker_num == 100 for seed in range(100))
-    assert draw is not None

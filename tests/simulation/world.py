@@ -24,7 +24,7 @@ from covey.core.messages import Register, RegisterAgent
 from covey.core.model import Host, NodeState, Phase
 
 STORY_MAX = 20_000  # events remembered
-RESTARTS_MAX = 8  # per place, while there is chaos
+RESTARTS_MAX = 20  # per place, while there is chaos
 EVENTS_MAX = 3_000_000  # a world that needs more is going round in circles
 
 
@@ -235,12 +235,13 @@ class World:
     def spawn(self, place: Place) -> NodeProcess:
         life = self.new_life(place.name)
         fingerprint = self.plan.cluster.fingerprint()
-        self.tell(life, "started", f"as {place.role} {place.node_id!r}")
         if place.slots:
+            self.tell(life, "started", f"as an agent of {place.slots}")
             agent = RegisterAgent(
                 place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint
             )
             return AgentProcess(self, life, place.host, agent)
+        self.tell(life, "started", f"as {place.role} {place.node_id!r}")
         wish = Register(place.role, place.node_id, life, self.host(place.host), fingerprint, pid=self._lives)
         return NodeProcess(self, life, place.host, wish, self.plan.node)
 

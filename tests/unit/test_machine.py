@@ -434,7 +434,8 @@ def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
     starts = sent(effects, Start)
     assert starts[1].assignments == [Assignment("0", 0, 2, 0), Assignment("1", 1, 2, 1)]
     assert (starts[2].generation, starts[2].restarts, starts[2].max_restarts) == (2, 1, 1)
-    assert Close(3) in effects, "the old incarnation no longer speaks"
+    made.step(Heard(Beat(Progress(9)), 3), 1.0)
+    assert made.cluster.members[(Role.WORKER, "2")].progress.step == -1, "the old incarnation no longer speaks"
     assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
     assert phase(made) is Phase.READY
     assert ended(made.step(Heard(Exited("1", 2, 1), 1), 2.0)), "one restart was allowed"
@@ -466,8 +467,9 @@ def test_an_agent_whose_workers_have_finished_may_go() -> None:
     assert phase(made) is Phase.READY
 
 
-def test_an_agent_that_leaves_ends_its_workers_with_its_code() -> None:
+def test_an_agent_that_leaves_takes_its_workers_along_and_ends_them_itself() -> None:
     made = ready_agents()
+    made.step(Heard(register("2", incarnation=1), 3), 0.0)
     effects = made.step(Heard(Leave(143, "SIGTERM"), 2), 1.0)
     end = ended(effects)
     assert end is not None and end.code == 143 and sent(effects, Goodbye) == {2: Goodbye()} and set(sent(effects, Stop)) == {1}

@@ -92,6 +92,18 @@ def test_it_calls_again_after_50_ms_and_then_less_and_less_often() -> None:
     assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
 
 
+def test_why_it_is_not_let_in_is_said_once_per_reason() -> None:
+    made = node()
+    said = []
+    for now, reason in enumerate(("connection refused", "connection refused", "wrong secret")):
+        assert made.step(Ticked(), now) == [Connect()]
+        said += [effect.reason for effect in made.step(LinkLost(reason), now) if isinstance(effect, Publish)]
+    assert said == [
+        "sched:8118 does not let this node in (connection refused); it is tried again",
+        "sched:8118 does not let this node in (wrong secret); it is tried again",
+    ]
+
+
 def test_nobody_answers_in_time() -> None:
     made = node(topo_timeout_s=60.0)
     made.step(Ticked(), 0.0)
@@ -107,7 +119,7 @@ def test_a_scheduler_that_does_not_answer_a_registration_is_called_again() -> No
     made = node(receive_timeout_s=10.0)
     made.step(Ticked(), 0.0)
     made.step(LinkMade(), 0.0)
-    assert made.due == 10.0 and made.step(Ticked(), 10.0) == [Close()]
+    assert made.due == 10.0 and made.step(Ticked(), 10.0)[0] == Close()
     assert made.stage is Stage.CONNECTING and made.step(Ticked(), made.due) == [Connect()]
 
 

@@ -243,8 +243,6 @@ def test_options(line: str, field: str, value: object) -> None:
         ("--nproc-pernode 3 t.py", "There is no option --nproc-pernode: --nproc-per-node is the nearest."),
         ("--zzz t.py", "There is no option --zzz: covey run --help shows them."),
         ("-q t.py", "There is no option -q: covey run --help shows them."),
-        ("-n 4", "No script is given: covey run [options] train.py [its arguments] would start one."),
-        ("--", "No script is given: covey run [options] train.py [its arguments] would start one."),
     ],
 )
 def test_a_bad_option_is_one_sentence(line: str, sentence: str) -> None:
@@ -601,3 +599,10 @@ def test_any_command_line_is_a_whole_plan_or_one_sentence(
     assert made.nnodes == 0 or -1 <= made.node_rank < made.nnodes
     assert made.first_rank + made.local <= made.world
     assert describe(made)
+
+
+@pytest.mark.parametrize("words", ["-n 4", "--"])
+def test_no_script_is_a_sentence_of_its_own_family(words: str) -> None:
+    with pytest.raises(UsageError, match="No script is given") as refusal:
+        parse(words.split(), {}, cpu_count=4, gpu_count=0)
+    assert refusal.value.exit_code is ExitCode.BAD_SCRIPT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import socket
 import ssl
 import time
@@ -11,14 +11,14 @@ from typing import Final
 
 import click
 
+from covey.cli.look import find
 from covey.cli.visit import Visit
 from covey.errors import CoveyError, ExitCode, UsageError
-from covey.node import security
 from covey.node.runtime import Door
-from covey.settings import load
 from covey.wire import address
 
 CONNECT_S: Final = 5.0
+HANDSHAKE, ALERT = b"\x16", b"\x15"  # how TLS records begin
 CLOCKS_S: Final = 2.0  # how far clocks may be apart before it is worth a word
 
 
@@ -34,12 +34,11 @@ def check(where: str) -> int:
     except OSError as error:
         click.echo(f"{name} is not reachable: {error.strerror or error}")
         return ExitCode.UNREACHABLE
-    settings = load(os.environ).settings
-    guard = security.find(settings)
+    door = find(name)
     try:
-        return asyncio.run(_greet(Door(host, port, guard.secret, guard.client)))
+        return asyncio.run(_greet(door))
     except CoveyError as error:
-        if guard.client is None and _speaks_tls(host, port):
+        if door.context is None and _speaks_tls(host, port):
             click.echo("TLS is expected there: set COVEY_TLS to the cluster's config.json, and its password")
         else:
             click.echo(str(error))
@@ -58,14 +57,16 @@ async def _greet(door: Door) -> int:
 
 
 def _speaks_tls(host: str, port: int) -> bool:
-    """A TLS server shows itself in the first bytes of a handshake, even one it then refuses."""
+    """A TLS server shows itself by the first byte it answers to a hello, even if it then refuses us."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
     try:
-        with socket.create_connection((host, port), CONNECT_S) as plain, context.wrap_socket(plain):
-            return True
-    except ssl.SSLError as error:
-        return error.reason not in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
+        with socket.create_connection((host, port), CONNECT_S) as plain:
+            plain.sendall(outgoing.read())
+            return plain.recv(1) in (HANDSHAKE, ALERT)
     except OSError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,7 +33,7 @@ class Show:
         self._task: asyncio.Task[None] | None = None
         self._tails: list[asyncio.Task[None]] = []
         self._states: dict[str, str] = {}
-        self._phase = ""
+        self._phase = ("", 0)
         self._closing = False
 
     def open(self) -> None:
@@ -52,10 +53,14 @@ class Show:
 
     def line(self, text: str) -> None:
         """One line for the person at the terminal, above the table where there is one."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+        text = text.rpartition("\r")[2]  # of a progress bar, what is left of it
+        try:
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, flush=True)
+        except BrokenPipeError:  # nobody reads any more: the run goes on
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
     def tail(self, path: str, prefix: str) -> None:
         """Echo a log as it grows."""
@@ -79,31 +84,32 @@ class Show:
         from rich.live import Live
 
         if self._live is None:
-            self._live = Live(table(view), transient=True, refresh_per_second=8)
+            self._live = Live(transient=True, refresh_per_second=8)
             self._live.start()
-        else:
-            self._live.update(table(view))
+        self._live.update(table(view, rows=max(4, self._live.console.height // 2)))
 
     def _changes(self, view: ClusterView) -> Iterable[str]:
-        if view.phase != self._phase:
-            self._phase = view.phase
-            yield f"{view.phase}: {view.reason}"
+        if (view.phase, view.generation) != self._phase:
+            again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
+            self._phase = (view.phase, view.generation)
+            yield f"{view.phase}: {view.reason}{again}"
         for node in view.nodes:
             if node.role is not Role.SCHEDULER and self._states.get(node.node_id, "alive") != node.state and node.rank >= 0:
                 yield f"rank {node.rank} on {node.host} is {node.state}"
             self._states[node.node_id] = node.state
 
 
-def table(view: ClusterView) -> Table:
+def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
     """rank, host, state, step, beat, restarts; at most a screenful, the troubled ones first."""
     from rich.table import Table
+    from rich.text import Text
 
     title = f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {view.reason}"
-    made = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=None)
+    made = Table(title=Text(title, no_wrap=True), title_justify="left", title_style="bold", pad_edge=False, box=None)
     for name in ("rank", "role", "host", "state", "step", "doing", "beat", "restarts"):
         made.add_column(name, justify="right" if name in ("rank", "step", "beat", "restarts") else "left")
     nodes = sorted((n for n in view.nodes if n.role is not Role.SCHEDULER), key=lambda n: (n.alive, n.rank))
-    shown = nodes[:ROWS_MAX]
+    shown = nodes[:rows]
     for node in sorted(shown, key=lambda n: (n.role, n.rank)):
         made.add_row(*row(node), style=STYLES.get(node.state, ""))
     if len(nodes) > len(shown):
@@ -138,7 +144,7 @@ class Tail:
 
     def read(self, *, end: bool = False) -> list[str]:
         found: list[bytes] = []
-        if self._path.exists():
+        if self._path.is_file():
             with self._path.open("rb") as file:
                 file.seek(self._position)
                 while piece := file.read(PIECE_MAX):

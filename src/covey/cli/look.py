@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from covey.cli.live import follow_file, row, table
-from covey.cli.visit import look
+from covey.cli.visit import Visit, look
 from covey.core.model import Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
@@ -108,14 +108,26 @@ def logs(master: str, rank: int | None, follow: bool) -> None:
             click.echo(f"rank {node.rank} runs on {node.host}: its log is {node.log} there", err=True)
         else:
             paths[node.rank] = node.log
-    asyncio.run(_print_logs(paths, follow))
+    asyncio.run(_print_logs(paths, find(master) if follow else None))
 
 
-async def _print_logs(paths: dict[int, str], follow: bool) -> None:
+async def _print_logs(paths: dict[int, str], followed: Door | None) -> None:
+    """As they are; or as they grow, for as long as the cluster lives."""
+    over = followed is None
+
+    async def watch(door: Door) -> None:
+        nonlocal over
+        async with Visit(door) as visit:
+            async for _ in visit.follow():
+                pass
+        over = True
+
     async with asyncio.TaskGroup() as group:
+        if followed is not None:
+            group.create_task(watch(followed))
         for rank, path in paths.items():
             echo = partial(_echo, f"[{rank}] " if len(paths) > 1 else "")
-            group.create_task(follow_file(path, echo, lambda: not follow))
+            group.create_task(follow_file(path, echo, lambda: over))
 
 
 def _echo(prefix: str, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from covey.cli import slurm
-from covey.errors import UsageError
+from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, Given, Loaded, load, shown
 
 LOOPBACK = "127.0.0.1"
@@ -307,7 +307,8 @@ def _command(words: list[str], *, module: bool, no_python: bool) -> tuple[list[s
     "python x.py" and "pytest" are seen through; another interpreter, or options for it, make a program of its own.
     """
     if not words:
-        raise UsageError("No script is given: covey run [options] train.py [its arguments] would start one.")
+        sentence = "No script is given: covey run [options] train.py [its arguments] would start one."
+        raise UsageError(sentence, ExitCode.BAD_SCRIPT)
     if module and no_python:
         raise UsageError("-m contradicts --no-python: a module needs Python.")
     if no_python or module:

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,20 +21,23 @@ import msgspec
 from covey.cli.describe import describe
 from covey.cli.live import Show
 from covey.cli.options import help_text, parse
-from covey.cli.plan import RunPlan
+from covey.cli.plan import EVERY, RunPlan
 from covey.core.messages import Start
 from covey.errors import ExitCode, UsageError
 from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
+from covey.node.host import address_towards
 from covey.node.log import configure
 from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import SchedulerProcess
 from covey.node.serve import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered
-from covey.store import secret as join_secret
 from covey.wire import address
 
+DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
+STDOUT: Final = 1
+STDERR: Final = 2
 SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
 
 
@@ -54,7 +58,7 @@ def run(argv: list[str]) -> int:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the log folder {log_dir} cannot be made: {error.strerror}") from None
-    if not plan.join:
+    if not plan.join and DETACHED_VARIABLE not in os.environ:
         return _detach(argv, log_dir)
     configure(plan.loaded.settings, "agent")
     return asyncio.run(_run(plan, log_dir))
@@ -126,16 +130,15 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     host = address.bare(plan.master_host)
     port = int(sockets.cluster[0].getsockname()[1]) if sockets is not None else plan.master_port
-    environ = dict(os.environ) | given_by_options(plan.loaded)
+    environ = {name: value for name, value in os.environ.items() if name != DETACHED_VARIABLE}
+    environ |= given_by_options(plan.loaded)
     if plan.tls:
         environ["COVEY_TLS"] = str(Path(plan.tls).resolve())
         settings = _with_passwords(settings)
         environ["COVEY_TLS_SERVER_PASSWORD"] = settings.tls_server_password
         environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
-    guard = security.find(settings)
+    guard = security.find(settings, reaches=host)
     secret = guard.secret
-    if not secret and sockets is not None and not address.is_loopback(host):
-        secret = join_secret.find("", "", make=True)
     if not secret and sockets is not None and plan.alone:
         secret = secrets.token_hex(16)  # for this run's own processes
     if secret:
@@ -190,11 +193,18 @@ def _agent_job(plan: RunPlan, log_dir: Path) -> AgentJob:
         preload=[*imports_of(plan), *plan.preload],
         cwd=str(Path.cwd()),
         log_dir=str(log_dir),
-        log_name=plan.worker_log_name,
+        log_name=_log_name(plan),
+        separate_stderr=any(stream in (1, 2) for stream in (*plan.tee.values(), *plan.redirects.values())),
         cores=_cores(plan),
         job=plan.job,
         role_name=plan.role_name,
     )
+
+
+def _log_name(plan: RunPlan) -> str:
+    """--worker_log_name with its places filled in."""
+    name = plan.worker_log_name.replace("{hostname}", socket.gethostname())
+    return name.replace("{ip}", address_towards(address.bare(plan.master_host))) if "{ip}" in name else name
 
 
 def imports_of(plan: RunPlan) -> list[str]:
@@ -229,15 +239,31 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
 
 def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
-    ranks = {a.rank: a.local_rank for a in start.assignments}
-    if start.generation > 1 or not ranks:
+    if start.generation > 1 or not start.assignments:
         return
-    wanted = list(ranks) if plan.tail_ranks == [-1] or plan.tee else [r for r in plan.tail_ranks if r in ranks]
+    streams = echoed(plan, {a.rank: a.local_rank for a in start.assignments})
+    for rank, stream in streams.items():
+        prefix = f"[{rank}] " if len(streams) > 1 else ""
+        if stream & STDOUT or not agent.separates_stderr:
+            show.tail(agent.log_path(rank), prefix)
+        if stream & STDERR and agent.separates_stderr:
+            show.tail(agent.error_log_path(rank), prefix)
+
+
+def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
+    """Which streams of which ranks reach the console: rank → 1 stdout, 2 stderr, 3 both. `ranks` maps to local ranks.
+
+    --tee names them; else the ranks of --tail_worker_log or --local-ranks-filter; else the first. --redirects takes away.
+    """
+    both = STDOUT | STDERR
+    if plan.tee:
+        shown = plan.shown_local_ranks or list(ranks.values())
+        return {rank: plan.tee[local] for rank, local in ranks.items() if plan.tee.get(local) and local in shown}
+    wanted = list(ranks) if plan.tail_ranks == [EVERY] else [rank for rank in plan.tail_ranks if rank in ranks]
     if plan.shown_local_ranks:
         wanted = [rank for rank, local in ranks.items() if local in plan.shown_local_ranks]
-    wanted = wanted or [min(ranks)]
-    for rank in wanted:
-        show.tail(agent.log_path(rank), f"[{rank}] " if len(wanted) > 1 else "")
+    found = {rank: both & ~plan.redirects.get(ranks[rank], 0) for rank in wanted or [min(ranks)]}
+    return {rank: stream for rank, stream in found.items() if stream}
 
 
 def _take_signals(agent: Agent, show: Show) -> list[int]:
@@ -256,13 +282,12 @@ def _take_signals(agent: Agent, show: Show) -> list[int]:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on, number)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            loop.add_signal_handler(number, on, number)
     return seen
 
 
 def _check_command(plan: RunPlan) -> None:
-    if not plan.command:
-        raise UsageError("no script was given: covey run [options] SCRIPT [its arguments]", ExitCode.BAD_SCRIPT)
     script = plan.command[0]
     if plan.module:
         return
@@ -280,7 +305,8 @@ def _detach(argv: list[str], log_dir: Path) -> int:
     path = log_dir / "agent.log"
     with path.open("wb") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", "covey.cli.main", "run", "--join=True", *without_join(argv)],
+            [sys.executable, "-m", "covey.cli.main", "run", *argv],
+            env={**os.environ, DETACHED_VARIABLE: "1"},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -288,20 +314,6 @@ def _detach(argv: list[str], log_dir: Path) -> int:
         )
     print(f"covey: runs in the background as process {child.pid}, see {path}; covey stop ends it")
     return 0
-
-
-def without_join(argv: list[str]) -> list[str]:
-    """The same words, without the --join that asked not to wait."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "--join":
-            next(words, None)
-        elif not word.startswith("--join="):
-            kept.append(word)
-            if not word.startswith("-"):
-                break
-    return [*kept, *words]
 
 
 def gpu_count() -> int:

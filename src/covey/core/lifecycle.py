@@ -62,7 +62,9 @@ class Lifecycle:
         self._board = Board()
         self._gathering = Gathering(0)
         self._dump: Dump | None = None
+        self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._layout: formation.Layout | None = None
+        self._awaited: Member | None = None  # a worker that has not left
         self._stop: Stop | None = None
         self._out: list[SchedulerEffect] = []
 
@@ -140,6 +142,7 @@ class Lifecycle:
         elif after in (recovery.After.REPLACE, recovery.After.MOVE):
             self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
         elif after is recovery.After.RESTART_ALL:
+            self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
             self._restart_all(failure)
         else:
             self.first_failure = failure
@@ -171,6 +174,7 @@ class Lifecycle:
         """One rank starts anew, on its host or on another; the others wait for it inside their step."""
         self.first_failure = self.first_failure or failure
         self._count("replacements")
+        self._replacing = True
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
@@ -190,8 +194,8 @@ class Lifecycle:
             self._send(agent.link, self._places().start(agent))
 
     def _next_life(self, member: Member) -> None:
-        """A child's place, ready for the next process that its agent starts."""
-        self._silence(member.link)
+        """A child's place, ready for the next process. The old one is ended by its agent, and need not learn it from us."""
+        self._speakers.pop(member.link, None)
         member.incarnation += 1
         member.restarts += 1
         member.life, member.link, member.pid = "", 0, 0
@@ -208,9 +212,12 @@ class Lifecycle:
         self._tell_places()
 
     def _finished(self) -> None:
-        workers = self.cluster.of(Role.WORKER)
-        if all(member.state is NodeState.LEFT for member in workers):
-            self._end(0, f"all {len(workers)} workers finished")
+        """The end, once every worker has left. One that has not is remembered: looking at all at each leave costs N²."""
+        if self._awaited is None or self._awaited.state is NodeState.LEFT:
+            workers = reversed(self.cluster.of(Role.WORKER))
+            self._awaited = next((m for m in workers if m.state is not NodeState.LEFT), None)
+        if self._awaited is None:
+            self._end(0, f"all {self.cluster.size(Role.WORKER)} workers finished")
         else:
             self._settle("every member is heard again")
 
@@ -279,6 +286,8 @@ class Lifecycle:
                 agent.link = 0
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit))
         for member in list(self.cluster.members.values()):
+            if self.cluster.phase is Phase.ENDED:
+                return
             silent = self._now - member.beat_at
             if silent <= limit / 2 or not member.present or self._agent_answers(member):
                 continue
@@ -290,8 +299,6 @@ class Lifecycle:
             elif member.state is NodeState.ALIVE:
                 member.state = NodeState.SUSPECT
                 self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)
-            if self.cluster.phase is Phase.ENDED:
-                return
 
     def _agent_answers(self, member: Member) -> bool:
         """A child that never attached has no beats of its own, and one whose agent is out of reach is judged with it."""
@@ -326,9 +333,10 @@ class Lifecycle:
         if phase not in (Phase.HEALING, Phase.RETURNING) or any(m.state is NodeState.SUSPECT for m in members):
             return
         dead = [m for m in members if m.state is NodeState.DEAD]
-        if not dead and phase is Phase.HEALING and self._someone_heals() and not self._all_resumed():
+        if self._replacing and not self._all_resumed():
             return
         if not dead:
+            self._replacing = False
             self.first_failure = None
             self._held.clear()
             self._move(Phase.READY, reason)
@@ -338,9 +346,6 @@ class Lifecycle:
             return
         self._persist(self.cluster.record())
         self._publish("cluster", str(self.cluster.phase), self.cluster.reason)
-
-    def _someone_heals(self) -> bool:
-        return any(m.heals for m in self.cluster.of(Role.WORKER))
 
     def _all_resumed(self) -> bool:
         return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)
@@ -375,7 +380,8 @@ class Lifecycle:
         self._move(Phase.ENDED, reason)
         self._persist(self.cluster.record())
         self._publish("cluster", "ended", reason, _level(code))
-        for link in self._speakers:
+        children_first = sorted(self._speakers, key=lambda link: isinstance(self._speakers[link], Agent))
+        for link in children_first:  # so that they hear why before their agent ends them
             self._send(link, self._stop)
         self._out.append(End(code, reason, failure))
 

@@ -167,7 +167,7 @@ class Machine(Lifecycle):
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            agent = Agent(wish.agent, wish.life, wish.host, wish.slots, wish.first_rank, wish.meet_port, wish.log_dir)
+            agent = Agent(wish.agent, wish.life, wish.host, wish.slots, wish.first_rank, wish.meet_port, wish.logs)
             self.cluster.agents[agent.id] = agent
             for place in range(agent.slots):
                 self._add_child(agent, place)
@@ -292,6 +292,9 @@ class Machine(Lifecycle):
         if speaker is not None:
             speaker.link = 0
         if isinstance(speaker, Agent):
+            for child in self.cluster.children(speaker.id):  # it ends them itself, with the grace they need
+                self._speakers.pop(child.link, None)
+                child.link = 0
             self._agent_gone(speaker, leave.code, leave.reason)
         elif speaker is not None and speaker.agent:
             speaker.life = ""

@@ -53,7 +53,7 @@ class RegisterAgent(Message, frozen=True):
     slots: Annotated[int, Meta(ge=0, le=4096)]
     first_rank: int = -1
     meet_port: int = 0
-    log_dir: Sentence = ""
+    logs: Sentence = ""  # where a rank's output goes, with "{rank}" in its place
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
 

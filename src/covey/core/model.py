@@ -143,7 +143,7 @@ class Agent(msgspec.Struct):
     slots: int
     first_rank: int = -1  # claimed by --node-rank; -1: the scheduler decides
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
-    log_dir: str = ""
+    logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -182,7 +182,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     slots: int
     first_rank: int
     meet_port: int
-    log_dir: str
+    logs: str
 
     @classmethod
     def of(cls, agent: Agent) -> AgentRecord:

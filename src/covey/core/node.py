@@ -120,7 +120,7 @@ class NodeMachine:
         return [Send(self.wish)]
 
     def _link_lost(self, reason: str, now: float) -> list[NodeEffect]:
-        self._trouble = reason
+        news, self._trouble = reason != self._trouble, reason
         lost_now, self._linked = self._linked, False
         self._answer_by = self._beat_at = NEVER
         if self.stage is Stage.LEAVING and not self._insists:
@@ -137,8 +137,12 @@ class NodeMachine:
             ceiling = min(ceiling, MEMBER_RETRY_MAX_S)
         self._connect_at = now + self._retry_s * (0.5 + self._jitter() / 2)
         self._retry_s = min(self._retry_s * 2, ceiling)
-        said = f"the scheduler at {self._settings.address} is out of reach ({reason}); the program goes on"
-        return [Publish("scheduler", "lost", said, Level.WARNING)] if self._was_member and lost_now else []
+        where = self._settings.address
+        if self._was_member:
+            said = f"the scheduler at {where} is out of reach ({reason}); the program goes on"
+            return [Publish("scheduler", "lost", said, Level.WARNING)] if lost_now else []
+        said = f"{where} does not let this node in ({reason}); it is tried again"
+        return [Publish("scheduler", "not reached", said)] if news else []
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

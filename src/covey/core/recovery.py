@@ -33,7 +33,7 @@ class After(StrEnum):
     REPLACE = "recover-in-place"
     MOVE = "recover"
     RESTART_ALL = "restart all"
-    END = "exit"
+    END = "end"
 
 
 def ladder(names: Iterable[str]) -> tuple[Strategy, ...]:
@@ -54,7 +54,7 @@ def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "recovery is off"
     workers = cluster.of(Role.WORKER)
-    if any(m.heals for m in workers):
+    if {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies) and any(m.heals for m in workers):
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
@@ -77,8 +77,6 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
     other = refuge(cluster, dead)
     if Strategy.RECOVER in settings.strategies and other is not None:
         return After.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
-    if Strategy.IN_PLACE not in settings.strategies and Strategy.RECOVER not in settings.strategies:
-        return After.END, "no recovery is among the strategies"
     if here and spent >= settings.replacements_max:
         return After.END, f"{settings.replacements_max} replacements on {dead.host.name} are used up (--max-restarts)"
     return After.END, f"no host is left that could take {dead.name} over"

@@ -99,5 +99,5 @@ def _node(cluster: Cluster, member: Member, now: float) -> NodeView:
         incarnation=member.incarnation,
         pid=member.pid,
         agent=member.agent,
-        log=f"{agent.log_dir}/worker_{member.rank}.log" if agent and agent.log_dir and member.rank >= 0 else "",
+        log=agent.logs.replace("{rank}", str(member.rank)) if agent and member.rank >= 0 else "",
     )

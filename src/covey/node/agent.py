@@ -79,6 +79,7 @@ class Agent:
         self._runtime: NodeRuntime | None = None
         self._running: dict[str, tuple[str, int]] = {}  # child's name → (node id, incarnation)
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
+        self._reason = ""  # why this host left, if it did
         self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,7 +101,7 @@ class Agent:
             slots=job.slots,
             first_rank=job.first_rank,
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
-            log_dir=job.log_dir,
+            logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
             fingerprint={"MS_WORKER_NUM": str(job.world)},
         )
         self._runtime = NodeRuntime(
@@ -130,15 +131,17 @@ class Agent:
             self.settle(Outcome(ExitCode.STOPPED, reason))
 
     def leave(self, number: int) -> None:
-        """This host is asked to go (SIGTERM): its workers finish their step and go first, within the grace period."""
+        """This host is asked to go: its workers are asked first, have the grace period, and their ends are no failures."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
         self._runtime.say(Drain(reason))
-        self._draining = asyncio.create_task(self._drain(number, reason))
+        self._leaving = asyncio.create_task(self._leave(number, reason))
 
-    async def _drain(self, number: int, reason: str) -> None:
-        await self._children.end(list(self._running), grace_s=self._settings.grace_s)
+    async def _leave(self, number: int, reason: str) -> None:
         assert self._runtime is not None
+        self._running.clear()
+        await self._children.end(None, grace_s=self._settings.grace_s, ask=number)
+        self._reason = reason
         self._runtime.leave(128 + number, reason)
 
     def abandon(self) -> None:
@@ -158,7 +161,7 @@ class Agent:
 
     def _finished(self, finish: Finish) -> None:
         failure = finish.message.failure if isinstance(finish.message, Stop) else None
-        self.settle(Outcome(finish.code, finish.reason, failure))
+        self.settle(Outcome(finish.code, self._reason or finish.reason, failure))
 
     def settle(self, outcome: Outcome) -> None:
         """The run is over for this host; the first word counts."""
@@ -205,11 +208,18 @@ class Agent:
             self._running[name] = (assignment.node_id, assignment.incarnation)
             spec = self._spec(name, start, assignment.rank, assignment.local_rank, again)
             env = worker_environment(
-                self._environ, start, assignment, self._door, job=self._job.job, role_name=self._job.role_name
+                self._environ,
+                start,
+                assignment,
+                self._door,
+                job=self._job.job,
+                role_name=self._job.role_name,
+                folder=self._folder.name,
             )
             if not again and assignment is start.assignments[0]:
                 env[LEARN_VARIABLE] = str(self._notes)
                 self._learning = asyncio.create_task(self._learn())
+            Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
             pid = await self._children.start(msgspec.structs.replace(spec, env=env))
             self._say(Started(assignment.node_id, assignment.incarnation, pid))
 
@@ -228,7 +238,7 @@ class Agent:
             env={},
             cwd=job.cwd,
             log=self.log_path(rank),
-            log_err=self.log_path(rank).removesuffix(".log") + ".err.log" if job.separate_stderr else "",
+            log_err=self.error_log_path(rank) if job.separate_stderr else "",
             append=again,
             cores=job.cores.get(local_rank, []),
         )
@@ -236,6 +246,14 @@ class Agent:
     def log_path(self, rank: int) -> str:
         """Where a rank's output goes: the number in the name is the rank."""
         return str(Path(self._job.log_dir) / f"{self._job.log_name}_{rank}.log")
+
+    @property
+    def separates_stderr(self) -> bool:
+        return self._job.separate_stderr
+
+    def error_log_path(self, rank: int) -> str:
+        """Where a rank's stderr goes, if it is kept apart."""
+        return str(Path(self._job.log_dir) / f"{self._job.log_name}_{rank}.err.log")
 
     def _child_exited(self, ended: Exit) -> None:
         if ended.name not in self._running:

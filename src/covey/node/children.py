@@ -28,6 +28,7 @@ from covey.node.lifeline import Lifeline
 
 __all__ = ["ChildSpec", "Children", "Exit"]
 
+ASK = signal.SIGTERM
 KILL_S = 10.0  # a killed process is gone by then, unless the kernel itself holds it
 SWEEP_S = 5.0  # longest pause between two looks for orphans
 SWEEP_SOON_S = 0.01
@@ -112,11 +113,11 @@ class Children:
         if name in self._alive:
             self._alive[name].signal_group(number)
 
-    async def end(self, names: Sequence[str] | None, *, grace_s: float) -> None:
-        """End these (None: all), first by asking. Those that are over already are fine."""
+    async def end(self, names: Sequence[str] | None, *, grace_s: float, ask: int = ASK) -> None:
+        """End these (None: all), first by asking, with a signal. Those that are over already are fine."""
         chosen = [child for child in self._alive.values() if names is None or child.name in names]
         if grace_s > 0:
-            await signal_and_wait(chosen, signal.SIGTERM, grace_s)
+            await signal_and_wait(chosen, ask, grace_s)
         for child in await signal_and_wait(chosen, signal.SIGKILL, KILL_S):
             log.error("%s (pid %d) does not end although it was killed: the kernel holds it", child.name, child.pid)
         await self._sweep_clean()

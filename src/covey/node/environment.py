@@ -9,7 +9,7 @@ from covey.node.runtime import Door
 
 
 def worker_environment(
-    base: Mapping[str, str], start: Start, assignment: Assignment, door: Door, *, job: str, role_name: str
+    base: Mapping[str, str], start: Start, assignment: Assignment, door: Door, *, job: str, role_name: str, folder: str
 ) -> dict[str, str]:
     """What one worker wakes up with. `base` is the agent's own environment and what the options added to it."""
     found = dict(base)
@@ -33,6 +33,9 @@ def worker_environment(
         TORCHELASTIC_MAX_RESTARTS=str(start.max_restarts),
         TORCHELASTIC_RUN_ID=job or "none",
         TORCHELASTIC_USE_AGENT_STORE="False",
+        TORCHELASTIC_ERROR_FILE=f"{folder}/attempt_{start.restarts}/{local}/error.json",
+        TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        TORCH_NCCL_ASYNC_ERROR_HANDLING=found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # the seeds'
         MS_ROLE="MS_WORKER",
         MS_SCHED_HOST=door.host,

@@ -96,7 +96,9 @@ class TemplateLife:
         """Raises TemplateOver. A caller that gives up early does not disturb the next: the turn ends with the reply."""
         # Copies, since the turn may come when the caller has closed its own and their numbers mean something else.
         copies = [os.dup(fd) for fd in fds]
-        return await asyncio.shield(asyncio.ensure_future(self._take_turn(order, copies, limit_s)))
+        turn = asyncio.ensure_future(self._take_turn(order, copies, limit_s))
+        turn.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, also if the caller has gone
+        return await asyncio.shield(turn)
 
     async def _take_turn(self, order: Order, fds: Sequence[int], limit_s: float) -> Reply:
         try:

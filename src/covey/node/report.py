@@ -5,6 +5,15 @@ from __future__ import annotations
 from covey.core.model import Failure
 
 
+def grouped(others: list[str]) -> list[str]:
+    """Ranks that were doing the same, in one line: "ranks 0, 1, 3 on host: alive, step 7"."""
+    same: dict[str, list[str]] = {}
+    for line in others:
+        who, _, doing = line.removeprefix("rank ").partition(" ")
+        same.setdefault(doing, []).append(who)
+    return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {doing}" for doing, ranks in same.items()]
+
+
 def failure_report(failure: Failure) -> list[str]:
     """A few lines: who failed first, how, its last words, and what the others were doing."""
     lines = [f"first failure: rank {failure.rank} ({failure.role}:{failure.node_id}) on {failure.host}: {failure.reason}"]
@@ -14,5 +23,5 @@ def failure_report(failure: Failure) -> list[str]:
         lines += [f"  | {line}" for line in failure.tail]
     if failure.others:
         lines.append("the others at that moment:")
-        lines += [f"  {line}" for line in failure.others]
+        lines += [f"  {line}" for line in grouped(failure.others)]
     return lines

@@ -11,7 +11,7 @@ import msgspec
 
 from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Ticked
-from covey.core.messages import Beat, FromScheduler, Message, Register, RegisterAgent
+from covey.core.messages import Beat, FromScheduler, Message, Refused, Register, RegisterAgent
 from covey.core.model import Progress
 from covey.core.node import NodeMachine, NodeSettings
 from covey.errors import PeerError
@@ -151,7 +151,9 @@ class NodeRuntime:
             self._do(Heard(message))
 
     def _closed(self, link: Link, reason: str) -> None:
-        if link is self._link or self._link is None:
+        if link.turned_away:
+            self._do(Heard(Refused(reason)))
+        elif link is self._link or self._link is None:
             self._link = None
             self._do(LinkLost(reason))
 

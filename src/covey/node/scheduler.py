@@ -36,7 +36,7 @@ TICK_S: Final = 0.25
 RETRY_DISK_S: Final = 1.0
 WAITING_EFFECTS_MAX: Final = 1_000_000
 FOLLOWERS_MAX: Final = 64
-STRANGERS_LOGGED_MAX: Final = 20  # per minute; the rest are counted
+STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
 
 
@@ -75,8 +75,9 @@ class Scheduler:
         self._followers: dict[int, bytes] = {}
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
         self._turn: asyncio.Handle | None = None
+        self._told = (Phase.FORMING, 0)
         self._stuck = ""
-        self._strangers: collections.Counter[int] = collections.Counter()
+        self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
         self._started_at = time.time()
         self._ended: asyncio.Future[End] | None = None
         self._machine: Machine | None = None
@@ -165,7 +166,13 @@ class Scheduler:
 
     def _step(self, event: SchedulerEvent) -> None:
         loop = asyncio.get_running_loop()
-        self._wishes.extend(self.machine.step(event, loop.time()))
+        try:
+            self._wishes.extend(self.machine.step(event, loop.time()))
+        except Exception as error:  # a bug: half a step must not be built upon; the journal brings a new process back
+            assert self._ended is not None
+            if not self._ended.done():
+                self._ended.set_exception(error)
+            raise
         if len(self._wishes) > WAITING_EFFECTS_MAX:
             raise StoreError("the disk has refused for too long: more wishes wait for it than can be kept")
         if self._wishes and self._turn is None:
@@ -190,6 +197,10 @@ class Scheduler:
         wishes, self._wishes = self._wishes, collections.deque()
         for wish in wishes:
             self._carry_out(wish)
+        news = (self.machine.cluster.phase, self.machine.cluster.generation)
+        if news != self._told:  # what people must not miss is told at once, the rest at the next tick
+            self._told = news
+            self._tell_followers()
 
     def _commit(self, records: list[Any]) -> None:
         if self._journal is not None and records:
@@ -241,14 +252,11 @@ class Scheduler:
             self._links[link_id].send(Told(view))
 
     def _stranger(self, link: Link, reason: str) -> None:
-        """Somebody who never became a peer: say so, a limited number of times, and go on."""
-        minute = int(time.monotonic() // 60)
-        self._strangers[minute] += 1
+        """Somebody who never became a peer: say so once, and go on."""
         self.machine.counters["strangers"] = self.machine.counters.get("strangers", 0) + 1
-        if self._strangers[minute] <= STRANGERS_LOGGED_MAX:
+        if (link.peer, reason) not in self._strangers and len(self._strangers) < STRANGERS_TOLD_MAX:
+            self._strangers.add((link.peer, reason))
             tell(Publish(f"connection from {link.peer}", "turned away", reason, Level.WARNING))
-        for old in [m for m in self._strangers if m < minute]:
-            del self._strangers[old]
 
 
 def raise_file_limit() -> None:

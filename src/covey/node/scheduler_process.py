@@ -7,6 +7,7 @@ being refused, and nobody else can take the port.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -67,6 +68,8 @@ class SchedulerProcess:
             self._watcher.cancel()
         if self._process is None or self._process.returncode is not None:
             return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)  # says nothing new to one whose cluster has ended
         try:
             await asyncio.wait_for(self._process.wait(), wait_s)
         except TimeoutError:

@@ -22,9 +22,13 @@ class Security(NamedTuple):
     client: ssl.SSLContext | None = None
 
 
-def find(settings: Settings, *, listens_at: str = "") -> Security:
-    """`listens_at` is where a scheduler will listen: beyond loopback it must have a secret, which is made if there is none."""
-    beyond = bool(listens_at) and not is_loopback(listens_at)
+def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Security:
+    """For a scheduler that `listens_at` an address, or a node that `reaches` one.
+
+    Beyond loopback there must be a secret; whoever comes first makes it, so that the order of start does not matter.
+    """
+    where = listens_at or reaches
+    beyond = bool(where) and not is_loopback(where)
     if listens_at and not beyond:
         join_secret = settings.secret  # a loopback cluster asks for a secret only where one was given
     else:
@@ -44,6 +48,6 @@ def find(settings: Settings, *, listens_at: str = "") -> Security:
         raise tls.bad_tls(f"{config} names no server_cert_path, and a scheduler with TLS needs one")
     if not listens_at and contexts.client is None:
         raise tls.bad_tls(f"{config} names no client_cert_path, and a node of a cluster with TLS needs one")
-    if beyond:
+    if beyond and listens_at:
         log.warning("the control link is encrypted; the tensors that gloo exchanges between workers are not")
     return Security(join_secret, contexts.server, contexts.client)

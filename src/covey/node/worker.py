@@ -308,6 +308,7 @@ class Node:
 
     def _on_term(self, *_: object) -> None:
         if not self.finishes_steps:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
             sys.exit(128 + signal.SIGTERM)
 
     def _on_signal(self, reader: socket.socket) -> None:
@@ -349,7 +350,7 @@ def door(settings: Settings) -> Door:
                 f"MS_WORKER_IP={settings.worker_ip} is an IPv{ours} address and MS_SCHED_HOST={where} is IPv{theirs}:"
                 " both must be of one family"
             )
-    guard = security.find(settings)
+    guard = security.find(settings, reaches=where)
     return Door(where, settings.sched_port, guard.secret, guard.client)
 
 

@@ -69,5 +69,6 @@ def running() -> list[Entry]:
 def process_started(pid: int) -> float:
     """When a process started; 0 if there is none."""
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0
     return 0.0

@@ -22,8 +22,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, Final
 
@@ -369,7 +367,9 @@ def _whole(number: object) -> bool:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow to load, and only a save needs it
+
     try:
-        return version_of("covey")
+        return version("covey")
     except PackageNotFoundError:
         return "unknown"

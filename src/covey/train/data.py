@@ -28,12 +28,15 @@ def mix(*numbers: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Python's, numpy's and torch's generators."""
+    """Python's, numpy's and torch's generators; quickly, because it happens for every sample."""
     import numpy as np
 
+    torch = torch_module()
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch_module().manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 class Plan:

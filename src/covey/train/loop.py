@@ -130,6 +130,8 @@ class Loop:
             generation = meeting.place.generation if meeting is not None else 0
             self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
         if meeting is not None and meeting.asked_to_leave:
+            if self._checkpoint is not None:
+                self.dump()  # in case nobody is left to take this rank over
             meeting.depart()
 
     def _optimizer_stepped(self, *_: Any) -> None:

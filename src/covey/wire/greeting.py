@@ -25,11 +25,15 @@ _HTTP: Final = (b"GET ", b"POST ", b"PUT ", b"HEAD ", b"OPTIONS ", b"DELETE ", b
 
 
 class GreetingError(PeerError):
-    """The other side is not a peer. `reply` is what it may be told, in its own language where that is known."""
+    """The other side is not a peer. `reply` is what it may be told, in its own language where that is known.
 
-    def __init__(self, sentence: str, reply: bytes = b"") -> None:
+    `final`: a peer it is, but one that will say the same the next time.
+    """
+
+    def __init__(self, sentence: str, reply: bytes = b"", *, final: bool = False) -> None:
         super().__init__(sentence, ExitCode.REFUSED)
         self.reply = reply
+        self.final = final
 
 
 class ServerGreeting:
@@ -107,17 +111,19 @@ class ClientGreeting:
         if len(words) != 3 or words[2] not in ("secret", "open"):
             raise GreetingError("what answers there greets like covey, but not in a way this version understands")
         if words[0] != f"covey/{PROTOCOL}":
-            raise GreetingError(f"the scheduler speaks {words[0]}, this is covey/{PROTOCOL}: use the same version everywhere")
+            sentence = f"the scheduler speaks {words[0]}, this is covey/{PROTOCOL}: use the same version everywhere"
+            raise GreetingError(sentence, final=True)
         self._theirs, self._asked, self._said = words[1], words[2] == "secret", True
         if self._asked and not self._secret:
-            raise GreetingError("the scheduler asks for a secret and none is set here: set COVEY_SECRET to the scheduler's")
+            sentence = "the scheduler asks for a secret and none is set here: set COVEY_SECRET to the scheduler's"
+            raise GreetingError(sentence, final=True)
         proof = _proof(self._secret, "node", self._theirs, self._nonce) if self._asked else "-"
         return f"{self._nonce} {proof}\n".encode()
 
     def _check(self, line: str) -> None:
         kind, _, rest = line.partition(" ")
         if kind == "no":
-            raise GreetingError(rest)
+            raise GreetingError(rest, final=True)
         words = rest.split()
         if kind != "ok" or len(words) != 2:
             raise GreetingError("the scheduler's answer to the greeting makes no sense")

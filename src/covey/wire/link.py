@@ -44,6 +44,7 @@ class Link(asyncio.Protocol):
         "on_open",
         "peer",
         "reason",
+        "turned_away",
     )
 
     def __init__(
@@ -59,6 +60,7 @@ class Link(asyncio.Protocol):
         self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
         self.peer = ""
         self.reason = ""
+        self.turned_away = False  # the other side will not have us, now or later
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
@@ -88,7 +90,8 @@ class Link(asyncio.Protocol):
                 for message in self._frames.feed(rest):
                     self.on_message(self, message)
         except PeerError as error:
-            if isinstance(error, GreetingError) and error.reply:
+            if isinstance(error, GreetingError):
+                self.turned_away = error.final
                 self._write(error.reply)
             self.close(str(error))
 
@@ -154,7 +157,10 @@ class Link(asyncio.Protocol):
         if exc is None and self._greeting is not None and encrypted:
             return tls.explain(EOFError(), connecting=True)  # how TLS 1.3 shows that a certificate was refused
         reason = tls.explain(exc, connecting=False) if exc else "closed by the other side"
-        return f"{reason} before the greeting was over" if self._greeting is not None else reason
+        if self._greeting is None:
+            return reason
+        hint = ": it may expect TLS" if isinstance(self._greeting, ClientGreeting) and not encrypted else ""
+        return f"{reason} before the greeting was over{hint}"
 
     def _too_late(self) -> None:
         self.abort(f"it did not greet within {GREETING_S:g} s")

@@ -1,0 +1,162 @@
+"""kill -9 of any process of a `covey run`: the agent, the template, the scheduler, a rank inside a collective."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.processes.command import FAILS, PATIENT, STUBBORN, Shell, shells
+from tests.processes.harness import until
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
+    shell.script(STUBBORN, "t.py")
+    run = shell.covey("run", "-n", "3", "--start", start, "t.py", env=PATIENT)
+    for rank in range(3):
+        shell.heard(rank, "up")
+    pids = {node["pid"] for node in shell.nodes()}
+    assert len(pids) == 4 and 0 not in pids
+    assert pids < {process.pid for process in shell.mine()}
+    run.kill()
+    shell.nobody()
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:
+    run = shell.covey("run", "-n", "2", shell.default, shell.go)
+    shell.heard(0, "rank=0")
+    shell.heard(1, "rank=1")
+    template = shell.template(run)
+    template.kill()
+    until(lambda: shell.template(run).pid != template.pid, "another template")
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    assert "done" in shell.log(0) and "done" in shell.log(1)
+    shell.nobody()
+
+
+def test_a_new_template_serves_the_next_lives(shell: Shell) -> None:
+    die_once = "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 9)"
+    shell.script(FAILS.replace("rank == 1 and ", ""), "t.py")
+    run = shell.covey("run", "-n", "2", "--max-restarts", "1", "t.py", shell.go, die_once, "covey")
+    shell.heard(0, "rank=0")
+    shell.heard(1, "rank=1")
+    shell.template(run).kill()
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    assert [shell.log(rank).count("rank=") for rank in (0, 1)] == [2, 2]
+    shell.nobody()
+
+
+def test_a_killed_scheduler_is_started_again(shell: Shell) -> None:
+    run = shell.covey("run", "-n", "2", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
+    shell.heard(0, "rank=0")
+    shell.heard(1, "rank=1")
+    for life in (2, 3):
+        scheduler, *workers = shell.nodes()
+        os.kill(scheduler["pid"], signal.SIGKILL)
+        shell.heard("scheduler", "scheduler of cluster", count=life)
+        shell.heard("scheduler", "cluster ready: every member is here again", count=life - 1)
+        found, *again = shell.nodes()
+        assert found["pid"] != scheduler["pid"]
+        fixed = ("node_id", "rank", "pid", "incarnation", "restarts", "state", "host", "log")
+        assert [[node[key] for key in fixed] for node in again] == [[node[key] for key in fixed] for node in workers]
+    assert len(set(re.findall(r"scheduler of cluster (\w+)", shell.log("scheduler")))) == 1
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    assert "done" in shell.log(0) and "done" in shell.log(1)
+    shell.nobody()
+
+
+def test_a_scheduler_that_dies_while_its_workers_finish_hears_of_it_afterwards(shell: Shell) -> None:
+    run = shell.covey("run", "-n", "2", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
+    shell.heard(0, "rank=0")
+    shell.heard(1, "rank=1")
+    scheduler = psutil.Process(shell.nodes()[0]["pid"])
+    scheduler.suspend()  # so that nobody is there to hear the end of the workers
+    shell.release()
+    until(lambda: "done" in shell.log(0) and "done" in shell.log(1), "both to finish")
+    scheduler.kill()
+    assert run.wait() == 0, run.tail()
+    assert "all 2 workers finished" in run.text()
+    shell.nobody()
+
+
+def test_a_scheduler_that_always_dies_is_given_up(shell: Shell) -> None:
+    """A recovery folder that cannot be written is the scheduler's own sentence, not an endless series of lives."""
+    (shell.folder / "a-file").write_text("no folder")
+    run = shell.ask("run", "-n", "1", "--recovery-path", shell.folder / "a-file" / "below", shell.default)
+    assert run.code in (40, 41), run.tail()
+    assert "Traceback" not in run.text() + shell.log("scheduler")
+    assert shell.log("scheduler").strip(), "the scheduler says why"
+    shell.nobody()
+
+
+def test_a_scheduler_that_is_killed_again_and_again_is_given_up(shell: Shell) -> None:
+    run = shell.covey("run", "-n", "1", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
+    shell.heard(0, "rank=0")
+    for life in range(1, 7):
+        shell.heard("scheduler", "scheduler of cluster", count=life)
+        [scheduler] = until(lambda: [p for p in shell.mine() if "covey.node.serve" in p.cmdline()], "a scheduler")
+        scheduler.kill()
+        scheduler.wait()
+    assert run.wait() == 31, run.tail()
+    assert re.search(r"the scheduler died 6 times \(SIGKILL\)", run.text())
+    shell.nobody()
+
+
+STEPS = """
+import pathlib, sys, time
+import numpy as np
+import covey, torch
+
+covey.init()
+step = 0
+while True:
+    step += 1
+    mean = covey.all_reduce(np.array([step, float(pathlib.Path(sys.argv[1]).exists())]), "mean")
+    assert mean[0] == step, (mean, step)
+    print("step", step, flush=True)
+    if mean[1] == 1.0:
+        break
+    time.sleep(0.01)
+"""
+
+
+def test_collectives_go_on_while_the_scheduler_is_killed(shell: Shell) -> None:
+    shell.script(STEPS, "t.py")
+    run = shell.covey("run", "-n", "3", "t.py", shell.go, env={"MS_NODE_TIMEOUT": 600})
+    shell.heard(2, "step 3")
+    scheduler, *workers = shell.nodes()
+    os.kill(scheduler["pid"], signal.SIGKILL)
+    shell.heard("scheduler", "cluster ready: every member is here again")
+    now = shell.log(0).count("step")
+    shell.heard(0, f"step {now + 10}\n")
+    assert [[n["rank"], n["pid"], n["incarnation"]] for n in shell.nodes()[1:]] == [
+        [n["rank"], n["pid"], n["incarnation"]] for n in workers
+    ]
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    assert len({shell.log(rank).splitlines()[-1] for rank in range(3)}) == 1
+    assert all(shell.log(rank).count("step 1\n") == 1 for rank in range(3)), "nobody was started again"
+    shell.nobody()
+
+
+def test_ranks_inside_a_collective_end_when_one_dies(shell: Shell) -> None:
+    text = STEPS.replace("    step += 1\n", "    step += 1\n    if step == 5 and covey.get_rank() == 1: sys.exit(7)\n")
+    shell.script(text, "t.py")
+    run = shell.ask("run", "-n", "3", "t.py", shell.go, env=PATIENT)
+    assert run.code == 7, run.tail()
+    assert "first failure: rank 1 (worker:1)" in run.text()
+    shell.nobody()
