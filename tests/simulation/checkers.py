@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tests.simulation.disk import Disk, group_of
 from tests.simulation.net import Link
 
-from covey.core.effects import Send
 from covey.core.messages import (
     Assignment,
     Formed,
@@ -95,9 +94,6 @@ class Checker:
             for record in members:
                 if record.state is NodeState.ALIVE and not record.agent:
                     raise Violation(f"{wish.life} is told goodbye, but the journal says {record.state}", wish.life)
-
-    def spoke_to_nobody(self, scheduler: SchedulerProcess, effect: Send) -> None:
-        """A link that closed during this very step may still be spoken to; it is not an error."""
 
     def written(self, record: Record) -> None:
         """Before a record is written: it must not contradict what was told."""

@@ -203,7 +203,6 @@ class SchedulerProcess(Process):
     def _send(self, effect: Send) -> None:
         link = self.links.get(effect.link)
         if link is None:
-            self.world.checker.spoke_to_nobody(self, effect)
             return
         payload = _encode(effect.message)
         self.world.checker.promised(self, link, effect.message)

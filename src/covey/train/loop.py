@@ -67,6 +67,7 @@ class Loop:
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
         self._buffers: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
         self._checkpoint = checkpoint
         self._group = group
         self._collectives = group.collectives
@@ -87,6 +88,8 @@ class Loop:
         if name in self._parts:
             raise UsageError(f"register({name!r}): that name is registered already")
         self._parts[name] = (get, put)
+        if name in self._restored:
+            put(self._restored[name])
 
     @property
     def epoch(self) -> int:
@@ -216,9 +219,10 @@ class Loop:
         self.model.load_state_dict(state["model"])
         # torch takes the tensors themselves, and the optimizer writes to them: what is restored again must be a copy
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if self.replaying else state["optimizer"])
+        self._restored = state["parts"]
         for name, (_, put) in self._parts.items():
-            if name in state["parts"]:
-                put(state["parts"][name])
+            if name in self._restored:
+                put(self._restored[name])
 
     def _restore_given(self) -> None:
         assert self._collectives is not None and self._collectives.donation is not None

@@ -1,0 +1,111 @@
+"""A training for tests of healing: everything that could make two runs differ, and deaths where they are asked for.
+
+    DEATHS="1:3:forward 0:6:optimizer"      rank 1 kills itself in the forward pass of step 3, rank 0 in the optimizer of step 6
+
+Each death happens once: a file remembers it. Prints the hash of everything that must be equal at the end.
+"""
+
+from __future__ import annotations
+
+SCRIPT = '''
+import hashlib, os, pathlib, signal, sys
+import torch
+from torch import nn
+import covey
+from covey.train.gloo import Done
+from covey.train.meeting import Regroup
+
+folder = pathlib.Path(sys.argv[1])
+deaths = {tuple(word.split(":")) for word in os.environ.get("DEATHS", "").split()}
+
+
+def die(step, phase):
+    key = (str(covey.get_rank()), str(step), phase)
+    mark = folder / "-".join(key)
+    if key in deaths and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGSTOP if phase == "stopped" else signal.SIGKILL)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples with random augmentation: a replacement must draw the same numbers."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(512, 784, generator=generator)
+        self.y = torch.randint(0, 10, (512,), generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + 0.01 * torch.randn(784), self.y[index]
+
+
+covey.init()
+torch.set_num_threads(1)
+covey.set_seed(1)
+scale = covey.all_reduce(torch.tensor([1.0 + covey.get_rank()]), "mean")      # agreed before the first step
+die(0, "before")
+net = nn.Sequential(nn.Linear(784, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Dropout(0.2), nn.Linear(400, 10))
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+seen = []
+loop = covey.Loop(
+    net, optimizer, covey.Data(Noisy(), 4, num_workers=int(os.environ.get("LOADERS", "0"))),
+    steps=int(os.environ.get("STEPS", "24")), accumulate=4, schedulers=[schedule], seed=7,
+    checkpoint=covey.Checkpoint(str(folder / "ckpt"), every=5, keep=2),
+)
+loop.register("seen", lambda: list(seen), lambda value: seen.__setitem__(slice(None), value))
+optimizer.register_step_pre_hook(lambda *_: die(loop.step, "optimizer"))
+net[0].weight.register_hook(lambda grad: die(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
+net[4].weight.register_hook(lambda grad: die(loop.step, "backward"))
+
+if os.environ.get("LATE") == str(covey.get_rank()):
+    # Forces "one step apart": this rank hears that a death changed the membership before it hears that step 5 is complete.
+    inbox, held = loop._group.meeting.inbox, []
+
+    class Late:
+        def put(self, news):
+            inbox.put(news)
+
+        def get(self):
+            news = inbox.get()
+            while isinstance(news, Done) and loop.step == 5 and not held:
+                later = inbox.get()
+                while not isinstance(later, Regroup):
+                    later = inbox.get()
+                held.append(news)
+                print("LATE at step 5", flush=True)
+                news = later
+            return news
+
+    loop._group.meeting.inbox = Late()
+
+for x, y in loop:
+    die(loop.step, "forward")
+    loss = nn.functional.cross_entropy(net(x * scale), y) / 4
+    loss.backward()
+    if loop.boundary:
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        seen.append(loop.step)
+        if loop.step % 4 == 3:
+            net.eval()
+            die(loop.step, "evaluation")
+            with torch.no_grad():
+                score = net(torch.full((4, 784), 0.1 * covey.get_rank())).sum().reshape(1)
+            covey.all_reduce(score)
+            net.train()
+            seen.append(float(score))
+        die(loop.step, "between")
+        die(loop.step, "stopped")
+
+found = hashlib.sha256(repr((seen, schedule.get_last_lr(), loop.step)).encode())
+moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+for tensor in [*net.state_dict().values(), *moments]:
+    found.update(torch.as_tensor(tensor).numpy().tobytes())
+print("HASH", found.hexdigest(), flush=True)
+'''
