@@ -131,7 +131,7 @@ def test_the_startup_script_of_one_host(examples: Examples, hosts: Hosts) -> Non
 
 
 def test_the_startup_scripts_of_two_hosts(examples: Examples, hosts: Hosts) -> None:
-    """The user's secret file, made by the scheduler and seen by both hosts, is all they need to find together."""
+    """The user's secret file, made by whoever comes first and seen by both hosts, is all they need to find together."""
     homes = [examples.home, examples.copy("second")]
     runs = [
         examples.startup(f"run_dynamic_cluster_{n + 1}.sh", hosts.addresses[0], home=homes[n], on=hosts.on(n)) for n in (0, 1)

@@ -35,4 +35,9 @@ def configure(settings: Settings, who: str) -> None:
 
 def tell(event: Publish) -> None:
     """An event of the core as a log line."""
-    log.log(_LEVELS[event.level], "%s %s: %s", event.node, event.what, event.reason)
+    log.log(_LEVELS[event.level], "%s %s: %s", _one_line(event.node), event.what, _one_line(event.reason))
+
+
+def _one_line(text: str) -> str:
+    """What a peer said must not look like a line of ours."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -156,6 +156,8 @@ class Scheduler:
             return self._stranger(link, reason)
         del self._links[link.id]
         self._followers.pop(link.id, None)
+        if link.misbehaved:
+            self._stranger(link, reason)
         return self._step(LinkLost(reason, link.id))
 
     async def _tick(self) -> None:

@@ -39,6 +39,7 @@ class Link(asyncio.Protocol):
         "_transport",
         "clock",
         "id",
+        "misbehaved",
         "on_close",
         "on_message",
         "on_open",
@@ -60,6 +61,7 @@ class Link(asyncio.Protocol):
         self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
         self.peer = ""
         self.reason = ""
+        self.misbehaved = False  # it sent what no peer sends
         self.turned_away = False  # the other side will not have us, now or later
         self.on_open = on_open
         self.on_message = on_message
@@ -90,6 +92,7 @@ class Link(asyncio.Protocol):
                 for message in self._frames.feed(rest):
                     self.on_message(self, message)
         except PeerError as error:
+            self.misbehaved = True
             if isinstance(error, GreetingError):
                 self.turned_away = error.final
                 self._write(error.reply)
