@@ -147,5 +147,9 @@ def deaths(
             time.sleep(random.uniform(0, LOOK_S))
             found.append(run.strike(how))
             last = found[-1]
-            print(f"{what}: {number + 1} of {count}: {1000 * last.again:.0f} ms, {last.redone} redone", file=sys.stderr, flush=True)
+            print(
+                f"{what}: {number + 1} of {count}: {1000 * last.again:.0f} ms, {last.redone} redone",
+                file=sys.stderr,
+                flush=True,
+            )
     return found

@@ -46,9 +46,9 @@ HELP: dict[ExitCode, str] = {
 class CoveyError(Exception):
     """One sentence for a person, and the code the process ends with."""
 
-    exit_code: ExitCode = ExitCode.BAD_SETTING
+    exit_code: int = ExitCode.BAD_SETTING
 
-    def __init__(self, sentence: str, exit_code: ExitCode | None = None) -> None:
+    def __init__(self, sentence: str, exit_code: int | None = None) -> None:
         super().__init__(sentence)
         if exit_code is not None:
             self.exit_code = exit_code

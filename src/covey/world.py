@@ -40,7 +40,7 @@ def init() -> None:
     try:
         loaded = load(os.environ)
         settings = loaded.settings
-        if settings.role is not None or settings.sched_host:
+        if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
             require_raw(settings)
             if settings.role is Role.SCHEDULER:
                 from covey.node.serve import run_in_this_process

@@ -55,7 +55,7 @@ def _door(given: Settings, host: str, port: int) -> Door:
         settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
     )
     guard = security.find(settings)
-    return Door(host, port, guard.secret, guard.client)
+    return Door(host, port, guard.secret, context=guard.client)
 
 
 def status(master: str, as_json: bool) -> None:

@@ -146,7 +146,7 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
-    return Door(host, port, secret, guard.client), environ, guard
+    return Door(host, port, secret, context=guard.client), environ, guard
 
 
 def given_by_options(loaded: Loaded) -> dict[str, str]:

@@ -293,9 +293,10 @@ class Lifecycle:
                 continue
             if silent > limit:
                 self._count("silent_deaths")
-                self._silence(member.link)
-                member.link = 0
+                link = member.link
                 self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit))
+                self._silence(link)  # after the end was told: if it can still hear, it should hear why
+                member.link = 0
             elif member.state is NodeState.ALIVE:
                 member.state = NodeState.SUSPECT
                 self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)

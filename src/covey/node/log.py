@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
 from covey.core.effects import Level, Publish
+from covey.errors import UsageError
 from covey.settings import Settings
 
 log = logging.getLogger("covey")
@@ -24,13 +26,22 @@ def configure(settings: Settings, who: str) -> None:
     if settings.log_to_stderr:
         handler = logging.StreamHandler(sys.stderr)
     else:
-        folder = Path(settings.log_dir) / (settings.node_id or who)
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / "covey.log")
+        handler = _file_of(settings, who)
     handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d covey {who}: %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)
     log.setLevel(_GLOG[settings.log_level])
     log.propagate = False
+
+
+def _file_of(settings: Settings, who: str) -> logging.Handler:
+    """The file of this node: one folder per role and id, or per process where there is no id."""
+    name = who.replace(":", "_") if settings.node_id else f"{who}_{os.getpid()}"
+    folder = Path(settings.log_dir) / ("sched" if who == "scheduler" else name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(folder / "covey.log")
+    except OSError as error:
+        raise UsageError(f"GLOG_log_dir={settings.log_dir} cannot be used for logs: {error.strerror}") from None
 
 
 def tell(event: Publish) -> None:

@@ -30,6 +30,7 @@ class Door(msgspec.Struct, frozen=True):
     host: str
     port: int
     secret: str = ""
+    insist: bool = False  # the secret was given, so a scheduler without one is not ours
     context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
 
     @property
@@ -133,6 +134,7 @@ class NodeRuntime:
                 door.port,
                 door.secret,
                 door.context,
+                insist=door.insist,
                 on_open=self._opened,
                 on_message=self._heard,
                 on_close=self._closed,

@@ -23,7 +23,7 @@ import msgspec
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.machine import Machine
-from covey.core.messages import Ask, StopAsked, Told
+from covey.core.messages import Ask, Stop, StopAsked, Told
 from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import StoreError
@@ -73,6 +73,7 @@ class Scheduler:
         self._links: dict[int, Link] = {}
         self._last_link = 0
         self._followers: dict[int, bytes] = {}
+        self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
         self._turn: asyncio.Handle | None = None
         self._told = (Phase.FORMING, 0)
@@ -213,6 +214,8 @@ class Scheduler:
             link = self._links.get(wish.link)
             if link is not None:
                 link.send(wish.message)
+                if isinstance(wish.message, Stop):
+                    self._ending.add(wish.link)
         elif isinstance(wish, Close):
             link = self._links.get(wish.link)
             if link is not None:
@@ -233,7 +236,7 @@ class Scheduler:
                 log.error("%s", line)
         self._tell_followers()
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
-        while self._links and asyncio.get_running_loop().time() < deadline:
+        while self._ending & self._links.keys() and asyncio.get_running_loop().time() < deadline:
             for link_id in list(self._followers):
                 self._links[link_id].close("the cluster ended")
             await asyncio.sleep(0.01)

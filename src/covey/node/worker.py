@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -53,6 +53,8 @@ from covey.wire import address
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
 GOODBYE_S: Final = 8.0
 FLUSH_S: Final = 0.2
+FIRST_NEWS_S: Final = 0.3
+STUCK_S: Final = 1.0
 TELL_S: Final = 0.5  # shortest time between two words on progress
 TELL_NODES_PER_S: Final = 500  # all workers together
 
@@ -75,6 +77,8 @@ class Node:
         self._formed: Formed | None = None
         self._finish: Finish | None = None
         self._leaving = False
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._mask: set[signal.Signals | int] = set()
         self._code, self._reason = 0, ""
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
@@ -93,11 +97,11 @@ class Node:
     def join(self) -> Formed:
         """Block until this node has its rank. Raises `PeerError` with the reason and the code to end with."""
         self._thread.start()
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(before=self._forking, after_in_parent=self._unblock, after_in_child=self._forked)
         with self._changed:
             self._changed.wait_for(lambda: self._formed is not None or self._finish is not None)
             if self._finish is not None:
-                raise PeerError(self._finish.reason, ExitCode(self._finish.code))
+                raise PeerError(self._finish.reason, own_code(self._finish))
             assert self._formed is not None
         self._watch_signals()
         self._watch_exit()
@@ -106,12 +110,22 @@ class Node:
 
     def leave(self, code: int = 0, reason: str = "") -> None:
         """Say goodbye and wait, for a while, until it was heard."""
-        if os.getpid() != self._pid or self._loop is None or self._leaving:
+        if os.getpid() != self._pid or self._loop is None:
             return
-        self._leaving = True
-        self._loop.call_soon_threadsafe(self._leave, code, reason)
         with self._changed:
-            self._changed.wait_for(lambda: self._finish is not None, timeout=GOODBYE_S)
+            if code == 1:  # it may have failed of another's end, and the news of that be under way
+                self._changed.wait_for(lambda: self._finish is not None, timeout=FIRST_NEWS_S)
+            if not self._leaving:
+                self._leaving = True
+                self._loop.call_soon_threadsafe(self._leave, code, reason)
+            heard = self._changed.wait_for(lambda: self._finish is not None, timeout=GOODBYE_S)
+            if not heard and self._settings.recovery and self._runtime is not None and self._runtime.descriptor() < 0:
+                patience = max(
+                    self._settings.node_timeout_s, 0.0
+                )  # it is away and may come back: a finished rank is no dead one
+                heard = self._changed.wait_for(lambda: self._finish is not None, timeout=patience)
+            if not heard:
+                log.warning("the scheduler did not hear that this node leaves")
 
     @property
     def place(self) -> Formed:
@@ -249,10 +263,7 @@ class Node:
 
     def _end_process(self, finish: Finish) -> None:
         """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
-        stop = finish.message
-        code = finish.code
-        if isinstance(stop, Stop) and stop.failure is not None:
-            code = ExitCode.PEER_FAILED
+        code = own_code(finish)
         log.log(40 if code else 20, "this node ends: %s", finish.reason)
         exit_flushed(code)
 
@@ -266,8 +277,19 @@ class Node:
 
     # -- the process around it ---------------------------------------------------------------------------------------
 
+    def _forking(self) -> None:
+        """A signal meant for the child must not reach the parent through what they still share."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
     def _forked(self) -> None:
-        """In a forked child (a data loader's worker): our connection is not its to keep open."""
+        """In a forked child (a data loader's worker): our connection is not its to keep open, our signals not its to hear."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._unblock()
         descriptor = self._runtime.descriptor() if self._runtime is not None else -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
@@ -282,6 +304,15 @@ class Node:
             before(kind, error, trace)
 
         sys.excepthook = note
+        if INCARNATION_VARIABLE not in os.environ:  # no agent sees this process's exit code: the program's word must do
+            leave = sys.exit
+
+            def exit_noted(status: Any = None, /) -> NoReturn:
+                self._code = status if isinstance(status, int) else int(status is not None)
+                self._reason = f"exit code {self._code}" if self._code else ""
+                leave(status)
+
+            sys.exit = exit_noted
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
@@ -307,19 +338,33 @@ class Node:
         self._loop.call_soon_threadsafe(self._loop.add_reader, reader, self._on_signal, reader)
 
     def _on_term(self, *_: object) -> None:
+        """In the main thread, if it is not stuck."""
         if not self.finishes_steps:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
-            sys.exit(128 + signal.SIGTERM)
+            self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM)"
+            raise SystemExit(self._code)
 
     def _on_signal(self, reader: socket.socket) -> None:
         if signal.SIGTERM in reader.recv(64) and not self.asked_to_leave:
             assert self._loop is not None
             self.asked_to_leave = True
             code = 128 + signal.SIGTERM
-            if not self.finishes_steps:
+            if not self.finishes_steps and not self._leaving:
                 self._leaving = True
                 self._leave(code, "asked to leave (SIGTERM)")
+                self._loop.call_later(STUCK_S, self._end_if_stuck, code)
             self._loop.call_later(self._settings.grace_s, exit_flushed, code)
+
+    def _end_if_stuck(self, code: int) -> None:
+        """A main thread that did not take the signal up is inside a collective, which will not end well."""
+        if self._code != code:
+            exit_flushed(code)
+
+
+def own_code(finish: Finish) -> int:
+    """With what this process ends when its membership is over: another's failure is not its own."""
+    failed = isinstance(finish.message, Stop) and finish.message.failure is not None
+    return ExitCode.PEER_FAILED if failed else finish.code
 
 
 def exit_flushed(code: int) -> None:
@@ -351,11 +396,12 @@ def door(settings: Settings) -> Door:
                 " both must be of one family"
             )
     guard = security.find(settings, reaches=where)
-    return Door(where, settings.sched_port, guard.secret, guard.client)
+    return Door(where, settings.sched_port, guard.secret, insist=bool(settings.secret), context=guard.client)
 
 
 def _fingerprint(settings: Settings) -> dict[str, str]:
-    return {"MS_WORKER_NUM": str(settings.worker_num), "MS_SERVER_NUM": str(settings.server_num)}
+    given = {"MS_WORKER_NUM": settings.worker_num, "MS_SERVER_NUM": settings.server_num}
+    return {name: str(number) for name, number in given.items() if number or name == "MS_SERVER_NUM"}
 
 
 def wait_for_the_end(node: Node) -> None:

@@ -1,7 +1,8 @@
 """The scheduler's journal: what a restarted scheduler must know, and the story people may read.
 
-SQLite in WAL mode, synchronous: a commit that returned survives kill -9 and a power cut. The last record per place is kept;
-the story is a bounded list of events. One process holds a journal at a time (a lock beside it). A journal is created whole
+SQLite, synchronous: a commit that returned survives kill -9 and a power cut. All of it lies in one file, which a write-ahead
+log would not give: a lost second file would take back what was promised. The last record per place is kept; the story is a
+bounded list of events. One process holds a journal at a time (a lock beside it). A journal is created whole
 under another name and renamed, so an empty or cut file is damage, never a beginning.
 """
 
@@ -23,7 +24,6 @@ from covey.errors import ExitCode, StoreError
 
 FORMAT = 1
 STORY_MAX = 100_000  # events kept
-_NETWORK_DISKS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "lustre", "ceph")
 _SCHEMA = f"""
 create table facts (key text primary key, value blob not null) without rowid;
 create table story (seq integer primary key, at real, node text, what text, reason text, level text);
@@ -163,33 +163,31 @@ def _open(path: Path) -> sqlite3.Connection:
     if path.stat().st_size == 0:
         raise _damaged(path, "it is empty")
     try:
+        _look(path)
         database = sqlite3.connect(path, isolation_level=None)
-        database.execute(f"pragma journal_mode = {'truncate' if _on_network(path) else 'wal'}")
+        database.execute("pragma journal_mode = truncate")
         database.execute("pragma synchronous = full")
-        version = database.execute("pragma user_version").fetchone()[0]
-        verdict = database.execute("pragma quick_check").fetchone()[0]
     except sqlite3.Error as error:
         if "readonly" in str(error) or "read-only" in str(error):
             raise StoreError(f"the journal {path} is read-only: make it writable") from None
         raise _damaged(path, error) from None
+    return database
+
+
+def _look(path: Path) -> None:
+    """Judge a journal without touching it: one that is refused must stay as it was."""
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        version = database.execute("pragma user_version").fetchone()[0]
+        verdict = database.execute("pragma quick_check").fetchone()[0]
+    finally:
+        database.close()
     if version != FORMAT:
         raise _damaged(path, f"format {version}, and this version of covey reads {FORMAT}")
     if verdict != "ok":
         raise _damaged(path, verdict)
-    return database
 
 
 def _damaged(path: Path, why: object) -> StoreError:
     sentence = f"the journal {path} is damaged ({why}): move it away to start a new cluster; it was not changed"
     return StoreError(sentence, ExitCode.BAD_JOURNAL)
-
-
-def _on_network(path: Path) -> bool:
-    """WAL needs shared memory, which network disks do not give."""
-    best, kind = "", ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, mount, fs, *_ = line.split(" ")
-            if str(path.resolve()).startswith(mount) and len(mount) >= len(best):
-                best, kind = mount, fs
-    return kind.startswith(_NETWORK_DISKS)

@@ -49,7 +49,7 @@ def _read(path: Path) -> str:
 def _create(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_name(f"secret.{os.getpid()}")
+        temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")

@@ -75,8 +75,9 @@ class ServerGreeting:
 class ClientGreeting:
     """A node's, an agent's or a visitor's side."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, *, insist: bool = False) -> None:
         self._secret = secret
+        self._insist = insist
         self._nonce = secrets.token_hex(16)
         self._theirs = ""
         self._asked = False
@@ -114,10 +115,10 @@ class ClientGreeting:
             sentence = f"the scheduler speaks {words[0]}, this is covey/{PROTOCOL}: use the same version everywhere"
             raise GreetingError(sentence, final=True)
         self._theirs, self._asked, self._said = words[1], words[2] == "secret", True
-        if self._asked and not self._secret:
-            sentence = "the scheduler asks for a secret and none is set here: set COVEY_SECRET to the scheduler's"
+        if self._insist and not self._asked:
+            sentence = "the scheduler asks for no secret, but COVEY_SECRET is set here: it may be another's scheduler"
             raise GreetingError(sentence, final=True)
-        proof = _proof(self._secret, "node", self._theirs, self._nonce) if self._asked else "-"
+        proof = _proof(self._secret, "node", self._theirs, self._nonce) if self._asked and self._secret else "-"
         return f"{self._nonce} {proof}\n".encode()
 
     def _check(self, line: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -79,11 +80,18 @@ class Link(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         name = transport.get_extra_info("peername")
+        if name and name == transport.get_extra_info("sockname"):
+            return self._met_itself(transport.get_extra_info("socket"))
         self.peer = name[0] if isinstance(name, tuple) else str(name or "?")
         tune(transport.get_extra_info("socket"))
         self._limit = asyncio.get_running_loop().call_later(GREETING_S, self._too_late)
         assert self._greeting is not None
-        self._write(self._greeting.opening())
+        return self._write(self._greeting.opening())
+
+    def _met_itself(self, sock: Any) -> None:
+        """A call to a free port of the outgoing range can be answered by its own socket, and must not keep the port busy."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.abort("nobody listens there")
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -254,14 +262,19 @@ async def connect(
     port: int,
     secret: str,
     context: ssl.SSLContext | None,
+    *,
+    insist: bool = False,
     **calls: Any,
 ) -> Link:
-    """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted."""
+    """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted.
+
+    `insist`: a scheduler that asks for no secret is not the one that is meant.
+    """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_S):
             _, link = await loop.create_connection(
-                lambda: Link(ClientGreeting(secret), from_scheduler, **calls), host, port, ssl=context
+                lambda: Link(ClientGreeting(secret, insist=insist), from_scheduler, **calls), host, port, ssl=context
             )
     except TimeoutError:
         raise PeerError(f"no answer within {CONNECT_S:g} s") from None

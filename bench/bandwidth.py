@@ -1,0 +1,66 @@
+"""How fast a state moves from one process to another: by covey's transfer, and by a plain loopback socket in turn with it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.report import spread
+
+DONOR = Path(__file__).parent / "scripts" / "donor.py"
+ADDRESS = "127.0.0.1"
+LIMIT_S = 60.0
+
+
+def raw(port: int, into: memoryview) -> None:
+    """What the kernel can do: whole buffers sent, received into memory that is there already."""
+    with socket.create_connection((ADDRESS, port), LIMIT_S) as connection:
+        filled = 0
+        while filled < len(into):
+            count = connection.recv_into(into[filled:])
+            if not count:
+                raise SystemExit(f"the plain donor sent {filled} of {len(into)} bytes")
+            filled += count
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def measure(megabytes: int, rounds: int) -> dict[str, Any]:
+    """GB/s each way, and the ratio round by round; the first round is not counted.
+
+    `fresh` is the plain socket into memory that the kernel has yet to hand out, as a replacement's must be.
+    """
+    import numpy as np
+
+    from covey.train.transfer import fetch
+
+    donor = subprocess.Popen([sys.executable, str(DONOR), str(megabytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert donor.stdout is not None
+        port, token, raw_port = donor.stdout.readline().decode().split()
+        into = memoryview(bytearray(megabytes * 1_000_000 // 64 * 64))
+        times = []
+        for _ in range(rounds + 1):
+            plain = seconds(lambda: raw(int(raw_port), into))
+            mine = seconds(lambda: fetch(ADDRESS, int(port), token, "state"))
+            times.append((mine, plain, seconds(lambda: raw(int(raw_port), memoryview(np.empty(into.nbytes, np.uint8))))))
+    finally:
+        donor.communicate(timeout=LIMIT_S)
+    found = times[1:]
+    gigabytes = megabytes / 1000
+    return {
+        "megabytes": megabytes,
+        "fetch": spread(gigabytes / mine for mine, _, _ in found)._asdict(),
+        "raw": spread(gigabytes / plain for _, plain, _ in found)._asdict(),
+        "fresh": spread(gigabytes / fresh for _, _, fresh in found)._asdict(),
+        "ratio": spread(plain / mine for mine, plain, _ in found)._asdict(),
+    }

@@ -1,0 +1,185 @@
+"""From `kill -9` of one worker of four to the next step on all ranks: covey, covey with loader workers, and torchrun.
+
+A 784-256-10 perceptron, batch 32, gloo, one thread per rank. Each rank stamps every step it commits; the victim and the moment
+are random. "Next step" is the first one that all ranks commit after the kill: for torchrun that is one it had done before, so
+its way to the first new step is given beside it. torchrun gets the variable without which it hangs after a death, and a
+checkpoint every 100 steps. Then: how long it takes with more state, how fast state moves, and how soon a worker that stopped
+without dying is noticed.
+
+torchft is not here: it has no launcher to start dead workers again, so what would be measured is the one written for the purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from bench import bandwidth
+from bench.formation import BIN, SCRIPTS
+from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
+from bench.training import PHASES, Death, deaths
+
+WORLD = 4
+COVEY, LOADERS, TORCHRUN = "covey", "covey, num_workers=2", "torchrun --max-restarts"
+SIZES_MB = (1, 100, 1000)
+SILENCE_S = 0.5  # the shortest sensible silence: below it, a busy machine makes the dead
+MEDIAN_S, WORST_S, TIMES, PART = 0.15, 0.5, 50, 0.6  # the aims
+
+Found = dict[str, list[Death]]
+
+
+def covey(*options: str) -> list[str]:
+    return [str(BIN / "covey"), "run", "-n", str(WORLD), *options, str(SCRIPTS / "healing_loop.py")]
+
+
+def torchrun() -> list[str]:
+    start = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", str(BIN / "torchrun"), "--standalone"]
+    return [*start, "--nproc-per-node", str(WORLD), "--max-restarts", "100", str(SCRIPTS / "restarted_loop.py")]
+
+
+def measure_kills(kills: int, peer_kills: int) -> Found:
+    return {
+        COVEY: deaths(COVEY, covey(), ["0", "0"], world=WORLD, count=kills),
+        LOADERS: deaths(LOADERS, covey(), ["2", "0"], world=WORLD, count=kills),
+        TORCHRUN: deaths(TORCHRUN, torchrun(), [], world=WORLD, count=peer_kills, between=(50, 150)),
+    }
+
+
+def measure_sizes(kills: int) -> dict[int, list[Death]]:
+    return {
+        size: deaths(f"{size} MB", covey(), ["0", str(size)], world=WORLD, count=kills, between=(5, 15)) for size in SIZES_MB
+    }
+
+
+def measure_hangs(kills: int) -> list[Death]:
+    command = covey("--node-timeout", f"{SILENCE_S:g}")
+    return deaths(f"stopped, --node-timeout {SILENCE_S:g}", command, ["0", "0"], world=WORLD, count=kills, how=signal.SIGSTOP)
+
+
+def seconds(found: list[Death]) -> Spread:
+    return spread(death.again for death in found)
+
+
+def aims(kills: Found, moved: list[dict[str, Any]]) -> list[Aim]:
+    theirs = seconds(kills[TORCHRUN]).median
+    found = []
+    for way in (COVEY, LOADERS):
+        mine = seconds(kills[way]).scaled(1000)
+        limit = f"median {1000 * MEDIAN_S:g} ms, worst {1000 * WORST_S:g} ms"
+        held = mine.median <= 1000 * MEDIAN_S and mine.high <= 1000 * WORST_S
+        found.append(Aim(f"{way}: kill to next step", f"at most {limit}", mine.show(" ms", 0), held))
+        times = 1000 * theirs / mine.median
+        found.append(Aim(f"{way}: times faster than torchrun", f"at least {TIMES}", f"{times:.0f}", times >= TIMES))
+        redone = max(death.redone for death in kills[way])
+        found.append(Aim(f"{way}: steps redone", "0", str(redone), redone == 0))
+    for row in moved:
+        ratio = Spread(**row["ratio"])
+        what = f"{row['megabytes']} MB of state, against a plain socket"
+        found.append(Aim(what, f"at least {PART:g} x", ratio.show(" x"), ratio.median >= PART))
+    return found
+
+
+def kills_table(kills: Found) -> str:
+    rows = []
+    for way, found in kills.items():
+        again, ahead = seconds(found).scaled(1000), spread(death.ahead for death in found).scaled(1000)
+        redone = spread(death.redone for death in found)
+        rows.append(
+            [way, str(again.n), f"**{again.show(digits=0)}**", f"{again.mad:.0f}", ahead.show(digits=0), redone.show(digits=0)]
+        )
+    return table(["way", "kills", "next step on all ranks (ms)", "MAD", "first new step (ms)", "steps redone"], rows)
+
+
+def phases(found: list[Death]) -> list[float]:
+    """Median milliseconds after the kill at which the replacement reached each phase, and all ranks the next step."""
+    medians = [statistics.median(d.phases[phase] for d in found if phase in d.phases) for phase in PHASES]
+    return [1000 * value for value in [*medians, seconds(found).median]]
+
+
+def phases_table(ways: dict[str, list[Death]]) -> str:
+    header = ["median ms after the kill", "script's first line", "joined", "model built", "state attached", "next step on all"]
+    return table(header, [[way, *(f"{value:.0f}" for value in phases(found))] for way, found in ways.items()])
+
+
+def sizes_table(sizes: dict[int, list[Death]], small: list[Death]) -> str:
+    """The state arrives between "model built" and "state attached"; a small model needs that long for everything else."""
+    base = statistics.median(d.phases["attached"] - d.phases["built"] for d in small)
+    rows = []
+    for size, found in sizes.items():
+        fetch = spread(d.phases["attached"] - d.phases["built"] for d in found)
+        beyond = max(fetch.median - base, 1e-9)
+        speed = f"{size / 1000 / beyond:.2f}" if size >= SIZES_MB[1] else ""
+        rows.append([f"{size} MB", seconds(found).scaled(1000).show(digits=0), fetch.scaled(1000).show(digits=0), speed])
+    header = [
+        "frozen parameters",
+        "next step on all ranks (ms)",
+        "of it attaching the state (ms)",
+        "GB/s beyond a small model's",
+    ]
+    return table(header, rows)
+
+
+def moved_table(moved: list[dict[str, Any]]) -> str:
+    columns = ("fetch", "raw", "fresh", "ratio")
+    rows = [[f"{row['megabytes']} MB", *(Spread(**row[column]).show() for column in columns)] for row in moved]
+    return table(["state", "covey's transfer (GB/s)", "plain socket", "plain socket into fresh memory", "covey x plain"], rows)
+
+
+def draw(kills: Found, sizes: dict[int, list[Death]]) -> Callable[[Any], None]:
+    """Every death on a logarithmic scale, and where a recovery's time goes."""
+
+    def on(figure: Any) -> None:
+        every, parts = figure.subplots(1, 2)
+        for place, (way, found) in enumerate(kills.items()):
+            every.scatter([place + random.uniform(-0.2, 0.2) for _ in found], [1000 * d.again for d in found], s=14, label=way)
+        every.set_xticks([])
+        every.set_yscale("log")
+        every.set_ylabel("ms from kill -9 to the next step on all ranks")
+        every.legend()
+        ways = {COVEY: kills[COVEY], LOADERS: kills[LOADERS]} | {f"{size} MB": found for size, found in sizes.items()}
+        labels = ("until the script's first line", "joining", "building the model", "attaching the state", "the step itself")
+        ends = [phases(found) for found in ways.values()]
+        for number, label in enumerate(labels):
+            left = [end[number - 1] if number else 0.0 for end in ends]
+            widths = [end[number] - start for end, start in zip(ends, left, strict=True)]
+            parts.barh(list(ways), widths, left=left, label=label)
+        parts.set_xlabel("median ms after the kill")
+        parts.invert_yaxis()
+        parts.legend()
+
+    return on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few kills, about two minutes")
+    parser.add_argument("--kills", type=int, default=0, help="kills of each kind of covey's training (24; 6 with --quick)")
+    options = parser.parse_args()
+    about = machine()
+    kills = measure_kills(options.kills or (6 if options.quick else 24), 2 if options.quick else 5)
+    sizes = measure_sizes(1 if options.quick else 3)
+    hangs = measure_hangs(2 if options.quick else 6)
+    moved = [bandwidth.measure(size, 5 if options.quick else 15) for size in SIZES_MB]
+    found = aims(kills, moved)
+    data = {
+        "machine": about,
+        "quick": options.quick,
+        "kills": {way: [death._asdict() for death in rows] for way, rows in kills.items()},
+        "sizes": {size: [death._asdict() for death in rows] for size, rows in sizes.items()},
+        "hangs": [death._asdict() for death in hangs],
+        "bandwidth": moved,
+        "aims": [aim._asdict() for aim in found],
+    }
+    waterfalls = {COVEY: kills[COVEY], LOADERS: kills[LOADERS]} | {f"{size} MB": rows for size, rows in sizes.items()}
+    hung = f"A worker that is stopped (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {seconds(hangs).show(' s')} to the next step on all."
+    sections = [aims_table(found), kills_table(kills), phases_table(waterfalls), sizes_table(sizes, kills[COVEY])]
+    sections += [hung, moved_table(moved)]
+    publish("recovery-quick" if options.quick else "recovery", data, sections, draw(kills, sizes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Gives a state of some MB again and again, by covey's own transfer and by a plain socket: donor.py MB
+
+Says `PORT TOKEN RAW_PORT` on its output, and ends with its input.
+"""
+
+import socket
+import sys
+import threading
+
+import torch
+
+from covey.train.transfer import Donation, Server
+
+PARTS = 16
+ADDRESS = "127.0.0.1"
+
+megabytes = int(sys.argv[1])
+torch.set_num_threads(1)
+state = {f"layer {n}": torch.ones(megabytes * 250_000 // PARTS) for n in range(PARTS)}
+given = Server(ADDRESS, lambda: Donation(step=1, state=state), Donation)
+plain = socket.create_server((ADDRESS, 0))
+views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
+
+
+def serve() -> None:
+    while True:
+        connection, _ = plain.accept()
+        with connection:
+            for view in views:
+                connection.sendall(view)
+
+
+threading.Thread(target=serve, daemon=True).start()
+print(given.port, given.token, plain.getsockname()[1], flush=True)
+sys.stdin.read()
