@@ -35,6 +35,8 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m bench.formation $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.scale $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.recovery $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.overhead $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

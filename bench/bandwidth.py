@@ -52,7 +52,7 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
         for _ in range(rounds + 1):
             plain = seconds(lambda: raw(int(raw_port), into))
             mine = seconds(lambda: fetch(ADDRESS, int(port), token, "state"))
-            times.append((mine, plain, seconds(lambda: raw(int(raw_port), memoryview(np.empty(into.nbytes, np.uint8))))))
+            times.append((mine, plain, seconds(lambda: raw(int(raw_port), np.empty(into.nbytes, np.uint8).data))))
     finally:
         donor.communicate(timeout=LIMIT_S)
     found = times[1:]

@@ -6,7 +6,7 @@ its way to the first new step is given beside it. torchrun gets the variable wit
 checkpoint every 100 steps. Then: how long it takes with more state, how fast state moves, and how soon a worker that stopped
 without dying is noticed.
 
-torchft is not here: it has no launcher to start dead workers again, so what would be measured is the one written for the purpose.
+torchft is not here: it does not start dead workers again itself, so a launcher written for the purpose would be measured.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ def main() -> None:
         "aims": [aim._asdict() for aim in found],
     }
     waterfalls = {COVEY: kills[COVEY], LOADERS: kills[LOADERS]} | {f"{size} MB": rows for size, rows in sizes.items()}
-    hung = f"A worker that is stopped (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {seconds(hangs).show(' s')} to the next step on all."
+    after = seconds(hangs).show(" s")
+    hung = (
+        f"A worker that stops without dying (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {after} to the next step on all ranks."
+    )
     sections = [aims_table(found), kills_table(kills), phases_table(waterfalls), sizes_table(sizes, kills[COVEY])]
     sections += [hung, moved_table(moved)]
     publish("recovery-quick" if options.quick else "recovery", data, sections, draw(kills, sizes))

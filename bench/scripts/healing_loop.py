@@ -9,7 +9,7 @@ import time
 started = time.monotonic()
 
 import torch  # noqa: E402
-from stamps import Stamps  # noqa: E402
+from stamps import Stamps  # type: ignore[import-not-found]  # noqa: E402
 from torch import nn  # noqa: E402
 
 import covey  # noqa: E402

@@ -11,7 +11,7 @@ started = time.monotonic()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from stamps import Stamps  # noqa: E402
+from stamps import Stamps  # type: ignore[import-not-found]  # noqa: E402
 from torch import nn  # noqa: E402
 
 EVERY = 100

@@ -1,0 +1,193 @@
+"""What healing costs while nobody dies: steps per second of covey.Loop against plain DistributedDataParallel.
+
+Both models live in the same processes and take turns: a round is some steps of one, twice as many of the other, and again of
+the first, so that a slow minute of the machine hits both; a ratio is taken within a round. Gloo over loopback, one thread per
+rank, batch 32, batches in memory. The loop is whole: hooks, numbered collectives, seeding and commit of every step. What
+covey.Data's seeding of every sample costs is said apart. Heartbeats go on all the time, so they are in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.formation import BIN, SCRIPTS, finish, running
+from bench.report import Aim, aims_table, machine, publish, spread, table
+
+SMALL, LARGE = "784 256 10", "784 2160 2160 2160 2160 2160 2160 10"  # widths of layers
+AIM, SHOWN = 0.99, 0.97
+RESAMPLES, CONFIDENCE = 4000, 0.95
+BATCHES = 200  # of data, to time its loading
+
+
+class Case(NamedTuple):
+    """A model of some size on N ranks, in blocks of so many steps: a round has two of each way."""
+
+    name: str
+    widths: str
+    world: int
+    steps: int
+
+
+CASES = [Case("small", SMALL, 2, 30), Case("small", SMALL, 4, 20), Case("large", LARGE, 2, 2), Case("large", LARGE, 4, 1)]
+
+
+class Result(NamedTuple):
+    case: Case
+    parameters: int
+    rounds: list[dict[str, float]]
+
+    @property
+    def ratios(self) -> list[float]:
+        """covey's steps per second in units of DistributedDataParallel's, round by round."""
+        return [seconds["ddp"] / seconds["covey"] for seconds in self.rounds]
+
+    def rate(self, way: str) -> float:
+        return statistics.median(2 * self.case.steps / seconds[way] for seconds in self.rounds)
+
+    def cpu_ms(self, way: str) -> float:
+        """CPU milliseconds of rank 0 per step: hardly moved by what else runs."""
+        return 1000 * statistics.median(seconds[f"{way} cpu"] for seconds in self.rounds) / (2 * self.case.steps)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Where the median would lie in 95 % of repetitions, by resampling."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    edge = int(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return medians[edge], medians[-edge - 1]
+
+
+def measure(case: Case, rounds: int) -> Result:
+    """Some rounds in one set of processes."""
+    with tempfile.TemporaryDirectory(prefix="covey-bench-") as name:
+        folder = Path(name)
+        script = [str(SCRIPTS / "two_models.py"), name, case.widths, str(rounds), str(case.steps)]
+        with running([str(BIN / "covey"), "run", "-n", str(case.world), *script], folder) as run:
+            finish(run, folder)
+        found = json.loads((folder / "seconds.json").read_text())
+    return Result(case, found["parameters"], found["rounds"])
+
+
+def take_turns(starts: int, rounds: int) -> list[Result]:
+    """Every case in some sets of processes, so many rounds in each."""
+    results: dict[Case, Result] = {}
+    for number in range(starts):
+        for case in CASES:
+            found = measure(case, rounds)
+            known = results.get(case)
+            results[case] = found._replace(rounds=[*known.rounds, *found.rounds]) if known else found
+            said = f"start {number + 1} of {starts}: {case.name}, N={case.world}: {statistics.median(found.ratios):.3f}"
+            print(said, file=sys.stderr, flush=True)
+    return list(results.values())
+
+
+def loading() -> dict[str, float]:
+    """Microseconds to load one batch of 32 from memory: by covey.Data, and by torch's DataLoader alone."""
+    import torch
+
+    import covey
+
+    torch.set_num_threads(1)
+    dataset = torch.utils.data.TensorDataset(torch.randn(32 * BATCHES, 784), torch.randint(0, 10, (32 * BATCHES,)))
+    data = covey.Data(dataset, 32)
+
+    def each(batches: Iterable[Any]) -> float:
+        began = time.perf_counter()
+        count = sum(1 for _ in batches)
+        return 1e6 * (time.perf_counter() - began) / count
+
+    def seeded() -> float:
+        return each(data.batches(data.plan(seed=0, rank=0, world=1), seed=0, first=0, last=BATCHES))
+
+    def plain() -> float:
+        return each(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True))
+
+    pairs = [(seeded(), plain()) for _ in range(7)]
+    return {"covey": statistics.median(mine for mine, _ in pairs), "torch": statistics.median(theirs for _, theirs in pairs)}
+
+
+def aims(results: list[Result]) -> list[Aim]:
+    found = []
+    for result in results:
+        low, high = interval(result.ratios)
+        median = statistics.median(result.ratios)
+        what = f"{result.case.name}, N={result.case.world}: steps/s, DDP = 1"
+        limit = f"at least {AIM:g}, shown {SHOWN:g}"
+        found.append(Aim(what, limit, f"{median:.3f} [{low:.3f}..{high:.3f}]", median >= AIM and low >= SHOWN))
+    return found
+
+
+def results_table(results: list[Result]) -> str:
+    rows = []
+    for result in results:
+        low, high = interval(result.ratios)
+        every = spread(result.ratios)
+        rates = [f"{result.rate(way):.1f}" for way in ("ddp", "covey")]
+        shown = [f"**{every.median:.3f}**", f"{low:.3f}..{high:.3f}", f"{every.low:.2f}..{every.high:.2f}", f"{every.n}"]
+        cpu = [f"{result.cpu_ms(way):.2f}" for way in ("ddp", "covey")]
+        rows.append([f"{result.parameters / 1e6:.1f} M", str(result.case.world), *rates, *shown, *cpu])
+    header = ["parameters", "N", "DDP (steps/s)", "covey.Loop (steps/s)", "median ratio", "95 % of it", "all rounds", "rounds"]
+    header += ["DDP, CPU of a rank (ms per step)", "covey.Loop, CPU"]
+    return table(header, rows)
+
+
+def loading_line(found: dict[str, float], results: list[Result]) -> str:
+    more = found["covey"] - found["torch"]
+    step = 1e6 / results[0].rate("ddp")
+    return (
+        f"Loading a batch of 32 from memory: covey.Data {found['covey']:.0f} us, torch's DataLoader {found['torch']:.0f} us;"
+        f" the difference, seeding every sample, is {100 * more / step:.1f} % of a step of the small model at"
+        f" N={results[0].case.world}, and none with num_workers on cores to spare."
+    )
+
+
+def draw(results: list[Result]) -> Callable[[Any], None]:
+    """Every round's ratio, and the median's interval."""
+
+    def on(figure: Any) -> None:
+        axes = figure.subplots()
+        for place, result in enumerate(results):
+            ratios = result.ratios
+            low, high = interval(ratios)
+            median = statistics.median(ratios)
+            axes.scatter([place - 0.15] * len(ratios), ratios, s=12, alpha=0.5, color="tab:blue")
+            axes.errorbar(place + 0.1, median, yerr=[[median - low], [high - median]], fmt="o", capsize=5, color="tab:orange")
+        axes.axhline(1.0, linestyle="--", color="black")
+        axes.set_xticks(range(len(results)), [f"{r.parameters / 1e6:.1f} M, N={r.case.world}" for r in results])
+        axes.set_ylabel("steps per second of covey.Loop, DDP = 1")
+
+    return on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four rounds in one set of processes, about a minute")
+    parser.add_argument("--starts", type=int, default=0, help="sets of processes (4; 1 with --quick)")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds in each set of processes (10; 4 with --quick)")
+    options = parser.parse_args()
+    about = machine()
+    results = take_turns(options.starts or (1 if options.quick else 4), options.rounds or (4 if options.quick else 10))
+    loaded = loading()
+    found = aims(results)
+    data = {
+        "machine": about,
+        "quick": options.quick,
+        "results": [{**r.case._asdict(), "parameters": r.parameters, "rounds": r.rounds} for r in results],
+        "loading_us": loaded,
+        "aims": [aim._asdict() for aim in found],
+    }
+    sections = [aims_table(found), results_table(results), loading_line(loaded, results)]
+    publish("overhead-quick" if options.quick else "overhead", data, sections, draw(results))
+
+
+if __name__ == "__main__":
+    main()
