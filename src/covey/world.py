@@ -108,7 +108,7 @@ def report(step: int, phase: str = "") -> None:
     """Say what this worker is doing; the next beat carries it to `covey status` and the live view."""
     node = _joined().node
     if node is not None:
-        node.report(Progress(step, phase))
+        node.report(Progress(step, phase, loop=node.finishes_steps))
 
 
 def set_seed(seed: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.healing import SCRIPT
 
+LADDER = "retry,recover-in-place,recover,dump,exit"  # the default, which other tests do without
 WORLD = 3  # at 2 every order of summation gives the same bits, which would prove nothing
 LONG_S = 100.0
 
@@ -30,7 +31,7 @@ def train(shell: Shell, *options: str, **env: str) -> str:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir(exist_ok=True)
     words = ["run", "-n", str(WORLD), *options, "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env=env)
+    run = shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
     assert run.wait(LONG_S) == 0, run.tail()
     return run.text()
 
@@ -92,7 +93,7 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
     shell.script(SCRIPT.replace("mark.touch()", "pass"), "train.py")
     (shell.folder / "marks").mkdir()
     words = ["run", "-n", str(WORLD), "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"DEATHS": "1:6:forward"})
+    run = shell.covey(*words, env={"DEATHS": "1:6:forward", "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "without a step in between" in shell.log("scheduler")
     assert re.search(r"step 6 is in \S+dump\S+", run.text()), run.text()

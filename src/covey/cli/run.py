@@ -87,7 +87,10 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             )
             (log_dir / "scheduler.log").unlink(missing_ok=True)
             await scheduler.start()
-            print(f"covey: scheduler at {door.name}{manage_words(sockets, guard)}, logs in {log_dir}", flush=True)
+            print(
+                f"covey: scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}",
+                flush=True,
+            )
         show = Show(door, live=plan.live)
         agent.on_start = lambda start: _echo(plan, show, agent, start)
         interrupted = _take_signals(agent, show)
@@ -138,6 +141,8 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
         environ["COVEY_TLS_SERVER_PASSWORD"] = settings.tls_server_password
         environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
     guard = security.find(settings, reaches=host)
+    if sockets is not None and settings.tls_config:
+        security.find(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
     secret = guard.secret
     if not secret and sockets is not None and plan.alone:
         secret = secrets.token_hex(16)  # for this run's own processes

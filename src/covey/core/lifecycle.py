@@ -44,6 +44,7 @@ PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
+RETRIES_MAX = 5  # of a collective that breaks again and again
 EXPLAIN_S = 0.2  # how long a death may take to explain a broken collective
 SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process's own sleep, and nobody else's silence
 
@@ -62,6 +63,7 @@ class Lifecycle:
         self._board = Board()
         self._gathering = Gathering(0)
         self._dump: Dump | None = None
+        self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
@@ -150,7 +152,7 @@ class Lifecycle:
 
     def _give_up(self, failure: Failure, reason: str) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
-        survivors = {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.heals and m.present}
+        survivors = {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
         if recovery.Strategy.DUMP not in self.cluster.settings.strategies or not survivors:
             return self._end(failure.code, reason, failure)
         if self._dump is None:
@@ -230,8 +232,7 @@ class Lifecycle:
         if phase is Phase.FORMING and 0 <= limit < self._now - self._started:
             reason = f"not complete within {limit:g} s: {formation.missing(self.cluster)}"
             self._end(ExitCode.NOT_FORMED, reason)
-        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by:
-            away = [m for m in self.cluster.members.values() if m.state in (NodeState.DEAD, NodeState.SUSPECT)]
+        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by and (away := self._away()):
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
@@ -244,6 +245,9 @@ class Lifecycle:
         if settings.stuck_s >= 0 and self.cluster.phase is not Phase.ENDED:
             self._judge_progress(settings.stuck_s)
 
+    def _away(self) -> list[Member]:
+        return [m for m in self.cluster.members.values() if m.state in (NodeState.DEAD, NodeState.SUSPECT)]
+
     def _judge_progress(self, limit: float) -> None:
         """A rank for which all others have waited in one collective for too long is stuck, though it beats."""
         workers = [m for m in self.cluster.of(Role.WORKER) if m.present]
@@ -255,13 +259,19 @@ class Lifecycle:
             if self._now - member.changed_at > limit:
                 self._count("stuck")
                 reason = f"stuck: all others wait for it in collective {waiting[0].progress.waits} for over {limit:g} s"
+                link = member.link
                 self._over(member, ExitCode.PEER_FAILED, reason)
+                self._silence(link)
+                member.link = 0
 
     def _retry(self) -> None:
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""
         reason = f"a collective broke ({self._gathering.broke_reason}) and every process lives"
         if recovery.Strategy.RETRY not in self.cluster.settings.strategies:
             return self._end(ExitCode.PEER_FAILED, f"{reason}, but retry is not among the strategies")
+        self._retries += 1
+        if self._retries > RETRIES_MAX:
+            return self._end(ExitCode.PEER_FAILED, f"{reason}, {RETRIES_MAX} times in a row without a step in between")
         self._count("retries")
         self._publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
         return self._regroup(reason)
@@ -318,6 +328,7 @@ class Lifecycle:
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
+        self._gathering = Gathering(self.cluster.generation)
         self._await_healing()
         count = len(self.cluster.members)
         self._move(Phase.RETURNING, f"the scheduler is back and waits for its {count} members to re-attach")

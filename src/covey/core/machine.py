@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from covey.core import ranks
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
@@ -41,7 +43,7 @@ from covey.core.messages import (
     Value,
     Welcome,
 )
-from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Progress, Role
+from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked)  # what is still answered then
@@ -246,11 +248,15 @@ class Machine(Lifecycle):
         """A rank is at a safe point; when all are, each is told how to go on."""
         member = self._speakers.get(link)
         if not isinstance(member, Member) or report.generation != self.cluster.generation:
-            return
+            return None
         workers = {m.rank: m for m in self.cluster.of(Role.WORKER)}
         addresses = {rank: m.host.address for rank, m in workers.items()}
-        for rank, plan in self._gathering.add(member.rank, report, addresses).items():
+        plans = self._gathering.add(member.rank, report, addresses)
+        if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
+            return self._end(ExitCode.PEER_FAILED, failure, self.first_failure)
+        for rank, plan in plans.items():
             self._send(workers[rank].link, plan)
+        return None
 
     def _broke(self, link: int, broke: Broke) -> None:
         if link in self._speakers and broke.generation == self.cluster.generation:
@@ -261,7 +267,9 @@ class Machine(Lifecycle):
         member = self._speakers.get(link)
         if isinstance(member, Member) and said.generation == self.cluster.generation:
             self._gathering.resumed.add(member.rank)
-            member.progress = Progress(said.step, member.progress.phase)
+            member.progress = msgspec.structs.replace(member.progress, step=said.step)
+            if self._all_resumed():
+                self._retries = 0
             self._settle("every rank goes on")
 
     def _drain(self, link: int, drain: Drain) -> None:

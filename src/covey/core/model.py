@@ -85,6 +85,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     step: int = -1
     phase: str = ""
+    loop: bool = False  # a loop is at work, which can write down what it holds
     waits: str = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
 
 

@@ -178,6 +178,8 @@ class Agent:
                 await self._start(start)
             except CoveyError as error:
                 self.settle(Outcome(error.exit_code, str(error)))
+            except OSError as error:
+                self.settle(Outcome(ExitCode.DISK, f"a worker cannot be started: {error}"))
 
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""

@@ -12,7 +12,7 @@ def worker_environment(
     base: Mapping[str, str], start: Start, assignment: Assignment, door: Door, *, job: str, role_name: str, folder: str
 ) -> dict[str, str]:
     """What one worker wakes up with. `base` is the agent's own environment and what the options added to it."""
-    found = dict(base)
+    found = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # the scheduler's alone
     rank, world, local = str(assignment.rank), str(start.world), str(assignment.local_rank)
     if start.local_world > 1:
         found.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: several ranks share the cores

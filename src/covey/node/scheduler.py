@@ -177,7 +177,10 @@ class Scheduler:
                 self._ended.set_exception(error)
             raise
         if len(self._wishes) > WAITING_EFFECTS_MAX:
-            raise StoreError("the disk has refused for too long: more wishes wait for it than can be kept")
+            assert self._ended is not None
+            if not self._ended.done():
+                sentence = "the disk has refused for too long: more wishes wait for it than can be kept"
+                self._ended.set_exception(StoreError(sentence))
         if self._wishes and self._turn is None:
             self._turn = loop.call_soon(self._end_turn)
 

@@ -6,6 +6,8 @@ import ssl
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+import msgspec
+
 from covey import context
 from covey.node.log import log
 from covey.settings import Settings
@@ -20,6 +22,10 @@ class Security(NamedTuple):
     secret: str = ""
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
+
+    @property
+    def encrypts(self) -> bool:
+        return self.server is not None or self.client is not None
 
 
 def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Security:
@@ -36,8 +42,10 @@ def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Secu
     if not settings.tls_config and not context.get_ps_context("enable_ssl"):
         return Security(join_secret)
     config = settings.tls_config or str(context.get_ps_context("config_file_path"))
+    files = tls.read_config(config)
+    unused = {"client_cert_path": ""} if listens_at else {"server_cert_path": ""}  # a side needs only its own identity
     contexts = tls.build(
-        tls.read_config(config),
+        msgspec.structs.replace(files, **unused),
         server_password=settings.tls_server_password or str(context.get_ps_context("server_password")),
         client_password=settings.tls_client_password or str(context.get_ps_context("client_password")),
         now=datetime.now(UTC),

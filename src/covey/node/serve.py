@@ -175,7 +175,12 @@ async def _run(
             tls=settings.tls_config,
         )
     )
-    log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage_words(sockets, guard))
+    log.info(
+        "scheduler of cluster %s at %s%s",
+        scheduler.cluster_id,
+        sockets.address,
+        manage_words(sockets, tls=guard.encrypts),
+    )
     console = loop.create_task(_serve_console(scheduler, sockets, token, guard)) if sockets.manage else None
     try:
         return await serving
@@ -208,11 +213,11 @@ def _console_modules() -> tuple[Any, Any]:
     return api, server
 
 
-def manage_words(sockets: Sockets, guard: security.Security) -> str:
+def manage_words(sockets: Sockets, *, tls: bool) -> str:
     """Where the REST port is, for the first line a person reads."""
     if not sockets.manage:
         return ""
-    return f", REST at {'https' if guard.server else 'http'}://127.0.0.1:{sockets.manage_port}"
+    return f", REST at {'https' if tls else 'http'}://127.0.0.1:{sockets.manage_port}"
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

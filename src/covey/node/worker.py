@@ -26,6 +26,7 @@ import msgspec
 from covey.core.effects import Finish
 from covey.core.messages import (
     Beat,
+    Broke,
     DumpAsked,
     Formed,
     FromScheduler,
@@ -37,6 +38,7 @@ from covey.core.messages import (
     Register,
     Regrouped,
     Report,
+    Resumed,
     Stop,
     Value,
 )
@@ -57,6 +59,9 @@ FIRST_NEWS_S: Final = 0.3
 STUCK_S: Final = 1.0
 TELL_S: Final = 0.5  # shortest time between two words on progress
 TELL_NODES_PER_S: Final = 500  # all workers together
+
+
+_nodes: list[Node] = []  # this process's, at most one
 
 
 class Generation(PeerError):
@@ -83,7 +88,7 @@ class Node:
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self._wanted: set[str] = set()
-        self._said_last: Report | None = None  # said again to a scheduler that was away
+        self._said: dict[type, Report | Broke | Resumed] = {}  # said again to a scheduler that was away
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
@@ -158,8 +163,8 @@ class Node:
 
     def say(self, message: Message) -> None:
         """Tell the scheduler where this rank stands in a healing."""
-        if isinstance(message, Report):
-            self._said_last = message
+        if isinstance(message, Report | Broke | Resumed):
+            self._said[type(message)] = message
         self._say(message)
 
     # -- the board ---------------------------------------------------------------------------------------------------
@@ -167,6 +172,8 @@ class Node:
     def pin(self, key: str, value: bytes, generation: int) -> None:
         """Let the other ranks of this generation find a value."""
         with self._changed:
+            if self._stale(generation):
+                raise Generation(f"generation {generation} is over")
             self._pins[key] = value
         self._say(Put(key, value, generation))
 
@@ -194,7 +201,11 @@ class Node:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        asyncio.run(self._live())
+        try:
+            asyncio.run(self._live())
+        except Exception as error:  # a bug: whoever waits for this thread must not wait for ever
+            self._finished(Finish(ExitCode.SCHEDULER_LOST, f"the thread beside the program ended: {error!r}"))
+            raise
 
     async def _live(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -228,8 +239,9 @@ class Node:
                     self._say(Put(key, value, message.generation))
                 for key in self._wanted:
                     self._say(Get(key, message.generation))
-                if self._said_last is not None and self._said_last.generation == message.generation:
-                    self._say(self._said_last)
+                for said in self._said.values():
+                    if said.generation == message.generation:
+                        self._say(said)
                 self.inbox.put(Regroup(message.generation))
             elif isinstance(message, Regrouped) and self._formed is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
@@ -304,16 +316,20 @@ class Node:
             before(kind, error, trace)
 
         sys.excepthook = note
-        if INCARNATION_VARIABLE not in os.environ:  # no agent sees this process's exit code: the program's word must do
-            leave = sys.exit
+        leave = sys.exit
 
-            def exit_noted(status: Any = None, /) -> NoReturn:
-                self._code = status if isinstance(status, int) else int(status is not None)
-                self._reason = f"exit code {self._code}" if self._code else ""
-                leave(status)
+        def exit_noted(status: Any = None, /) -> NoReturn:
+            self.note_exit(status)
+            leave(status)
 
-            sys.exit = exit_noted
+        _nodes.append(self)
+        sys.exit = exit_noted  # atexit is not told the code, and a failing rank must not wait for the others to finish
         atexit.register(self._at_exit)
+
+    def note_exit(self, status: Any) -> None:
+        """The program ends with this status, as `sys.exit` takes it."""
+        self._code = status if isinstance(status, int) else int(status is not None)
+        self._reason = f"exit code {self._code}" if self._code else ""
 
     def _at_exit(self) -> None:
         if os.getpid() == self._pid and self._code == 0 and not self._leaving:
@@ -359,6 +375,12 @@ class Node:
         """A main thread that did not take the signal up is inside a collective, which will not end well."""
         if self._code != code:
             exit_flushed(code)
+
+
+def note_exit(status: Any) -> None:
+    """A `SystemExit` that ends the program, seen by whoever runs it."""
+    for node in _nodes:
+        node.note_exit(status)
 
 
 def own_code(finish: Finish) -> int:

@@ -20,12 +20,13 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from covey.core.messages import Broke, DumpAsked, Dumped, HealPlan, Number, Report, Resumed
-from covey.errors import CoveyError, ExitCode, PeerError
+from covey.errors import PeerError
 from covey.train.gloo import Built, Done, Gloo
 from covey.train.meeting import Meeting, Planned, Regroup
 from covey.train.transfer import Donation, Server, fetch
 
 KEEP_BYTES: Final = 256 * 1024 * 1024  # of results from before the first step, which a replacement needs to the end
+FIRST: Final = 1  # the generation of formation
 BEFORE: Final = -1  # the step before the first
 
 
@@ -59,11 +60,13 @@ class Collectives:
         self._meeting = meeting
         self._gloo: Gloo | None = None
         self._left_behind: list[Gloo] = []  # until their works have ended
-        self._agreed = meeting.place.generation if meeting.place.restarts == 0 else 0
+        # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
+        self._agreed = FIRST if meeting.place.generation == FIRST and meeting.place.restarts == 0 else 0
         self._newcomer = meeting.place.restarts > 0
         self._step, self._n = BEFORE, 0
         self._completed: Number | None = None
         self._kept: dict[Number, list[Any]] = {}
+        self._bytes = 0  # of the results from before the first step
         self._whole = True  # whether everything a replacement needs was kept
         self._handed: dict[Number, list[Any]] = {}
         self._passing: Number | None = None
@@ -89,7 +92,7 @@ class Collectives:
 
     def run(self, operation: Operation, *, passing: bool = False) -> None:
         """Run a collective to its end, through any number of generations. The results of a `passing` one are part of the
-        state afterwards: they are kept only until the next."""
+        state afterwards: they are kept only until the first step."""
         number = Number(self._step, self._n)
         self._n += 1
         self._meeting.waits = number
@@ -117,9 +120,17 @@ class Collectives:
         if fresh and self._gloo is not None and self._gloo.ready:
             issue(self._gloo)
 
+    def spoil(self, reason: str) -> None:
+        """What was issued ahead will not be completed here: the others must leave this generation's group too."""
+        self._meeting.say(Broke(self._agreed, reason))
+        self._await_regroup(self._agreed)
+
     def enter(self, step: int) -> None:
         """A step begins: its collectives are numbered from 0, and what only the step before needed is let go."""
         self._step, self._n = step, 0
+        if self._passing is not None and self._passing != self._completed:
+            self._kept.pop(self._passing, None)
+            self._passing = None
         for number in [n for n in self._kept if BEFORE < n.step < step and n != self._completed]:
             del self._kept[number]
 
@@ -223,8 +234,6 @@ class Collectives:
 
     def _carry_out(self, plan: HealPlan) -> bool:
         """Fetch what the plan says this rank lacks. False if the giver is gone: a new generation follows."""
-        if plan.failure:
-            raise CoveyError(plan.failure, ExitCode.PEER_FAILED)
         if plan.giver is None:
             return True
         try:
@@ -236,6 +245,8 @@ class Collectives:
         self._handed = received.results
         if self._newcomer:
             self.donation = received
+            if received.last is not None:  # ahead from now on: this rank may be the only one left who can give the last result
+                self._completed, self._kept = received.last, dict(received.results)
         return True
 
     def _await_regroup(self, generation: int) -> None:
@@ -247,22 +258,22 @@ class Collectives:
     def _donate(self) -> Donation:
         """Called by the server's thread while this rank is at a safe point."""
         state = self.source.donate() if self.source is not None else Donation()
-        needed = {number: results for number, results in self._kept.items() if number.step in (BEFORE, state.step)}
-        return msgspec.structs.replace(state, results=needed)
+        steps = (BEFORE, state.step)
+        needed = {n: results for n, results in self._kept.items() if n.step in steps or n == self._completed}
+        return msgspec.structs.replace(state, results=needed, last=self._completed)
 
     def _give_results(self) -> Donation:
         assert self._completed is not None
         return Donation(results={self._completed: self._kept[self._completed]})
 
     def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
-        if self._passing is not None:
-            self._kept.pop(self._passing, None)
-        self._passing = number if passing else None
+        if passing:
+            self._passing = number
         self._completed = number
         self._kept[number] = results
         if number.step == BEFORE and not passing:
-            size = sum(t.numel() * t.element_size() for n, kept in self._kept.items() if n.step == BEFORE for t in kept)
-            if size > KEEP_BYTES:
+            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in results)
+            if self._bytes > KEEP_BYTES:
                 self._whole = False
                 self._kept = {number: results}
 

@@ -67,6 +67,7 @@ class Loop:
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
         self._buffers: dict[str, Any] = {}
+        self._given_parts: dict[str, Any] = {}  # as they were at the step's boundary
         self._restored: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
         self._checkpoint = checkpoint
         self._group = group
@@ -78,7 +79,9 @@ class Loop:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
         optimizer.register_step_post_hook(self._optimizer_stepped)
         if self._collectives is not None:
-            Reducer(model, self._collectives, rank=self._rank, world=self._world, active=lambda: self.boundary)
+            if self._collectives.source is not None:
+                raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
+            self._reducer = Reducer(model, self._collectives, rank=self._rank, world=self._world, active=lambda: self.boundary)
             self._attach(self._collectives)
         else:
             self._resume()
@@ -109,26 +112,32 @@ class Loop:
             self._begin_step()
             for micro in range(self.accumulate):
                 self.micro = micro
+                if self._collectives is not None:
+                    self._reducer.begin_micro_batch()
                 batch = next(batches)
                 seed_all(mix(self.seed, self.step, self.micro, self._rank))
                 yield batch
             self._commit()
+        if self._collectives is not None:
+            self._collectives.enter(self.step)  # what follows the last step is numbered after it
 
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         if self._collectives is not None:
             self._collectives.enter(self.step)
+            self._reducer.begin_step()
             self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            self._given_parts = copy.deepcopy({name: get() for name, (get, _) in self._parts.items()})
 
     def _commit(self) -> None:
         self._catch_up()
         self.step += 1
         self._applied = False
-        self._buffers = {}
+        self._buffers, self._given_parts = {}, {}
         meeting = self._group.meeting
         if meeting is not None:
-            meeting.report(Progress(self.step, "train"))
+            meeting.report(Progress(self.step, "train", loop=True))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             generation = meeting.place.generation if meeting is not None else 0
             self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
@@ -149,6 +158,7 @@ class Loop:
         state = self.state()
         if not self._applied:
             state["model"] |= self._buffers
+            state["parts"] |= self._given_parts
         return Donation(step=self.step, applied=self._applied, before=self._before, state=state)
 
     def state(self) -> dict[str, Any]:

@@ -62,18 +62,30 @@ class Reducer:
         self._active = active
         self._buckets = cut(trained)
         self._reduction: Reduction | None = None
+        self._first = True
         self._spare: collections.deque[list[Any]] = collections.deque([[], []])  # the kept one, and the one before it
         self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
+    def begin_step(self) -> None:
+        """The first reduction of a step uses memory again; further ones may not, their step's results are all kept."""
+        self._first = True
+
+    def begin_micro_batch(self) -> None:
+        """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
+        if self._reduction is not None:
+            self._reduction = None
+            self._collectives.spoil("a backward pass failed")
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
+
     def _ready(self, parameter: Any) -> None:
         if not self._active():
             return
         if self._reduction is None:
-            self._reduction = Reduction(
-                self._buckets, self._buffers, rank=self._rank, scale=self._scale, spare=self._spare.popleft()
-            )
+            spare = self._spare.popleft() if self._first else []
+            self._reduction = Reduction(self._buckets, self._buffers, rank=self._rank, scale=self._scale, spare=spare)
             torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._place[id(parameter)]
         bucket.missing -= 1
@@ -86,7 +98,9 @@ class Reducer:
         assert reduction is not None
         try:
             self._collectives.run(reduction)
-            self._spare.append(reduction.results())
+            if self._first:
+                self._spare.append(reduction.results())
+            self._first = False
         finally:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)

@@ -32,6 +32,7 @@ class Donation(msgspec.Struct, frozen=True):
 
     step: int = -1
     applied: bool = False  # the state is that after this step's optimizer ran
+    last: Number | None = None  # the collective the giver completed last; its result is among these
     before: int = 0  # how many collectives were run before the first step
     state: Any = None  # nested plain data and tensors; None where the giver has none yet
     results: dict[Number, list[Any]] = {}
@@ -40,6 +41,7 @@ class Donation(msgspec.Struct, frozen=True):
 class _Meta(msgspec.Struct, frozen=True):
     step: int
     applied: bool
+    last: tuple[int, int] | None
     before: int
     state: Any
     results: list[tuple[int, int, list[int]]]
@@ -69,7 +71,7 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), name="covey gift", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # a receiver that went away asks again in the next generation
+        with connection, contextlib.suppress(OSError, EOFError):  # a receiver that went away asks again
             connection.settimeout(SILENCE_S)
             asked = bytes(_receive(connection, bytearray(TOKEN_SIZE + 1)))
             if not hmac.compare_digest(asked[:TOKEN_SIZE], self.token.encode()) or asked[TOKEN_SIZE:] not in self._give:
@@ -97,7 +99,8 @@ def _send(connection: socket.socket, given: Donation) -> None:
         tensors += items
     plain = [tensor.detach().cpu().contiguous() for tensor in tensors]
     metas = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in plain]
-    header = msgspec.msgpack.encode(_Meta(given.step, given.applied, given.before, skeleton, results, metas))
+    last = (given.last.step, given.last.n) if given.last is not None else None
+    header = msgspec.msgpack.encode(_Meta(given.step, given.applied, last, given.before, skeleton, results, metas))
     connection.sendall(len(header).to_bytes(8, "big") + header)
     for tensor in plain:
         if tensor.numel():
@@ -117,7 +120,8 @@ def _read(connection: socket.socket) -> Donation:
             _receive(connection, _bytes_of(tensor))
         tensors.append(tensor)
     results = {Number(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
-    return Donation(meta.step, meta.applied, meta.before, tree.unpack(meta.state, tensors), results)
+    last = Number(*meta.last) if meta.last is not None else None
+    return Donation(meta.step, meta.applied, last, meta.before, tree.unpack(meta.state, tensors), results)
 
 
 def _bytes_of(tensor: Any) -> memoryview:

@@ -263,7 +263,7 @@ async def connect(
     secret: str,
     context: ssl.SSLContext | None,
     *,
-    insist: bool = False,
+    insist: Any = False,
     **calls: Any,
 ) -> Link:
     """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted.
