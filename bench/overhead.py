@@ -146,7 +146,7 @@ def loading_line(found: dict[str, float], results: list[Result]) -> str:
     return (
         f"Loading a batch of 32 from memory: covey.Data {found['covey']:.0f} us, torch's DataLoader {found['torch']:.0f} us;"
         f" the difference, seeding every sample, is {100 * more / step:.1f} % of a step of the small model at"
-        f" N={results[0].case.world}, and none with num_workers on cores to spare."
+        f" N={results[0].case.world}."
     )
 
 

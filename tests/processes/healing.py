@@ -43,6 +43,7 @@ class Noisy(torch.utils.data.Dataset):
 
 
 covey.init()
+die(0, "joined")                                                              # before any collective
 torch.set_num_threads(1)
 covey.set_seed(1)
 scale = covey.all_reduce(torch.tensor([1.0 + covey.get_rank()]), "mean")      # agreed before the first step
@@ -103,6 +104,9 @@ for x, y in loop:
         die(loop.step, "between")
         die(loop.step, "stopped")
 
+for _ in range(2):                                                            # collectives after the last step
+    seen.append(float(covey.all_reduce(torch.tensor([float(covey.get_rank() + len(seen))]))))
+    die(loop.step, "after")
 found = hashlib.sha256(repr((seen, schedule.get_last_lr(), loop.step)).encode())
 moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 for tensor in [*net.state_dict().values(), *moments]:

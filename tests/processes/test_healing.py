@@ -49,7 +49,7 @@ def final(shell: Shell, *options: str, **env: str) -> str:
     "deaths",
     [
         "1:2:forward 0:5:backward 2:8:reduction 0:11:optimizer 1:14:between",
-        "2:0:before 1:3:evaluation 0:7:evaluation 2:10:reduction 0:10:reduction 1:23:optimizer",
+        "1:0:joined 2:0:before 1:3:evaluation 0:7:evaluation 2:10:reduction 0:10:reduction 1:23:optimizer 2:24:after",
         "0:4:forward 1:4:forward 0:5:forward 0:6:forward 0:7:forward 0:8:backward 0:9:between 0:10:optimizer 0:12:between",
     ],
 )

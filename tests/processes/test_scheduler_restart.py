@@ -140,7 +140,7 @@ def test_a_finished_worker_whose_goodbye_nobody_heard_says_so(cluster: Recoverin
     scheduler.kill()
     cluster.release()
     assert worker.wait() == 0
-    assert "did not come back to hear it" in worker.text()
+    assert "did not hear it in time" in worker.text()
 
 
 def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Recovering) -> None:

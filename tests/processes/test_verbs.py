@@ -226,7 +226,7 @@ def test_check_with_and_without_the_secret(shell: Shell) -> None:
     wrong = shell.ask("check", master(shell), env={**elsewhere, "COVEY_SECRET": "wrong"})
     assert wrong.code == 21 and "wrong secret" in wrong.text() and "COVEY_SECRET" in wrong.text(), wrong.tail()
     none = shell.ask("check", master(shell), env=elsewhere)
-    assert none.code == 21 and "asks for a secret and none is set here" in none.text(), none.tail()
+    assert none.code == 21 and "wrong secret (none was used)" in none.text(), none.tail()
     shell.heard("scheduler", r"connection from 127\.0\.0\.1 turned away: wrong secret")
     shell.release()
     assert run.wait() == 0

@@ -24,6 +24,7 @@ from covey.node.child import ChildSpec
 from covey.node.learn import LEARN_VARIABLE, Learner
 from covey.node.threads import restore_threads
 
+GROUP_END_S = 0.1
 _imported: list[str] = []  # by the template, before this child was forked
 
 
@@ -97,6 +98,11 @@ def set_imports_aside() -> None:
     shared until then. The interpreter begins its end by setting each module to None. Here it finds that done for these, and
     what they hold has one reference too many to be freed. Must be the last of the exit handlers.
     """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # Freeing a group joins gloo's thread with the interpreter locked; one that has just finished its last work may
+        # still need the interpreter to let go of it, and both would wait for ever. Let it finish first.
+        time.sleep(GROUP_END_S)
     modules = [sys.modules.get(name) for name in _imported]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
     sys.modules.update(dict.fromkeys(_imported))  # type: ignore[arg-type]

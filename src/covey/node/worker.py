@@ -272,6 +272,8 @@ class Node:
             self._changed.notify_all()
         if formed and not self._leaving:
             self._end_process(finish)
+        elif self._leaving and finish.reason != "left":
+            log.warning("%s", finish.reason)
 
     def _end_process(self, finish: Finish) -> None:
         """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
@@ -335,6 +337,8 @@ class Node:
         if os.getpid() == self._pid and self._code == 0 and not self._leaving:
             self.at_end()
         self.leave(self._code, self._reason)
+        if self.asked_to_leave:  # the group is left in the middle of a collective, which gloo's threads do not survive
+            exit_flushed(self._code)
 
     def _watch_signals(self) -> None:
         """SIGTERM is a planned leave. The loop's thread hears it even while the main thread is stuck in a collective."""
