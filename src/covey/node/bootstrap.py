@@ -98,8 +98,7 @@ def set_imports_aside() -> None:
     shared until then. The interpreter begins its end by setting each module to None. Here it finds that done for these, and
     what they hold has one reference too many to be freed. Must be the last of the exit handlers.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    if "torch.distributed" in sys.modules:
         # Freeing a group joins gloo's thread with the interpreter locked; one that has just finished its last work may
         # still need the interpreter to let go of it, and both would wait for ever. Let it finish first.
         time.sleep(GROUP_END_S)

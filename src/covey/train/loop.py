@@ -118,8 +118,7 @@ class Loop:
                 seed_all(mix(self.seed, self.step, self.micro, self._rank))
                 yield batch
             self._commit()
-        if self._collectives is not None:
-            self._collectives.enter(self.step)  # what follows the last step is numbered after it
+        self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
 
     # -- boundaries --------------------------------------------------------------------------------------------------
 
