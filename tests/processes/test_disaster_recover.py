@@ -80,5 +80,6 @@ def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None
         assert log(f"worker_{rank}").rstrip().endswith("done"), story()
     for rank in (0, 2):  # no step is lost, none is taken twice
         assert printed(rank) == list(range(20, STEPS + 1, 20)), story()
-    manifests = [json.loads((folder / "ckpt_of_rank" / str(rank) / "train-300.json").read_text()) for rank in range(WORKERS)]
-    assert len({manifest["sha256"] for manifest in manifests}) == 1  # all ranks hold the same bits
+    paths = list(folder.glob("ckpt_of_rank/*/train-300.json"))  # a worker killed while it saved this one has none
+    assert {path.parent.name for path in paths} >= {"0", "2"}, story()
+    assert len({json.loads(path.read_text())["sha256"] for path in paths}) == 1  # all ranks hold the same bits

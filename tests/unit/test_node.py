@@ -256,6 +256,13 @@ def test_while_it_registers_it_waits_for_the_answer_and_then_leaves() -> None:
     assert finish(made.step(Heard(Goodbye()), 0.3)) == Finish(0, "left")
 
 
+def test_the_clusters_end_while_it_leaves_is_its_goodbye_and_says_why() -> None:
+    made = member()
+    made.step(LeaveAsked(143), 1.0)
+    stop = Stop("interrupted by Ctrl-C", 130)
+    assert finish(made.step(Heard(stop), 1.1)) == Finish(143, "left", stop)
+
+
 def test_without_recovery_a_lost_link_is_as_good_as_goodbye() -> None:
     made = member()
     made.step(LeaveAsked(), 1.0)

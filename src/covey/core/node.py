@@ -148,7 +148,7 @@ class NodeMachine:
 
     def _heard(self, message: FromScheduler, now: float) -> list[NodeEffect]:
         if self.stage is Stage.LEAVING and isinstance(message, Goodbye | Stop | Refused):
-            return self._finish(self._leave_code(), "left")
+            return self._finish(self._leave_code(), "left", message if isinstance(message, Stop) else None)
         if self.stage is not Stage.LEAVING:
             self._answer_by = NEVER
         if isinstance(message, Welcome):

@@ -266,14 +266,17 @@ class Node:
         self._wanted.clear()
 
     def _finished(self, finish: Finish) -> None:
+        if self._leaving:  # said first: who waits for the goodbye ends the process when it is there
+            if isinstance(finish.message, Stop):
+                log.info("this node ends: %s", finish.message.reason)
+            elif finish.reason != "left":
+                log.warning("%s", finish.reason)
         with self._changed:
             self._finish = finish
             formed = self._formed is not None
             self._changed.notify_all()
         if formed and not self._leaving:
             self._end_process(finish)
-        elif self._leaving and finish.reason != "left":
-            log.warning("%s", finish.reason)
 
     def _end_process(self, finish: Finish) -> None:
         """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
