@@ -14,6 +14,7 @@ import httpx2
 
 from covey.console.api import make_app
 from covey.console.server import Limits, Server
+from covey.core.incidents import Incident, Outcome, Stage, Total
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 
@@ -35,6 +36,12 @@ def a_node(role: Role, rank: int, state: NodeState = NodeState.ALIVE, beat_age_s
     )
 
 
+def a_recovery() -> Incident:
+    ms = {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0, Stage.REFORMED: 60.0, Stage.RESTORED: 10.0, Stage.RESUMED: 30.0}
+    words = ("worker:1", 1, "killed by SIGKILL", "recover-in-place", "its host is fine")
+    return Incident(1, 1_700_000_030.0, *words, outcome=Outcome.RESUMED, ms=ms, total_ms=100.0)
+
+
 def a_view(*nodes: NodeView, phase: Phase = Phase.READY, counters: dict[str, float] | None = None) -> ClusterView:
     scheduler = a_node(Role.SCHEDULER, -1, beat_age_s=-1.0)
     return ClusterView(
@@ -49,6 +56,8 @@ def a_view(*nodes: NodeView, phase: Phase = Phase.READY, counters: dict[str, flo
         nodes=[scheduler, *nodes],
         restarts=4,
         counters=counters or {},
+        recoveries=[a_recovery()],
+        recovery_totals=[Total("recover-in-place", Outcome.RESUMED, 1, {s: ms / 1000 for s, ms in a_recovery().ms.items()})],
     )
 
 
@@ -61,6 +70,9 @@ class Shown:
 
     def view(self) -> ClusterView:
         return self.cluster
+
+    def recoveries(self) -> list[Incident]:
+        return self.cluster.recoveries
 
     def stop(self, reason: str) -> None:
         self.stops.append(reason)

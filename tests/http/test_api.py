@@ -154,10 +154,27 @@ def test_metrics_are_what_prometheus_reads(source: Shown, http: httpx2.Client) -
     assert samples["covey_nodes", ("role", "worker"), ("state", "dead")] == 1
     assert samples["covey_nodes", ("role", "worker"), ("state", "left")] == 0
     assert {p: samples["covey_cluster_phase", ("phase", p)] for p in Phase} == {p: p is Phase.READY for p in Phase}
+    how = ("strategy", "recover-in-place")
+    assert samples["covey_recoveries_total", ("outcome", "resumed"), how] == 1
+    assert samples["covey_recovery_stage_seconds_sum", ("stage", "re-formed"), how] == 0.06
+    assert samples["covey_recovery_stage_seconds_count", ("stage", "re-formed"), how] == 1
     identity = next(family for family in families if family.name == "covey_info").samples[0]
     assert identity.value == 1
     assert set(identity.labels) == {"version", "cluster_id"}
     assert identity.labels["cluster_id"] == "c1"
+
+
+def test_stragglers_are_named(source: Shown, http: httpx2.Client) -> None:
+    assert "covey_straggler{" not in http.get("/metrics").text
+    slow = msgspec.structs.replace(a_node(Role.WORKER, 3), straggles=2.5)
+    source.cluster = a_view(*WORKERS, slow)
+    assert 'covey_straggler{rank="3",role="worker"} 2.5' in http.get("/metrics").text
+
+
+def test_recoveries_tell_the_waterfall(http: httpx2.Client) -> None:
+    [told] = http.get("/recoveries").json()["recoveries"]
+    assert (told["node"], told["strategy"], told["outcome"]) == ("worker:1", "recover-in-place", "resumed")
+    assert told["ms"] == {"detected": 0.0, "decided": 0.0, "re-formed": 60.0, "restored": 10.0, "resumed": 30.0}
 
 
 def test_nobody_beats_and_no_age_is_told(source: Shown, http: httpx2.Client) -> None:

@@ -62,6 +62,10 @@ def test_bitwise_equal_whoever_dies_wherever(shell: Shell, undisturbed: str, dea
 @pytest.mark.timeout(300)
 def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> None:
     assert final(shell, DEATHS="1:3:backward 2:9:forward", LOADERS="2") == undisturbed
+    stages = r"detected \d+ ms, decided \d+ ms, re-formed \d+ ms, restored \d+ ms, resumed \d+ ms; \d+ ms in all, resumed"
+    for rank in (1, 2):
+        waterfall = rf"recovery: recover-in-place of worker:{rank} \(killed by SIGKILL\): {stages}"
+        assert re.search(waterfall, shell.log("scheduler")), shell.log("scheduler")
 
 
 @pytest.mark.timeout(300)

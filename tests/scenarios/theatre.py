@@ -28,6 +28,7 @@ from tests.simulation.plan import Place, Plan
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 from tests.simulation.world import World
 
+from covey.core.incidents import Incident
 from covey.core.messages import FromScheduler, Value, Welcome
 from covey.core.model import AgentRecord, ClusterRecord, ClusterSettings, Record, Role
 from covey.core.node import NodeSettings
@@ -65,6 +66,8 @@ class Stenographer(Checker):
             said = f"cluster {record.phase}, generation {record.generation}, restarts {record.restarts}"
         elif isinstance(record, AgentRecord):
             said = f"agent {record.id} with {record.slots} workers"
+        elif isinstance(record, Incident):
+            said = f"incident {record.number}: {record.strategy} of {record.node}, {record.outcome}"
         else:
             said = f"{record.role} rank {record.rank} is {record.node_id}, incarnation {record.incarnation}, {record.state}"
         self._note(f"journal: {said}")

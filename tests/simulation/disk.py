@@ -10,6 +10,7 @@ from random import Random
 
 import msgspec
 
+from covey.core.incidents import Incident
 from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Record, Role
 
 Key = tuple[str, ...]
@@ -23,6 +24,8 @@ def key_of(record: Record) -> Key:
         return ("cluster",)
     if isinstance(record, AgentRecord):
         return ("agent", record.id)
+    if isinstance(record, Incident):
+        return ("incident", str(record.number))
     return ("member", group_of(record.role), str(record.rank))
 
 

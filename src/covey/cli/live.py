@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.cli.visit import Visit
+from covey.core.incidents import Outcome
 from covey.core.model import Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
@@ -33,6 +34,7 @@ class Show:
         self._task: asyncio.Task[None] | None = None
         self._tails: list[asyncio.Task[None]] = []
         self._states: dict[str, str] = {}
+        self._recovery = 0  # the newest that was told
         self._phase = ("", 0)
         self._closing = False
 
@@ -93,6 +95,10 @@ class Show:
             again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
             self._phase = (view.phase, view.generation)
             yield f"{view.phase}: {view.reason}{again}"
+        for incident in view.recoveries:
+            if incident.outcome is not Outcome.OPEN and incident.number > self._recovery:
+                self._recovery = incident.number
+                yield str(incident)
         for node in view.nodes:
             if node.role is not Role.SCHEDULER and self._states.get(node.node_id, "alive") != node.state and node.rank >= 0:
                 yield f"rank {node.rank} on {node.host} is {node.state}"
@@ -128,7 +134,7 @@ def row(node: NodeView) -> list[str]:
         node.host,
         node.state,
         str(node.step) if node.step >= 0 else "-",
-        node.phase or "-",
+        f"{node.phase or '-'}" + (f", {node.straggles:.1f} x the usual time" if node.straggles else ""),
         f"{node.beat_age_s:.1f} s" if node.beat_age_s >= 0 else "-",
         str(node.restarts),
     ]

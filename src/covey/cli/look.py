@@ -24,6 +24,8 @@ from covey.store import registry
 from covey.store.registry import Entry
 from covey.wire import address
 
+RECOVERIES_SHOWN = 5
+
 
 def find(master: str) -> Door:
     """The door of the cluster that is meant: the one named, else this user's only one on this host."""
@@ -82,6 +84,8 @@ def _print_status(view: ClusterView, as_json: bool) -> None:
     console = Console()
     console.print(table(view))
     console.print(f"scheduler at {view.address}, generation {view.generation}, up {view.now - view.started_at:.0f} s")
+    for incident in view.recoveries[-RECOVERIES_SHOWN:]:
+        console.print(str(incident), highlight=False)
 
 
 def nodes(master: str, as_json: bool) -> None:

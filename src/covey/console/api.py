@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.console import guard, metrics, openapi, replies
+from covey.core.incidents import Incident
 from covey.core.view import ClusterView
 from covey.errors import CoveyError
 
@@ -42,6 +43,8 @@ class Source(Protocol):
 
     def view(self) -> ClusterView: ...
 
+    def recoveries(self) -> list[Incident]: ...
+
     def stop(self, reason: str) -> None: ...
 
 
@@ -58,6 +61,9 @@ def make_app(source: Source, *, token: str) -> Starlette:
 
     async def view(request: Request) -> Response:
         return _json(source.view())
+
+    async def recoveries(request: Request) -> Response:
+        return _json(replies.recoveries(source.recoveries()))
 
     async def stop(request: Request) -> Response:
         reason = replies.stop_reason(await _body(request))
@@ -78,6 +84,7 @@ def make_app(source: Source, *, token: str) -> Starlette:
         "nodes": nodes,
         "state": state,
         "view": view,
+        "recoveries": recoveries,
         "stop": stop,
         "metrics": numbers,
         "healthz": healthz,

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric, SummaryMetricFamily
 
+from covey.core.incidents import Outcome, Stage
 from covey.core.model import NodeState, Phase
 from covey.core.view import ClusterView
 
@@ -36,6 +37,9 @@ class _Snapshot:
         yield GaugeMetricFamily("covey_generation", "Version of the membership.", value=view.generation)
         yield from _beat_age(view)
         yield from _counters(view)
+        yield _recoveries(view)
+        yield _recovery_stages(view)
+        yield _stragglers(view)
 
 
 def _nodes(view: ClusterView) -> Metric:
@@ -61,6 +65,33 @@ def _beat_age(view: ClusterView) -> Iterator[Metric]:
     ages = [node.beat_age_s for node in view.nodes if node.alive and node.beat_age_s >= 0]
     if ages:
         yield GaugeMetricFamily("covey_beat_age_seconds", "The longest silence of a living node.", value=max(ages))
+
+
+def _recoveries(view: ClusterView) -> Metric:
+    says = "Faults that were answered, by strategy and outcome."
+    family = CounterMetricFamily("covey_recoveries", says, labels=["strategy", "outcome"])
+    for total in view.recovery_totals:
+        family.add_metric([total.strategy, total.outcome], total.count)
+    return family
+
+
+def _recovery_stages(view: ClusterView) -> Metric:
+    says = "What each stage of the recoveries that resumed took."
+    family = SummaryMetricFamily("covey_recovery_stage_seconds", says, labels=["strategy", "stage"])
+    for total in view.recovery_totals:
+        if total.outcome is Outcome.RESUMED:
+            for stage in Stage:
+                family.add_metric([total.strategy, stage], count_value=total.count, sum_value=total.seconds.get(stage, 0.0))
+    return family
+
+
+def _stragglers(view: ClusterView) -> Metric:
+    says = "Ranks that the others wait for: how many times the median a step takes them."
+    family = GaugeMetricFamily("covey_straggler", says, labels=["role", "rank"])
+    for node in view.nodes:
+        if node.straggles:
+            family.add_metric([node.role, str(node.rank)], node.straggles)
+    return family
 
 
 def _counters(view: ClusterView) -> Iterator[Metric]:

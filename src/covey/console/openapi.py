@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from covey.console.metrics import CONTENT_TYPE
-from covey.console.replies import ErrorReply, NodesReply, Reply, StateReply, StopBody
+from covey.console.replies import ErrorReply, NodesReply, RecoveriesReply, Reply, StateReply, StopBody
 from covey.core.view import ClusterView
 
 _REF = "#/components/schemas/{name}"
@@ -32,6 +32,7 @@ OPERATIONS = (
     Operation("nodes", "GET", "/nodes", "The nodes, in the seeds' JSON.", NodesReply),
     Operation("state", "GET", "/state", "The state of the cluster, in the seeds' JSON.", StateReply),
     Operation("view", "GET", "/view", "All there is to know about the cluster.", ClusterView),
+    Operation("recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply),
     Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
     Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),
     Operation("healthz", "GET", "/healthz", "Answers while the scheduler's loop turns.", Reply, open=True),

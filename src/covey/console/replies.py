@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from covey.core.incidents import Incident
 from covey.core.model import Role
 from covey.core.view import SEED_STATES, ClusterView, NodeView
 from covey.errors import UsageError
@@ -57,6 +58,14 @@ class StateReply(msgspec.Struct, frozen=True):
     code: Literal["0"] = "0"
 
 
+class RecoveriesReply(msgspec.Struct, frozen=True):
+    """Every recovery that is kept, oldest first."""
+
+    message: str
+    recoveries: list[Incident]
+    code: Literal["0"] = "0"
+
+
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the cluster shall end. The whole body may be absent."""
 
@@ -83,6 +92,10 @@ def _node(node: NodeView) -> NodeReply:
 
 def state(view: ClusterView) -> StateReply:
     return StateReply("Get cluster state successful.", SEED_STATES[view.phase])
+
+
+def recoveries(kept: list[Incident]) -> RecoveriesReply:
+    return RecoveriesReply("Get recoveries successful.", kept)
 
 
 def stop_reason(body: bytes) -> str:

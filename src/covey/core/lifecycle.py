@@ -20,6 +20,7 @@ from covey.core.board import Board
 from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.healing import Dump, Gathering
+from covey.core.incidents import Incident, Incidents, Outcome, Stage
 from covey.core.membership import names
 from covey.core.messages import DumpAsked, Regrouped, Stop
 from covey.core.model import (
@@ -52,9 +53,10 @@ SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process
 class Lifecycle:
     """The cluster, the links that speak for its members, and what is wished for in this step."""
 
-    def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float) -> None:
+    def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float) -> None:
         self.cluster = Cluster(cluster_id=cluster_id, settings=settings, job=job)
         self.counters: dict[str, float] = {}
+        self.incidents = Incidents(wall - now)
         self.first_failure: Failure | None = None
         self._started = self._ticked = self._now = now
         self._heal_by = float("inf")
@@ -104,7 +106,7 @@ class Lifecycle:
 
     # -- dying -------------------------------------------------------------------------------------------------------
 
-    def _agent_gone(self, agent: Agent, code: int, reason: str) -> None:
+    def _agent_gone(self, agent: Agent, code: int, reason: str, since: float | None = None) -> None:
         """With its agent a child's life is over, and nobody is left to start the next."""
         children = [m for m in self.cluster.children(agent.id) if m.present]
         if self.cluster.phase is Phase.ENDED or (not children and self.cluster.phase is not Phase.FORMING):
@@ -112,10 +114,12 @@ class Lifecycle:
         del self.cluster.agents[agent.id]
         self._publish(f"agent:{agent.id}", "gone", reason, _level(code))
         for member in children:
-            self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})")
+            self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})", since=since)
 
-    def _over(self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "") -> None:
-        """One life is over: it left (code 0) or died."""
+    def _over(
+        self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
+    ) -> None:
+        """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         if not member.present or self.cluster.phase is Phase.ENDED:
             return None
         if code and self._gathering.done and member.heals:  # every rank had come to its end: nothing is left to repeat
@@ -130,11 +134,16 @@ class Lifecycle:
         if code == 0:
             self._persist(MemberRecord.of(member))
             return self._finished()
-        return self._after_death(member, recovery.report(self.cluster, member, code, reason, tail or [], log))
+        failure = recovery.report(self.cluster, member, code, reason, tail or [], log)
+        return self._after_death(member, failure, self._now if since is None else since)
 
-    def _after_death(self, member: Member, failure: Failure) -> None:
+    def _after_death(self, member: Member, failure: Failure, since: float) -> None:
+        if self._dump is not None:
+            return self._give_up(failure, failure.reason)
         after, reason = recovery.decide(self.cluster, member)
         self._publish("cluster", str(after), reason, Level.WARNING)
+        strategy = str(after) if after is not recovery.After.END else str(self._last_rung())
+        self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
             self._await_healing()
@@ -149,22 +158,29 @@ class Lifecycle:
         else:
             self.first_failure = failure
             self._give_up(failure, f"{member.name} on {failure.host}: {failure.reason}")
+        return None
 
     def _give_up(self, failure: Failure, reason: str) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
-        survivors = {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
-        if recovery.Strategy.DUMP not in self.cluster.settings.strategies or not survivors:
-            return self._end(failure.code, reason, failure)
-        if self._dump is None:
-            self._dump = Dump(failure, reason, survivors, self._now + self.cluster.settings.dump_s)
-            self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
-            for member in self.cluster.of(Role.WORKER):
-                if member.rank in survivors:
-                    self._send(member.link, DumpAsked(reason))
-        else:
+        survivors = self._who_can_dump()
+        if self._dump is not None:
             self._dump.waiting &= survivors
-            self._end_dump()
+            return self._end_dump()
+        if self._last_rung() is recovery.Strategy.EXIT:
+            return self._end(failure.code, reason, failure)
+        self._dump = Dump(failure, reason, survivors, self._now + self.cluster.settings.dump_s)
+        self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
+        for member in self.cluster.of(Role.WORKER):
+            if member.rank in survivors:
+                self._send(member.link, DumpAsked(reason))
         return None
+
+    def _who_can_dump(self) -> set[int]:
+        return {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
+
+    def _last_rung(self) -> recovery.Strategy:
+        dumps = recovery.Strategy.DUMP in self.cluster.settings.strategies and self._who_can_dump()
+        return recovery.Strategy.DUMP if dumps else recovery.Strategy.EXIT
 
     def _end_dump(self) -> None:
         dump = self._dump
@@ -207,6 +223,7 @@ class Lifecycle:
     def _restart_all(self, failure: Failure) -> None:
         self.cluster.restarts += 1
         self._count("restarts")
+        self._close_incidents(Outcome.RESTARTED)
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
             self._next_life(member)
@@ -260,7 +277,7 @@ class Lifecycle:
                 self._count("stuck")
                 reason = f"stuck: all others wait for it in collective {waiting[0].progress.waits} for over {limit:g} s"
                 link = member.link
-                self._over(member, ExitCode.PEER_FAILED, reason)
+                self._over(member, ExitCode.PEER_FAILED, reason, since=member.changed_at)
                 self._silence(link)
                 member.link = 0
 
@@ -274,6 +291,8 @@ class Lifecycle:
             return self._end(ExitCode.PEER_FAILED, f"{reason}, {RETRIES_MAX} times in a row without a step in between")
         self._count("retries")
         self._publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
+        broke_at = self._gathering.broke_at
+        self._open_incident("retry", "every process lives", self._gathering.broke_reason, since=broke_at, known=broke_at)
         return self._regroup(reason)
 
     def _forgive_sleep(self) -> None:
@@ -294,7 +313,7 @@ class Lifecycle:
             if silent > limit:
                 self._silence(agent.link)
                 agent.link = 0
-                self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit))
+                self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
         for member in list(self.cluster.members.values()):
             if self.cluster.phase is Phase.ENDED:
                 return
@@ -304,7 +323,7 @@ class Lifecycle:
             if silent > limit:
                 self._count("silent_deaths")
                 link = member.link
-                self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit))
+                self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit), since=member.beat_at)
                 self._silence(link)  # after the end was told: if it can still hear, it should hear why
                 member.link = 0
             elif member.state is NodeState.ALIVE:
@@ -325,6 +344,7 @@ class Lifecycle:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts = kept.generation, kept.restarts
+        self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
@@ -351,6 +371,7 @@ class Lifecycle:
             self._replacing = False
             self.first_failure = None
             self._held.clear()
+            self.incidents.mark(Stage.REFORMED, self._now)
             self._move(Phase.READY, reason)
         elif phase is Phase.RETURNING:
             self._move(Phase.HEALING, f"waiting for {names(dead)} to be started again, with the same variables")
@@ -387,7 +408,22 @@ class Lifecycle:
             if member.link and member.present:
                 self._send(member.link, Regrouped(self.cluster.generation, reason))
 
+    def _open_incident(
+        self, strategy: str, reason: str, cause: str, *, since: float, known: float, member: Member | None = None
+    ) -> None:
+        node, rank = (member.name, member.rank) if member is not None else ("cluster", -1)
+        incident = self.incidents.open(
+            self._now, since=since, known=known, node=node, rank=rank, cause=cause, strategy=strategy, reason=reason
+        )
+        self._persist(incident)
+
+    def _close_incidents(self, outcome: Outcome) -> None:
+        for incident in self.incidents.close(outcome, self._now):
+            self._persist(incident)
+            self._publish("cluster", "recovery", str(incident))
+
     def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
+        self._close_incidents(Outcome.ENDED if code else Outcome.FINISHED)
         self._stop = Stop(reason, code, failure)
         self._move(Phase.ENDED, reason)
         self._persist(self.cluster.record())

@@ -20,6 +20,7 @@ import msgspec
 from covey.core import ranks
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.incidents import Outcome, Stage
 from covey.core.lifecycle import Lifecycle
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
@@ -29,6 +30,7 @@ from covey.core.messages import (
     Drain,
     Dumped,
     Exited,
+    Fetched,
     Get,
     Goodbye,
     Leave,
@@ -52,8 +54,8 @@ AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked)  # what is still ans
 class Machine(Lifecycle):
     """One cluster's decisions. The shell calls `step`; everybody else only looks."""
 
-    def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float) -> None:
-        super().__init__(settings, cluster_id=cluster_id, job=job, now=now)
+    def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
+        super().__init__(settings, cluster_id=cluster_id, job=job, now=now, wall=wall)
         self._hear: dict[type, Callable[[int, Any], None]] = {
             Register: self._register,
             RegisterAgent: self._register_agent,
@@ -65,6 +67,7 @@ class Machine(Lifecycle):
             Get: self._get,
             Report: self._report,
             Broke: self._broke,
+            Fetched: self._fetched,
             Resumed: self._resumed,
             Drain: self._drain,
             Dumped: self._dumped,
@@ -254,6 +257,8 @@ class Machine(Lifecycle):
         plans = self._gathering.add(member.rank, report, addresses)
         if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
             return self._end(ExitCode.PEER_FAILED, failure, self.first_failure)
+        if plans:
+            self.incidents.mark(Stage.REFORMED, self._now)
         for rank, plan in plans.items():
             self._send(workers[rank].link, plan)
         return None
@@ -263,6 +268,10 @@ class Machine(Lifecycle):
             self._gathering.broke_at = min(self._gathering.broke_at, self._now)
             self._gathering.broke_reason = broke.reason
 
+    def _fetched(self, link: int, said: Fetched) -> None:
+        if link in self._speakers and said.generation == self.cluster.generation:
+            self.incidents.mark(Stage.RESTORED, self._now)
+
     def _resumed(self, link: int, said: Resumed) -> None:
         member = self._speakers.get(link)
         if isinstance(member, Member) and said.generation == self.cluster.generation:
@@ -270,6 +279,7 @@ class Machine(Lifecycle):
             member.progress = msgspec.structs.replace(member.progress, step=said.step)
             if self._all_resumed():
                 self._retries = 0
+                self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
 
     def _drain(self, link: int, drain: Drain) -> None:

@@ -236,6 +236,12 @@ class Broke(Message, frozen=True):
     reason: Sentence
 
 
+class Fetched(Message, frozen=True):
+    """A rank: what the plan said it lacked is here."""
+
+    generation: int
+
+
 class Resumed(Message, frozen=True):
     """A rank: the first collective of this generation is complete."""
 
@@ -281,6 +287,6 @@ class HealPlan(Message, frozen=True):
 
 
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
-_Healing = Report | Broke | Resumed | Dumped
+_Healing = Report | Broke | Fetched | Resumed | Dumped
 FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked
 FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value | Told

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from covey.core.incidents import Incident
+
 
 class Role(StrEnum):
     """What a node is for. The seeds' spellings (MS_WORKER, ...) live in `covey.settings`."""
@@ -87,6 +89,7 @@ class Progress(msgspec.Struct, frozen=True):
     phase: str = ""
     loop: bool = False  # a loop is at work, which can write down what it holds
     waits: str = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
+    busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -205,4 +208,4 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     restarts: int = 0
 
 
-Record = MemberRecord | AgentRecord | ClusterRecord
+Record = MemberRecord | AgentRecord | ClusterRecord | Incident

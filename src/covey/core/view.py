@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from covey.core.cluster import Cluster
+from covey.core.incidents import Incident, Incidents, Total
 from covey.core.model import Member, Phase, Role
+
+RECENT = 20  # recoveries shown
+STRAGGLER_AMONG = 3  # of fewer, nobody can say who is slow
+STRAGGLER_TIMES = 1.5
+STRAGGLER_MORE_S = 0.005
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -28,6 +36,8 @@ class NodeView(msgspec.Struct, frozen=True):
     pid: int = 0
     agent: str = ""
     log: str = ""
+    busy_s: float = 0.0  # of a step, without the waiting for others
+    straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -47,6 +57,8 @@ class ClusterView(msgspec.Struct, frozen=True):
     manage_port: int = 0
     log_dir: str = ""
     counters: dict[str, float] = {}
+    recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
+    recovery_totals: list[Total] = []
 
 
 # The seeds' words for the phases, as GET /state says them.
@@ -59,9 +71,21 @@ SEED_STATES: dict[Phase, str] = {
 }
 
 
-def show(cluster: Cluster, *, scheduler: NodeView, started_at: float, wall: float, now: float, **more: Any) -> ClusterView:
+def show(
+    cluster: Cluster,
+    *,
+    scheduler: NodeView,
+    started_at: float,
+    wall: float,
+    now: float,
+    incidents: Incidents | None = None,
+    **more: Any,
+) -> ClusterView:
     """The view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times for people."""
-    nodes = [scheduler, *(_node(cluster, m, now) for m in sorted(cluster.members.values(), key=_order))]
+    median = usual_step(cluster.of(Role.WORKER))
+    nodes = [scheduler, *(_node(cluster, m, now, median) for m in sorted(cluster.members.values(), key=_order))]
+    if incidents is not None:
+        more |= {"recoveries": incidents.kept[-RECENT:], "recovery_totals": list(incidents.totals.values())}
     return ClusterView(
         cluster_id=cluster.cluster_id,
         phase=cluster.phase,
@@ -81,7 +105,19 @@ def _order(member: Member) -> tuple[str, int, str]:
     return (member.role, member.rank, member.node_id)
 
 
-def _node(cluster: Cluster, member: Member, now: float) -> NodeView:
+def usual_step(workers: Iterable[Member]) -> float:
+    """The median of what a step takes a worker, without the waiting for others; 0 where too few have said it."""
+    busy = [member.progress.busy_s for member in workers if member.present and member.progress.busy_s > 0]
+    return statistics.median(busy) if len(busy) >= STRAGGLER_AMONG else 0.0
+
+
+def straggles(busy_s: float, usual_s: float) -> float:
+    """How many times the usual a rank takes, if others notice; else 0."""
+    notable = usual_s > 0 and busy_s > STRAGGLER_TIMES * usual_s and busy_s - usual_s > STRAGGLER_MORE_S
+    return busy_s / usual_s if notable else 0.0
+
+
+def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeView:
     agent = cluster.agents.get(member.agent)
     heard = member.beat_at if member.life else (agent.beat_at if agent else 0.0)
     return NodeView(
@@ -100,4 +136,6 @@ def _node(cluster: Cluster, member: Member, now: float) -> NodeView:
         pid=member.pid,
         agent=member.agent,
         log=agent.logs.replace("{rank}", str(member.rank)) if agent and member.rank >= 0 else "",
+        busy_s=member.progress.busy_s,
+        straggles=straggles(member.progress.busy_s, usual_s),
     )

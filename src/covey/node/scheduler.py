@@ -22,6 +22,7 @@ import msgspec
 
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.incidents import Incident
 from covey.core.machine import Machine
 from covey.core.messages import Ask, Stop, StopAsked, Told
 from covey.core.model import ClusterSettings, Phase, Role
@@ -92,7 +93,9 @@ class Scheduler:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._machine = Machine(self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time())
+        self._machine = Machine(
+            self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=time.time()
+        )
         records = self._journal.read() if self._journal is not None else ()
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
@@ -133,11 +136,16 @@ class Scheduler:
             started_at=self._started_at,
             wall=time.time(),
             now=asyncio.get_running_loop().time(),
+            incidents=self.machine.incidents,
             address=place.address,
             manage_port=place.manage_port,
             log_dir=place.log_dir,
             counters=self.machine.counters | {"links": float(len(self._links))},
         )
+
+    def recoveries(self) -> list[Incident]:
+        """Every recovery that is kept, oldest first."""
+        return self.machine.incidents.kept
 
     # -- facts in ----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from covey.core.effects import Publish
+from covey.core.incidents import KEPT_MAX, Incident
 from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
 from covey.errors import ExitCode, StoreError
 
@@ -128,6 +129,8 @@ def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, s
 def _key(record: Record) -> str:
     if isinstance(record, MemberRecord):
         return f"member/{'worker' if record.role is Role.WORKER else 'server'}/{record.rank:08}"
+    if isinstance(record, Incident):
+        return f"incident/{record.number % KEPT_MAX:08}"
     return f"agent/{record.id}" if isinstance(record, AgentRecord) else "cluster"
 
 

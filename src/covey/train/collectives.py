@@ -14,12 +14,13 @@ The order of news in the inbox decides whether a collective completed before the
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.messages import Broke, DumpAsked, Dumped, HealPlan, Number, Report, Resumed
+from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, HealPlan, Number, Report, Resumed
 from covey.errors import PeerError
 from covey.train.gloo import Built, Done, Gloo
 from covey.train.meeting import Meeting, Planned, Regroup
@@ -72,6 +73,7 @@ class Collectives:
         self._passing: Number | None = None
         self._resumed = self._agreed
         self._server: Server | None = None
+        self.waited_s = 0.0  # in collectives, so far
         os.register_at_fork(after_in_child=self._forked)
 
     # -- for the program ---------------------------------------------------------------------------------------------
@@ -96,6 +98,7 @@ class Collectives:
         number = Number(self._step, self._n)
         self._n += 1
         self._meeting.waits = number
+        since = time.monotonic()
         while True:
             if self._agreed != self._meeting.place.generation and number not in self._handed:
                 self.agree()
@@ -107,6 +110,7 @@ class Collectives:
             if group is not None and self._wait(operation.issue(group)):
                 results = operation.results()
                 break
+        self.waited_s += time.monotonic() - since
         self._meeting.waits = None
         operation.complete(results)
         self._keep(number, results, passing)
@@ -242,6 +246,7 @@ class Collectives:
             self._meeting.say(Broke(plan.generation, str(error)[:500]))
             self._await_regroup(plan.generation)
             return False
+        self._meeting.say(Fetched(plan.generation))
         self._handed = received.results
         if self._newcomer:
             self.donation = received

@@ -19,6 +19,7 @@ state over as its own optimizer steps, and once more as it joins the others.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,27 @@ from covey.train.operations import Broadcast
 from covey.train.reducer import Reducer
 from covey.train.transfer import Donation
 from covey.train.tree import from_bytes, to_bytes
+
+PACE_KEEPS = 0.9  # of the mean, at each step
+
+
+class Pace:
+    """What a step takes this rank, without its waiting for others: a mean in which the last ones weigh most."""
+
+    def __init__(self) -> None:
+        self._since, self._waited = time.monotonic(), 0.0
+        self._busy_s = -1.0
+
+    def lap(self, waited_s: float) -> float:
+        """A step is over; `waited_s` in all so far."""
+        now = time.monotonic()
+        busy = max(0.0, now - self._since - (waited_s - self._waited))
+        self._since, self._waited = now, waited_s
+        if self._busy_s < 0:  # the first step also loads, compiles and meets: it says nothing of the next
+            self._busy_s = 0.0
+        else:
+            self._busy_s = PACE_KEEPS * self._busy_s + (1 - PACE_KEEPS) * busy if self._busy_s else busy
+        return self._busy_s
 
 
 class Loop:
@@ -73,6 +95,7 @@ class Loop:
         self._group = group
         self._collectives = group.collectives
         self._before = 0
+        self._pace = Pace()
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if scaler is not None:
@@ -120,6 +143,9 @@ class Loop:
             self._commit()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
 
+    def _waited(self) -> float:
+        return self._collectives.waited_s if self._collectives is not None else 0.0
+
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
@@ -136,7 +162,7 @@ class Loop:
         self._buffers, self._given_parts = {}, {}
         meeting = self._group.meeting
         if meeting is not None:
-            meeting.report(Progress(self.step, "train", loop=True))
+            meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             generation = meeting.place.generation if meeting is not None else 0
             self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from covey.core.incidents import KEPT_MAX, Incident, Incidents, Outcome, Stage
+
+
+def opened(log: Incidents, now: float, *, since: float | None = None, known: float | None = None) -> Incident:
+    return log.open(
+        now,
+        since=now if since is None else since,
+        known=now if known is None else known,
+        node="worker:1",
+        rank=1,
+        cause="killed by SIGKILL",
+        strategy="recover-in-place",
+        reason="its host is fine",
+    )
+
+
+def test_each_stage_lasts_from_the_one_before_it() -> None:
+    log = Incidents(wall_zero=1000.0)
+    assert opened(log, 10.5, since=10.0, known=10.25).at == 1010.25
+    log.mark(Stage.REFORMED, 10.75)
+    log.mark(Stage.RESTORED, 11.75)
+    [closed] = log.close(Outcome.RESUMED, 12.0)
+    assert list(closed.ms.values()) == [250.0, 250.0, 250.0, 1000.0, 250.0]
+    assert list(closed.ms) == list(Stage)
+    assert closed.total_ms == 2000.0
+    assert log.kept == [closed]
+    assert str(closed) == (
+        "recover-in-place of worker:1 (killed by SIGKILL): detected 250 ms, decided 250 ms, re-formed 250 ms, restored 1000 ms,"
+        " resumed 250 ms; 2000 ms in all, resumed"
+    )
+
+
+def test_a_fault_during_a_recovery_is_an_incident_of_its_own_and_they_end_together() -> None:
+    log = Incidents(0.0)
+    opened(log, 1.0)
+    log.mark(Stage.REFORMED, 2.0)
+    opened(log, 3.0)
+    log.mark(Stage.REFORMED, 4.0)
+    first, second = log.close(Outcome.RESUMED, 5.0)
+    assert (first.ms[Stage.REFORMED], second.ms[Stage.REFORMED]) == (3000.0, 1000.0)
+    assert log.close(Outcome.RESUMED, 6.0) == []
+    assert log.totals["recover-in-place", Outcome.RESUMED].count == 2
+    assert log.totals["recover-in-place", Outcome.RESUMED].seconds[Stage.REFORMED] == 4.0
+
+
+def test_a_recovery_under_way_goes_on_under_the_next_scheduler() -> None:
+    before = Incidents(wall_zero=100.0)
+    over = opened(before, 1.0)
+    [over] = before.close(Outcome.ENDED, 2.0)
+    under_way = opened(before, 5.0, since=4.5)
+    after = Incidents(wall_zero=90.0)  # another process, whose clock is 10 s ahead
+    after.take_over([under_way, over])
+    [closed] = after.close(Outcome.RESUMED, 16.0)
+    assert closed.number == 2
+    assert closed.ms == {Stage.DETECTED: 500.0, Stage.DECIDED: 0.0, Stage.RESUMED: 1000.0}
+    assert opened(after, 20.0).number == 3
+    assert {key: total.count for key, total in after.totals.items()} == {
+        ("recover-in-place", Outcome.ENDED): 1,
+        ("recover-in-place", Outcome.RESUMED): 1,
+    }
+
+
+def test_only_the_newest_are_kept_and_all_are_counted() -> None:
+    log = Incidents(0.0)
+    for now in range(KEPT_MAX + 5):
+        opened(log, float(now))
+        log.close(Outcome.RESUMED, now + 0.5)
+    assert (log.kept[0].number, log.kept[-1].number) == (6, KEPT_MAX + 5)
+    assert log.totals["recover-in-place", Outcome.RESUMED].count == KEPT_MAX + 5
