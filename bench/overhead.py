@@ -3,7 +3,7 @@
 Both models live in the same processes and take turns: a round is some steps of one, twice as many of the other, and again of
 the first, so that a slow minute of the machine hits both; a ratio is taken within a round. Gloo over loopback, one thread per
 rank, batch 32, batches in memory. The loop is whole: hooks, numbered collectives, seeding and commit of every step. What
-covey.Data's seeding of every sample costs is said apart. Heartbeats go on all the time, so they are in both.
+covey.Data's seeding of every batch costs is said apart. Heartbeats go on all the time, so they are in both.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def loading() -> dict[str, float]:
         return 1e6 * (time.perf_counter() - began) / count
 
     def seeded() -> float:
-        return each(data.batches(data.plan(seed=0, rank=0, world=1), seed=0, first=0, last=BATCHES))
+        return each(data.batches(data.plan(seed=0, rank=0, world=1), first=0, last=BATCHES))
 
     def plain() -> float:
         return each(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True))
@@ -145,7 +145,7 @@ def loading_line(found: dict[str, float], results: list[Result]) -> str:
     step = 1e6 / results[0].rate("ddp")
     return (
         f"Loading a batch of 32 from memory: covey.Data {found['covey']:.0f} us, torch's DataLoader {found['torch']:.0f} us;"
-        f" the difference, seeding every sample, is {100 * more / step:.1f} % of a step of the small model at"
+        f" the difference, seeding it, is {100 * more / step:.1f} % of a step of the small model at"
         f" N={results[0].case.world}."
     )
 

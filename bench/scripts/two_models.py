@@ -36,7 +36,7 @@ batches = [(torch.randn(32, widths[0]), torch.randint(0, 10, (32,))) for _ in ra
 class Memory(covey.Data):
     """Batches that are there already."""
 
-    def batches(self, plan: Any, *, seed: int, first: int, last: int) -> Iterator[Any]:
+    def batches(self, plan: Any, *, first: int, last: int) -> Iterator[Any]:
         return (batches[k % len(batches)] for k in range(first, last))
 
 

@@ -1,13 +1,14 @@
 """Which samples a rank trains on at which step: a function of (seed, step, rank) and nothing else.
 
-A replacement therefore takes up exactly where its predecessor was, and a rollback is exact. Each sample is loaded under random
-numbers seeded by (seed, epoch, sample), so augmentation repeats too, with or without loader workers.
+A replacement therefore takes up exactly where its predecessor was, and a rollback is exact. Each batch is loaded under random
+numbers seeded by (seed, its number, rank), so augmentation repeats too, with or without loader workers.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from covey.errors import UsageError
@@ -28,19 +29,29 @@ def mix(*numbers: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Python's, numpy's and torch's generators; quickly, because it happens for every sample."""
+    """Python's, numpy's and torch's generators; quickly, because it happens for every batch."""
+    for put in _seeders():
+        put(seed)
+
+
+@functools.cache
+def _seeders() -> tuple[Callable[[int], object], ...]:
     import numpy as np
 
     torch = torch_module()
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+
+    def seed_numpy(seed: int) -> None:
+        np.random.seed(seed & 0xFFFFFFFF)
+
+    def seed_cuda(seed: int) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+
+    return random.seed, seed_numpy, torch.default_generator.manual_seed, seed_cuda
 
 
 class Plan:
-    """The batches of one rank: `batch(k)` is the list of (epoch, sample) of its k-th micro-batch."""
+    """The batches of one rank: `batch(k)` is the list of the samples of its k-th micro-batch."""
 
     def __init__(self, samples: int, batch_size: int, *, shuffle: bool, seed: int, rank: int, world: int) -> None:
         if samples < batch_size * world:
@@ -53,16 +64,20 @@ class Plan:
         self._seed = seed
         self._rank = rank
         self._world = world
-        self._order: tuple[int, Any] = (-1, None)
+        self._order: tuple[int, list[int]] = (-1, [])
         self.per_epoch = samples // (batch_size * world)
 
-    def batch(self, k: int) -> list[tuple[int, int]]:
+    def seed(self, k: int) -> int:
+        """Of the random numbers under which that batch is loaded."""
+        return mix(self._seed, k, self._rank)
+
+    def batch(self, k: int) -> list[int]:
         epoch, within = divmod(k, self.per_epoch)
         start = (within * self._world + self._rank) * self._batch_size
         order = self._epoch_order(epoch)
-        return [(epoch, int(order[place])) for place in range(start, start + self._batch_size)]
+        return order[start : start + self._batch_size]
 
-    def _epoch_order(self, epoch: int) -> Any:
+    def _epoch_order(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:
             torch = torch_module()
             generator = torch.Generator().manual_seed(mix(self._seed, epoch))
@@ -72,19 +87,23 @@ class Plan:
 
 
 class Seeded:
-    """A data set whose samples are loaded under their own random numbers."""
+    """A data set whose batches are loaded under their own random numbers."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, plan: Plan) -> None:
         self._dataset = dataset
-        self._seed = seed
+        self._plan = plan
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, which: tuple[int, int]) -> Any:
-        epoch, sample = which
-        seed_all(mix(self._seed, epoch, sample))
-        return self._dataset[sample]
+    def __getitems__(self, numbers: list[int]) -> Any:
+        """What torch's loader calls for a batch. Our sampler gives it one number, the batch's."""
+        [k] = numbers
+        samples = self._plan.batch(k)
+        seed_all(self._plan.seed(k))
+        if whole := getattr(self._dataset, "__getitems__", None):
+            return whole(samples)
+        return [self._dataset[sample] for sample in samples]
 
 
 class Data:
@@ -104,23 +123,8 @@ class Data:
     def plan(self, *, seed: int, rank: int, world: int) -> Plan:
         return Plan(len(self.dataset), self.batch_size, shuffle=self.shuffle, seed=seed, rank=rank, world=world)
 
-    def batches(self, plan: Plan, *, seed: int, first: int, last: int) -> Iterator[Any]:
+    def batches(self, plan: Plan, *, first: int, last: int) -> Iterator[Any]:
         """Micro-batches `first` to `last` (not included), from one loader over all epochs."""
         torch = torch_module()
-        loader = torch.utils.data.DataLoader(
-            Seeded(self.dataset, seed), batch_sampler=_Batches(plan, first, last), **self.options
-        )
-        return iter(loader)
-
-
-class _Batches:
-    """The batch sampler of a part of the training."""
-
-    def __init__(self, plan: Plan, first: int, last: int) -> None:
-        self._plan, self._first, self._last = plan, first, last
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return (self._plan.batch(k) for k in range(self._first, self._last))
-
-    def __len__(self) -> int:
-        return self._last - self._first
+        numbers = torch.utils.data.BatchSampler(range(first, last), batch_size=1, drop_last=False)
+        return iter(torch.utils.data.DataLoader(Seeded(self.dataset, plan), batch_sampler=numbers, **self.options))

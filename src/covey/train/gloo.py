@@ -8,6 +8,7 @@ shut, which makes its pending works fail within milliseconds, and everything the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ from covey.train.meeting import Meeting
 TIMEOUT = timedelta(minutes=30)  # of a collective; long, because a slow step is not a fault
 
 
+@functools.cache
 def torch_module() -> Any:
     """torch, imported when it is first needed."""
     try:

@@ -88,8 +88,9 @@ class Loop:
         self.steps = steps if steps is not None else epochs * self.steps_per_epoch
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
-        self._buffers: dict[str, Any] = {}
-        self._given_parts: dict[str, Any] = {}  # as they were at the step's boundary
+        self._model_buffers = dict(model.named_buffers())
+        self._buffers: dict[str, Any] = {}  # as they were at the step's boundary
+        self._given_parts: dict[str, Any] = {}  # likewise
         self._restored: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
         self._checkpoint = checkpoint
         self._group = group
@@ -128,9 +129,7 @@ class Loop:
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
-        batches = self.data.batches(
-            self._plan, seed=self.seed, first=self.step * self.accumulate, last=self.steps * self.accumulate
-        )
+        batches = self.data.batches(self._plan, first=self.step * self.accumulate, last=self.steps * self.accumulate)
         while self.step < self.steps:
             self._begin_step()
             for micro in range(self.accumulate):
@@ -152,8 +151,8 @@ class Loop:
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
-            self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            self._given_parts = copy.deepcopy({name: get() for name, (get, _) in self._parts.items()})
+            self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers.items()}
+            self._given_parts = {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()}
 
     def _commit(self) -> None:
         self._catch_up()

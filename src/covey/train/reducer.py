@@ -33,6 +33,16 @@ class Bucket:
             self.size += parameter.numel()
         self.missing = len(parameters)
 
+    def flat(self) -> Any:
+        """Memory for all of its gradients."""
+        first = self.parameters[0]
+        return torch_module().empty(self.size, dtype=first.dtype, device=first.device)
+
+    def parts(self, flat: Any) -> list[Any]:
+        """Where each parameter's gradient lies in it."""
+        places = zip(self.parameters, self.offsets, strict=True)
+        return [flat[offset : offset + parameter.numel()].view_as(parameter) for parameter, offset in places]
+
 
 def cut(parameters: Iterable[Any]) -> list[Bucket]:
     """Buckets by registration order reversed, as gradients come; a dtype or device change begins a new one."""
@@ -63,7 +73,7 @@ class Reducer:
         self._buckets = cut(trained)
         self._reduction: Reduction | None = None
         self._first = True
-        self._spare: collections.deque[list[Any]] = collections.deque([[], []])  # the kept one, and the one before it
+        self._spare: collections.deque[Spare] = collections.deque([{}, {}])  # the kept one, and the one before it
         self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._ready)
@@ -84,7 +94,7 @@ class Reducer:
         if not self._active():
             return
         if self._reduction is None:
-            spare = self._spare.popleft() if self._first else []
+            spare = self._spare.popleft() if self._first else {}
             self._reduction = Reduction(self._buckets, self._buffers, rank=self._rank, scale=self._scale, spare=spare)
             torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._place[id(parameter)]
@@ -99,11 +109,14 @@ class Reducer:
         try:
             self._collectives.run(reduction)
             if self._first:
-                self._spare.append(reduction.results())
+                self._spare.append(reduction.filled)
             self._first = False
         finally:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
+
+
+Spare = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat buffer and its parts
 
 
 class Reduction:
@@ -112,7 +125,8 @@ class Reduction:
     `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
     """
 
-    def __init__(self, buckets: list[Bucket], buffers: list[Any], *, rank: int, scale: float, spare: list[Any]) -> None:
+    def __init__(self, buckets: list[Bucket], buffers: list[Any], *, rank: int, scale: float, spare: Spare) -> None:
+        self.filled: Spare = {}
         self._buckets = buckets
         self._buffers = buffers
         self._rank = rank
@@ -143,33 +157,36 @@ class Reduction:
 
     def complete(self, results: list[Any]) -> None:
         """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
-        self._flats = results
-        for bucket, flat in zip(self._buckets, results, strict=False):
-            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                part = flat[offset : offset + parameter.numel()].view_as(parameter)
+        if results is not self._flats:  # handed over: what was issued here is an abandoned group's, which may still write to it
+            self._flats, self.filled = results, {}
+        for number, (bucket, flat) in enumerate(zip(self._buckets, results, strict=False)):
+            parts = self.filled[number][1] if self.filled else bucket.parts(flat)
+            for parameter in bucket.parameters:
                 if parameter.grad is None:
-                    parameter.grad = part.clone()
-                else:
-                    parameter.grad.copy_(part)
+                    parameter.grad = torch_module().empty_like(parameter)
+            torch_module()._foreach_copy_([parameter.grad for parameter in bucket.parameters], parts)
         self._unpack_buffers(results[len(self._buckets) :])
 
     def _begin(self, group: Gloo) -> None:
         if self._group is not group:
             if self._group is not None:
-                self._spare = []  # the abandoned group may still write there
-            self._group, self._flats, self._works = group, [], []
+                self._spare = {}  # the abandoned group may still write there
+            self._group, self._flats, self._works, self.filled = group, [], [], {}
 
     def _issue_next(self, group: Gloo) -> None:
         torch = torch_module()
-        bucket = self._buckets[len(self._flats)]
-        first = bucket.parameters[0]
-        flat = self._spare.pop(0) if self._spare else torch.empty(bucket.size, dtype=first.dtype, device=first.device)
-        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            part = flat[offset : offset + parameter.numel()]
+        number = len(self._flats)
+        bucket = self._buckets[number]
+        flat, parts = self._spare.get(number) or (None, [])
+        if flat is None:
+            flat = bucket.flat()
+            parts = bucket.parts(flat)
+        self.filled[number] = (flat, parts)
+        for parameter, part in zip(bucket.parameters, parts, strict=True):
             if parameter.grad is None:
                 part.zero_()
             else:
-                torch.mul(parameter.grad.reshape(-1), self._scale, out=part)
+                torch.mul(parameter.grad, self._scale, out=part)
         self._issue(group, flat)
 
     def _issue(self, group: Gloo, flat: Any) -> None:
@@ -179,7 +196,6 @@ class Reduction:
     def _pack_buffers(self) -> list[Any]:
         """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""
         torch = torch_module()
-        self._spare = []
         flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._buffers])
         return [flat if self._rank == 0 else torch.zeros_like(flat)]
 
