@@ -37,21 +37,26 @@ def seconds(work: Callable[[], Any]) -> float:
 def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     """GB/s each way, and the ratio round by round; the first round is not counted.
 
-    `fresh` is the plain socket into memory that the kernel has yet to hand out, as a replacement's must be.
+    Both receive into memory that is there already: covey's transfer into the replacement's own model, the plain socket into one
+    buffer. `fresh` is the plain socket into memory that the kernel has yet to hand out.
     """
     import numpy as np
+    import torch
 
+    from bench.scripts.donor import a_state
     from covey.train.transfer import fetch
+    from covey.train.tree import path_of
 
     donor = subprocess.Popen([sys.executable, str(DONOR), str(megabytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert donor.stdout is not None
         port, token, raw_port = donor.stdout.readline().decode().split()
+        homes = {path_of(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
         into = memoryview(bytearray(megabytes * 1_000_000 // 64 * 64))
         times = []
         for _ in range(rounds + 1):
             plain = seconds(lambda: raw(int(raw_port), into))
-            mine = seconds(lambda: fetch(ADDRESS, int(port), token, "state"))
+            mine = seconds(lambda: fetch(ADDRESS, int(port), token, "state", homes))
             times.append((mine, plain, seconds(lambda: raw(int(raw_port), np.empty(into.nbytes, np.uint8).data))))
     finally:
         donor.communicate(timeout=LIMIT_S)

@@ -14,15 +14,12 @@ from covey.train.transfer import Donation, Server
 PARTS = 16
 ADDRESS = "127.0.0.1"
 
-megabytes = int(sys.argv[1])
-torch.set_num_threads(1)
-state = {f"layer {n}": torch.ones(megabytes * 250_000 // PARTS) for n in range(PARTS)}
-given = Server(ADDRESS, lambda: Donation(step=1, state=state), Donation)
-plain = socket.create_server((ADDRESS, 0))
-views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
+
+def a_state(megabytes: int) -> dict[str, torch.Tensor]:
+    return {f"layer {n}": torch.ones(megabytes * 250_000 // PARTS) for n in range(PARTS)}
 
 
-def serve() -> None:
+def serve(plain: socket.socket, views: list[memoryview]) -> None:
     while True:
         connection, _ = plain.accept()
         with connection:
@@ -30,6 +27,16 @@ def serve() -> None:
                 connection.sendall(view)
 
 
-threading.Thread(target=serve, daemon=True).start()
-print(given.port, given.token, plain.getsockname()[1], flush=True)
-sys.stdin.read()
+def main() -> None:
+    torch.set_num_threads(1)
+    state = a_state(int(sys.argv[1]))
+    given = Server(ADDRESS, lambda: Donation(step=1, state=state), Donation)
+    plain = socket.create_server((ADDRESS, 0))
+    views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
+    threading.Thread(target=serve, args=(plain, views), daemon=True).start()
+    print(given.port, given.token, plain.getsockname()[1], flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

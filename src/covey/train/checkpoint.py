@@ -132,7 +132,7 @@ class Checkpoint:
         names, frozen = _freeze(frame, len(tensors))
         try:
             _make(aside)
-            size, sha256 = _write_tensors(aside / "tensors", dict(zip(names, tensors, strict=True)))
+            size, sha256 = _write_tensors(aside / "tensors", dict(zip(names, tensors.values(), strict=True)))
             manifest = Manifest(FORMAT, self.prefix, step, world, generation, _version(), size, sha256, names, frozen)
             _write_synced(aside / "manifest", _seal(manifest))
             return _publish(aside, folder / f"{prefix}-{step}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -57,6 +57,7 @@ class Collectives:
     def __init__(self, meeting: Meeting) -> None:
         self.source: Source | None = None
         self.donation: Donation | None = None  # what this process received, being a replacement
+        self.homes: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
         self.on_live: Callable[[], None] = lambda: None  # called before a collective that others take part in
         self._meeting = meeting
         self._gloo: Gloo | None = None
@@ -69,6 +70,7 @@ class Collectives:
         self._kept: dict[Number, list[Any]] = {}
         self._bytes = 0  # of the results from before the first step
         self._whole = True  # whether everything a replacement needs was kept
+        self._half = False  # a state arrived in part, over what this process had begun with
         self._handed: dict[Number, list[Any]] = {}
         self._passing: Number | None = None
         self._resumed = self._agreed
@@ -239,13 +241,18 @@ class Collectives:
     def _carry_out(self, plan: HealPlan) -> bool:
         """Fetch what the plan says this rank lacks. False if the giver is gone: a new generation follows."""
         if plan.giver is None:
+            if self._half:
+                raise PeerError("the state was received in part when its giver died, and nobody else has it: start it again")
             return True
         try:
-            received = fetch(plan.giver.address, plan.giver.port, plan.giver.token, "state" if self._newcomer else "results")
+            giver, kind = plan.giver, "state" if self._newcomer else "results"
+            received = fetch(giver.address, giver.port, giver.token, kind, self.homes() if self._newcomer else {})
         except PeerError as error:
+            self._half = self._newcomer
             self._meeting.say(Broke(plan.generation, str(error)[:500]))
             self._await_regroup(plan.generation)
             return False
+        self._half = False
         self._meeting.say(Fetched(plan.generation))
         self._handed = received.results
         if self._newcomer:

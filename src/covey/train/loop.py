@@ -33,7 +33,7 @@ from covey.train.group import Group
 from covey.train.operations import Broadcast
 from covey.train.reducer import Reducer
 from covey.train.transfer import Donation
-from covey.train.tree import from_bytes, to_bytes
+from covey.train.tree import from_bytes, path_of, to_bytes
 
 PACE_KEEPS = 0.9  # of the mean, at each step
 
@@ -205,6 +205,7 @@ class Loop:
 
     def _attach(self, collectives: Collectives) -> None:
         """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
+        collectives.homes = self._homes
         if collectives.needs_state:
             collectives.agree()
         given = collectives.donation
@@ -250,13 +251,24 @@ class Loop:
         return state if step == best else from_bytes(flat)
 
     def _restore(self, state: Any) -> None:
-        self.model.load_state_dict(state["model"])
+        if not self._is_home(state["model"]):
+            self.model.load_state_dict(state["model"])
         # torch takes the tensors themselves, and the optimizer writes to them: what is restored again must be a copy
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if self.replaying else state["optimizer"])
         self._restored = state["parts"]
         for name, (_, put) in self._parts.items():
             if name in self._restored:
                 put(self._restored[name])
+
+    def _homes(self) -> dict[str, Any]:
+        """Where in this process each tensor of the model's state belongs."""
+        state, tensor = self.model.state_dict(), torch_module().Tensor
+        return {path_of("model", name): value for name, value in state.items() if isinstance(value, tensor)}
+
+    def _is_home(self, state: dict[str, Any]) -> bool:
+        """Whether all of it was received where it belongs."""
+        homes, tensor = self._homes(), torch_module().Tensor
+        return all(isinstance(v, tensor) and v.data_ptr() == homes[path_of("model", k)].data_ptr() for k, v in state.items())
 
     def _restore_given(self) -> None:
         assert self._collectives is not None and self._collectives.donation is not None

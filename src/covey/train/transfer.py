@@ -1,17 +1,20 @@
 """State and kept results from one rank to another, over a connection of their own.
 
 It does not go through the group: so it overlaps with building the group, can be interrupted, and needs no lock, because the
-giver waits in a collective that the receiver has yet to join. Tensors are sent from where they lie.
+giver waits in a collective that the receiver has yet to join. Tensors are sent from where they lie; a receiver on the same host
+reads them there itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -20,11 +23,15 @@ from covey.core.messages import Number
 from covey.errors import PeerError
 from covey.train import tree
 from covey.train.gloo import torch_module
+from covey.train.pull import Mark, Piece, pull, recognised, room
 
 HEADER_MAX: Final = 64 * 1024 * 1024
 CONNECT_S: Final = 10.0
 SILENCE_S: Final = 30.0  # a giver that sends nothing for so long is gone
 TOKEN_SIZE: Final = 32
+SEND: Final = b"s"  # from a receiver that cannot read the giver's memory
+THANKS: Final = b"t"
+ALIGNED: Final = 64  # bytes
 
 
 class Donation(msgspec.Struct, frozen=True):
@@ -38,6 +45,15 @@ class Donation(msgspec.Struct, frozen=True):
     results: dict[Number, list[Any]] = {}
 
 
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """What is to be known of a tensor before its bytes come."""
+
+    path: str  # its name in the state; "" for a result
+    dtype: str
+    shape: list[int]
+    piece: Piece  # where it lies in the giver's memory
+
+
 class _Meta(msgspec.Struct, frozen=True):
     step: int
     applied: bool
@@ -45,7 +61,10 @@ class _Meta(msgspec.Struct, frozen=True):
     before: int
     state: Any
     results: list[tuple[int, int, list[int]]]
-    tensors: list[tuple[str, list[int]]]
+    tensors: list[Tensor]
+    pid: int
+    mark: Piece
+    mark_value: bytes
 
 
 class Server:
@@ -79,49 +98,104 @@ class Server:
             _send(connection, self._give[asked[TOKEN_SIZE:]]())
 
 
-def fetch(address: str, port: int, token: str, kind: str) -> Donation:
-    """Receive all of it or nothing. Raises `PeerError` when the giver is gone."""
+def fetch(address: str, port: int, token: str, kind: str, homes: Mapping[str, Any] = MappingProxyType({})) -> Donation:
+    """Receive all of it or nothing. Raises `PeerError` when the giver is gone.
+
+    `homes` are tensors of this process by their names in the state: what fits is received straight into them, which spares
+    fresh memory and a copy. Not if the state is that after the optimizer: it is needed twice, and must stay as it is.
+    """
     try:
         with socket.create_connection((address, port), CONNECT_S) as connection:
             connection.settimeout(SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(token.encode() + (b"s" if kind == "state" else b"r"))
-            return _read(connection)
+            return _read(connection, homes)
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise PeerError(f"the state could not be fetched from {address}: {error}") from None
 
 
 def _send(connection: socket.socket, given: Donation) -> None:
-    skeleton, tensors = tree.pack(given.state)
+    skeleton, named = tree.pack(given.state)
+    tensors = list(named.items())
     results: list[tuple[int, int, list[int]]] = []
     for number, items in given.results.items():
         results.append((number.step, number.n, list(range(len(tensors), len(tensors) + len(items)))))
-        tensors += items
-    plain = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    metas = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in plain]
+        tensors += [("", item) for item in items]
+    plain = [(path, tensor.detach().cpu().contiguous()) for path, tensor in tensors]
     last = (given.last.step, given.last.n) if given.last is not None else None
-    header = msgspec.msgpack.encode(_Meta(given.step, given.applied, last, given.before, skeleton, results, metas))
+    mark = Mark()
+    meta = _Meta(
+        step=given.step,
+        applied=given.applied,
+        last=last,
+        before=given.before,
+        state=skeleton,
+        results=results,
+        tensors=[_described(path, tensor) for path, tensor in plain],
+        pid=os.getpid(),
+        mark=mark.piece,
+        mark_value=mark.value,
+    )
+    header = msgspec.msgpack.encode(meta)
     connection.sendall(len(header).to_bytes(8, "big") + header)
-    for tensor in plain:
-        if tensor.numel():
-            connection.sendall(_bytes_of(tensor))
+    if bytes(_receive(connection, bytearray(1))) == SEND:
+        for _, tensor in plain:
+            if tensor.numel():
+                connection.sendall(_bytes_of(tensor))
+        _receive(connection, bytearray(1))
+    # Only now may what was read move: `plain` and `mark` have been kept until here.
 
 
-def _read(connection: socket.socket) -> Donation:
-    torch = torch_module()
+def _described(path: str, tensor: Any) -> Tensor:
+    piece = Piece(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return Tensor(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), piece)
+
+
+def _read(connection: socket.socket, homes: Mapping[str, Any]) -> Donation:
     size = int.from_bytes(_receive(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"its header has {size} bytes, {HEADER_MAX} is the limit")
     meta = msgspec.msgpack.decode(_receive(connection, bytearray(size)), type=_Meta)
-    tensors = []
-    for name, shape in meta.tensors:
-        tensor = torch.empty(shape, dtype=getattr(torch, name))
-        if tensor.numel():
-            _receive(connection, _bytes_of(tensor))
-        tensors.append(tensor)
+    tensors = _places(meta.tensors, {} if meta.applied else homes)
+    into = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+    if recognised(meta.pid, meta.mark, meta.mark_value):
+        pull(meta.pid, [tensor.piece for tensor in meta.tensors if tensor.piece.size], into)
+    else:
+        connection.sendall(SEND)
+        for view in into:
+            _receive(connection, view)
+    connection.sendall(THANKS)
     results = {Number(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
     last = Number(*meta.last) if meta.last is not None else None
     return Donation(meta.step, meta.applied, last, meta.before, tree.unpack(meta.state, tensors), results)
+
+
+def _places(described: list[Tensor], homes: Mapping[str, Any]) -> list[Any]:
+    """For each tensor the one at home, if it fits; the others share one piece of fresh memory."""
+    torch = torch_module()
+    found: list[Any] = []
+    fresh = room(sum(wanted.piece.size + ALIGNED for wanted in described if not _fits(homes.get(wanted.path), wanted)))
+    offset = 0
+    for wanted in described:
+        home, kind = homes.get(wanted.path), getattr(torch, wanted.dtype)
+        if _fits(home, wanted):
+            found.append(home)
+        elif wanted.piece.size:
+            found.append(torch.frombuffer(fresh[offset : offset + wanted.piece.size], dtype=kind).view(wanted.shape))
+            offset += (wanted.piece.size + ALIGNED - 1) // ALIGNED * ALIGNED
+        else:
+            found.append(torch.empty(wanted.shape, dtype=kind))
+    return found
+
+
+def _fits(home: Any, wanted: Tensor) -> bool:
+    return (
+        home is not None
+        and str(home.dtype) == f"torch.{wanted.dtype}"
+        and list(home.shape) == wanted.shape
+        and home.device.type == "cpu"
+        and home.is_contiguous()
+    )
 
 
 def _bytes_of(tensor: Any) -> memoryview:

@@ -14,12 +14,18 @@ from covey.errors import UsageError
 from covey.train.gloo import torch_module
 
 Skeleton = Any  # nested lists: [kind, content]
+ROOT = "state"
 
 
-def pack(value: Any) -> tuple[Skeleton, list[Any]]:
-    """A skeleton, and the tensors it refers to by position."""
-    tensors: list[Any] = []
-    return _pack(value, tensors, "state"), tensors
+def pack(value: Any) -> tuple[Skeleton, dict[str, Any]]:
+    """A skeleton, and the tensors it refers to by position, under their names (`path_of`)."""
+    tensors: dict[str, Any] = {}
+    return _pack(value, tensors, ROOT), tensors
+
+
+def path_of(*keys: str | int) -> str:
+    """The name of the tensor that lies under these keys."""
+    return ROOT + "".join(f"[{key!r}]" for key in keys)
 
 
 def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
@@ -41,7 +47,7 @@ def to_bytes(value: Any) -> Any:
     """A value as one tensor of bytes, for a broadcast."""
     torch = torch_module()
     skeleton, tensors = pack(value)
-    plain = [tensor.cpu().contiguous() for tensor in tensors]
+    plain = [tensor.cpu().contiguous() for tensor in tensors.values()]
     metas = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in plain]
     header = msgspec.msgpack.encode((skeleton, metas))
     head = torch.frombuffer(bytearray(len(header).to_bytes(8, "big") + header), dtype=torch.uint8)
@@ -63,12 +69,12 @@ def from_bytes(flat: Any) -> Any:
     return unpack(skeleton, tensors)
 
 
-def _pack(value: Any, tensors: list[Any], path: str) -> Skeleton:
+def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
     torch = torch_module()
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return ["plain", value]
     if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
+        tensors[path] = value.detach()
         return ["tensor", len(tensors) - 1]
     if isinstance(value, dict):
         return ["dict", [[_packed_key(key, path), _pack(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]]
@@ -77,7 +83,7 @@ def _pack(value: Any, tensors: list[Any], path: str) -> Skeleton:
         return [kind, [_pack(item, tensors, f"{path}[{n}]") for n, item in enumerate(value)]]
     if type(value).__module__ == "numpy":
         if hasattr(value, "dtype") and getattr(value, "ndim", 0) > 0:
-            tensors.append(torch.from_numpy(value))
+            tensors[path] = torch.from_numpy(value)
             return ["array", len(tensors) - 1]
         return ["plain", value.item()]
     raise UsageError(f"{path} is a {type(value).__name__}, which cannot travel: give numbers, texts, tensors, lists and dicts")
