@@ -8,40 +8,12 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.healing import SCRIPT
-
-LADDER = "retry,recover-in-place,recover,dump,exit"  # the default, which other tests do without
-WORLD = 3  # at 2 every order of summation gives the same bits, which would prove nothing
-LONG_S = 100.0
+from tests.processes.healing import LADDER, LONG_S, SCRIPT, WORLD, final
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    for shell in shells(tmp_path_factory.mktemp("undisturbed")):
-        yield final(shell)
-
-
-def train(shell: Shell, *options: str, **env: str) -> str:
-    """Run the training; what `covey run` printed."""
-    shell.script(SCRIPT, "train.py")
-    (shell.folder / "marks").mkdir(exist_ok=True)
-    words = ["run", "-n", str(WORLD), *options, "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
-    assert run.wait(LONG_S) == 0, run.tail()
-    return run.text()
-
-
-def final(shell: Shell, *options: str, **env: str) -> str:
-    """The hash that all ranks agree on."""
-    train(shell, *options, **env)
-    hashes = [re.findall(r"^HASH (\w+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(WORLD)]
-    assert len(set(hashes)) == 1, "the ranks differ from each other"
-    return str(hashes[0])
 
 
 @pytest.mark.timeout(300)
@@ -54,26 +26,26 @@ def final(shell: Shell, *options: str, **env: str) -> str:
     ],
 )
 def test_bitwise_equal_whoever_dies_wherever(shell: Shell, undisturbed: str, deaths: str) -> None:
-    assert final(shell, DEATHS=deaths) == undisturbed
+    assert final(shell, FAULTS=deaths) == undisturbed
     marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
     assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
 
 
 @pytest.mark.timeout(300)
 def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> None:
-    assert final(shell, DEATHS="1:3:backward 2:9:forward", LOADERS="2") == undisturbed
+    assert final(shell, FAULTS="1:3:backward 2:9:forward", LOADERS="2") == undisturbed
 
 
 @pytest.mark.timeout(300)
 def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
     """Rank 1 has not completed step 5 when rank 2 dies in step 6: it is handed the result by rank 0."""
-    assert final(shell, DEATHS="2:6:forward", LATE="1") == undisturbed
+    assert final(shell, FAULTS="2:6:forward", LATE="1") == undisturbed
     assert "LATE at step 5" in shell.log(1)
 
 
 @pytest.mark.timeout(300)
 def test_a_stopped_process_is_found_by_its_silence_and_replaced(shell: Shell, undisturbed: str) -> None:
-    assert final(shell, "--node-timeout", "2", DEATHS="1:6:stopped") == undisturbed
+    assert final(shell, "--node-timeout", "2", FAULTS="1:6:between:stop") == undisturbed
     assert "Current thread" in shell.log(1) or "Thread 0x" in shell.log(1), "where it was stuck is in its log"
 
 
@@ -82,7 +54,7 @@ def test_without_the_strategy_the_run_ends(shell: Shell) -> None:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir()
     words = ["run", "-n", str(WORLD), "--strategy", "exit", "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"DEATHS": "1:2:forward"})
+    run = shell.covey(*words, env={"FAULTS": "1:2:forward"})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "first failure: rank 1" in run.text()
 
@@ -93,7 +65,7 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
     shell.script(SCRIPT.replace("mark.touch()", "pass"), "train.py")
     (shell.folder / "marks").mkdir()
     words = ["run", "-n", str(WORLD), "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"DEATHS": "1:6:forward", "COVEY_STRATEGY": LADDER})
+    run = shell.covey(*words, env={"FAULTS": "1:6:forward", "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "without a step in between" in shell.log("scheduler")
     assert re.search(r"step 6 is in \S+dump\S+", run.text()), run.text()

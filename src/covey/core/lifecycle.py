@@ -125,14 +125,20 @@ class Lifecycle:
             self.cluster.remove(member)
             self.cluster.reason = formation.decide(self.cluster)[1]
             return self._publish(member.name, "gone before the cluster formed", reason or f"code {code}")
-        self._count("left" if code == 0 else "deaths")
-        self._publish(member.name, "left" if code == 0 else "died", reason or f"code {code}", _level(code))
+        if code and member.leaving:
+            reason = member.leaving
+        word, counter = ("handed over", "handovers") if member.leaving else ("died", "deaths")
+        self._count("left" if code == 0 else counter)
+        self._publish(member.name, "left" if code == 0 else word, reason or f"code {code}", _level(code))
         if code == 0:
             self._persist(MemberRecord.of(member))
             return self._finished()
         return self._after_death(member, recovery.report(self.cluster, member, code, reason, tail or [], log))
 
     def _after_death(self, member: Member, failure: Failure) -> None:
+        if self._dump is not None:  # the end is decided: one less to wait for
+            self._dump.waiting.discard(member.rank)
+            return self._end_dump()
         after, reason = recovery.decide(self.cluster, member)
         self._publish("cluster", str(after), reason, Level.WARNING)
         if after is recovery.After.WAIT:
@@ -140,57 +146,70 @@ class Lifecycle:
             self._await_healing()
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
-            self._regroup(f"{member.name} died: {failure.reason}", member)
+            self._regroup(_gone(member, failure), member)
         elif after in (recovery.After.REPLACE, recovery.After.MOVE):
             self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
             self._restart_all(failure)
-        else:
+        elif not self._host_leaves(member):
             self.first_failure = failure
-            self._give_up(failure, f"{member.name} on {failure.host}: {failure.reason}")
+            self._give_up(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
+        elif self._can_dump():  # else its agent will say goodbye when all of its workers have ended
+            self._give_up(failure.code, f"{failure.host} was asked to leave, and {reason}")
+        return None
 
-    def _give_up(self, failure: Failure, reason: str) -> None:
+    def _host_leaves(self, member: Member) -> bool:
+        agent = self.cluster.agents.get(member.agent)
+        return agent is not None and agent.leaving
+
+    def _can_dump(self) -> set[int]:
+        """The ranks that could write down what they hold, where that is wanted."""
+        wanted = recovery.Strategy.DUMP in self.cluster.settings.strategies
+        return {m.rank for m in self.cluster.of(Role.WORKER) if wanted and m.link and m.present and m.progress.loop}
+
+    def _give_up(self, code: int, reason: str, failure: Failure | None = None) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
-        survivors = {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
-        if recovery.Strategy.DUMP not in self.cluster.settings.strategies or not survivors:
-            return self._end(failure.code, reason, failure)
-        if self._dump is None:
-            self._dump = Dump(failure, reason, survivors, self._now + self.cluster.settings.dump_s)
-            self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
-            for member in self.cluster.of(Role.WORKER):
-                if member.rank in survivors:
-                    self._send(member.link, DumpAsked(reason))
-        else:
-            self._dump.waiting &= survivors
-            self._end_dump()
+        survivors = self._can_dump()
+        if not survivors:
+            return self._end(code, reason, failure)
+        self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
+        self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
+        for member in self.cluster.of(Role.WORKER):
+            if member.rank in survivors:
+                self._send(member.link, DumpAsked(reason))
         return None
 
     def _end_dump(self) -> None:
         dump = self._dump
         if dump is not None and (not dump.waiting or self._now > dump.by):
             said = f"; step {dump.step} is in {dump.path}" if dump.path else "; nobody could write down the state"
-            self._end(dump.failure.code, dump.reason + said, dump.failure)
+            self._end(dump.code, dump.reason + said, dump.failure)
 
     def _replace(self, member: Member, failure: Failure, reason: str, moves: bool) -> None:
         """One rank starts anew, on its host or on another; the others wait for it inside their step."""
-        self.first_failure = self.first_failure or failure
+        if not member.leaving:
+            self.first_failure = self.first_failure or failure
         self._count("replacements")
         self._replacing = True
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
         reached = max(m.progress.step for m in self.cluster.of(Role.WORKER))
-        member.fruitless = member.fruitless + 1 if reached <= member.died_at_step else 1
-        member.died_at_step = reached
+        if member.leaving:
+            member.handovers += 1
+        else:
+            member.fruitless = member.fruitless + 1 if reached <= member.died_at_step else 1
+            member.died_at_step = reached
         if moves:
             agent = recovery.refuge(self.cluster, member)
             assert agent is not None
             member.local_rank = ranks.free_local(self.cluster.of(Role.WORKER), agent.host)
             member.agent, member.host = agent.id, agent.host
             self._layout = None
+        sentence = _gone(member, failure)
         self._next_life(member)
-        self._regroup(f"{member.name} died: {failure.reason}", member)
+        self._regroup(sentence, member)
         agent = self.cluster.agents[member.agent]
         if agent.link:
             self._send(agent.link, self._places().start(agent))
@@ -200,7 +219,7 @@ class Lifecycle:
         self._speakers.pop(member.link, None)
         member.incarnation += 1
         member.restarts += 1
-        member.life, member.link, member.pid = "", 0, 0
+        member.life, member.link, member.pid, member.leaving = "", 0, 0, ""
         here = self.cluster.agents[member.agent].link
         member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
 
@@ -412,6 +431,10 @@ class Lifecycle:
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
+
+
+def _gone(member: Member, failure: Failure) -> str:
+    return f"{member.name} {'handed over' if member.leaving else 'died'}: {failure.reason}"
 
 
 def _silent(silent_s: float, limit_s: float) -> str:

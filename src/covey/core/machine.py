@@ -273,10 +273,14 @@ class Machine(Lifecycle):
             self._settle("every rank goes on")
 
     def _drain(self, link: int, drain: Drain) -> None:
-        agent = self._speakers.get(link)
-        if isinstance(agent, Agent):
-            agent.leaving = True
-            self._publish(f"agent:{agent.id}", "leaving", drain.reason, Level.WARNING)
+        speaker = self._speakers.get(link)
+        if isinstance(speaker, Member):
+            speaker.leaving = drain.reason
+        elif speaker is not None:
+            speaker.leaving = True
+            self._publish(f"agent:{speaker.id}", "leaving", drain.reason, Level.WARNING)
+            if drain.last and self._can_dump():
+                self._give_up(ExitCode.STOPPED, drain.reason)
 
     def _dumped(self, link: int, said: Dumped) -> None:
         member = self._speakers.get(link)

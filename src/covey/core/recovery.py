@@ -71,7 +71,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.END, f"{dead.name} died {dead.fruitless} times without a step in between"
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.leaving
-    spent = sum(m.restarts for m in cluster.children(dead.agent))
+    spent = sum(m.restarts - m.handovers for m in cluster.children(dead.agent))
     if Strategy.IN_PLACE in settings.strategies and here and spent < settings.replacements_max:
         return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
     other = refuge(cluster, dead)

@@ -27,6 +27,7 @@ from covey.core.effects import Finish
 from covey.core.messages import (
     Beat,
     Broke,
+    Drain,
     DumpAsked,
     Formed,
     FromScheduler,
@@ -159,6 +160,7 @@ class Node:
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""
         self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM), its step is finished"
+        self._say(Drain(self._reason))
         sys.exit(self._code)
 
     def say(self, message: Message) -> None:
