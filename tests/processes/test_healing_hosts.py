@@ -64,3 +64,24 @@ def test_a_host_that_takes_the_scheduler_along_leaves_a_dump(shell: Shell, undis
     shell.nobody()
     assert final(shell) == undisturbed, "another run resumes where this one ended"
     assert re.search("BEGINS at [67]", shell.log(0))
+
+
+def test_a_host_that_is_lost_is_replaced_by_another(shell: Shell, undisturbed: str) -> None:
+    fault = "2:6:backward:hold"
+    stays, lost = two_hosts(shell, FAULTS=fault)
+    reached(shell, fault)
+    lost.kill()
+    assert stays.wait(LONG_S) == 0, shell.tails()
+    assert outcome(shell) == undisturbed
+    assert len(re.findall(r"worker:[12] died: the agent on \S+ is gone", shell.log("scheduler"))) == 2
+
+
+def test_a_host_carries_as_many_extra_ranks_as_it_may(shell: Shell) -> None:
+    fault = "2:6:backward:hold"
+    stays, lost = two_hosts(shell, FAULTS=fault, COVEY_EXTRA_RANKS="1")
+    reached(shell, fault)
+    lost.kill()
+    assert stays.wait(LONG_S) == 30, shell.tails()
+    assert re.search(r"the agent on \S+ is gone", stays.text()), stays.text()
+    assert re.search(r"no host is left that could take worker:\d over \(COVEY_EXTRA_RANKS is 1\)", shell.log("scheduler"))
+    assert re.search(r"step 6 is in \S+dump\S+", stays.text()), stays.text()

@@ -79,7 +79,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
     if here and spent >= settings.replacements_max:
         return After.END, f"{settings.replacements_max} replacements on {dead.host.name} are used up (--max-restarts)"
-    return After.END, f"no host is left that could take {dead.name} over"
+    return After.END, f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
 
 
 def refuge(cluster: Cluster, dead: Member) -> Agent | None:
