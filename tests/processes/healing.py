@@ -2,13 +2,15 @@
 
     FAULTS="1:3:forward 0:6:optimizer:stop"   rank 1 kills itself in step 3's forward pass, rank 0 stops in step 6's optimizer
 
-Each fault happens once: a file remembers it. `FAULTS` in the script are the kinds; `hold` waits for the test's `go` file.
+Each fault happens once: a file remembers it. `FAULTS` in the script are the kinds; `hold` waits for `release`.
 Prints the hash of everything that must be equal at the end.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from tests.processes.command import Shell
 from tests.processes.harness import Process, until
@@ -29,23 +31,23 @@ folder = pathlib.Path(sys.argv[1])
 wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word in os.environ.get("FAULTS", "").split()}
 
 
-def hold():
-    while not (folder / "go").exists():
+def hold(mark):
+    while not mark.with_suffix(".go").exists():
         time.sleep(0.01)
 
 
-def spin():
+def spin(mark):
     while True:
         pass
 
 
 def send(number):
-    return lambda: os.kill(os.getpid(), number)
+    return lambda mark: os.kill(os.getpid(), number)
 
 
 FAULTS = {
     "kill": send(signal.SIGKILL), "stop": send(signal.SIGSTOP), "leave": send(signal.SIGTERM),
-    "hold": hold, "spin": spin, "slow": lambda: time.sleep(5),
+    "hold": hold, "spin": spin, "slow": lambda mark: time.sleep(5),
 }
 
 
@@ -54,7 +56,7 @@ def fault(step, phase):
     mark = folder / "-".join(key)
     if key in wanted and not mark.exists():
         mark.touch()
-        FAULTS[wanted[key]]()
+        FAULTS[wanted[key]](mark)
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -145,13 +147,13 @@ print("HASH", found.hexdigest(), flush=True)
 '''
 
 
-def start(shell: Shell, *options: str, **env: str) -> Process:
-    """Begin the training."""
+def start(shell: Shell, *options: str, before: Sequence[str] = (), **env: str) -> Process:
+    """Begin the training. `before` are words in front of the command."""
     marks = shell.folder / "marks"
     marks.mkdir(exist_ok=True)
     shell.script(SCRIPT, "train.py")
     words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
-    return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
+    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def train(shell: Shell, *options: str, **env: str) -> str:
@@ -176,5 +178,14 @@ def outcome(shell: Shell) -> str:
 
 def reached(shell: Shell, fault: str) -> None:
     """Wait until a fault has happened, given as in FAULTS."""
-    mark = shell.folder / "marks" / "-".join(fault.split(":")[:3])
-    until(mark.exists, f"the fault {fault}", story=shell.tails)
+    until(mark(shell, fault).exists, f"the fault {fault}", story=shell.tails)
+
+
+def release(shell: Shell, fault: str) -> None:
+    """Let a rank go on that `hold`s."""
+    mark(shell, fault).with_suffix(".go").touch()
+
+
+def mark(shell: Shell, fault: str) -> Path:
+    """The file by which a fault is remembered."""
+    return shell.folder / "marks" / "-".join(fault.split(":")[:3])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
-from tests.processes.healing import LONG_S, final, outcome, reached, start
+from tests.processes.healing import LONG_S, final, outcome, reached, release, start
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,7 +43,7 @@ def test_a_host_that_is_asked_to_leave_hands_its_ranks_over(shell: Shell, undist
     reached(shell, fault)
     leaves.signal(signal.SIGTERM)
     shell.heard("scheduler", "leaving: the agent was asked to leave")
-    (shell.folder / "marks" / "go").touch()
+    release(shell, fault)
     assert leaves.wait(LONG_S) == 143, shell.tails()
     assert stays.wait(LONG_S) == 0, shell.tails()
     assert outcome(shell) == undisturbed
@@ -57,7 +57,7 @@ def test_a_host_that_takes_the_scheduler_along_leaves_a_dump(shell: Shell, undis
     reached(shell, fault)
     runs[0].signal(signal.SIGTERM)
     shell.heard("scheduler", "cluster dump: the agent was asked to leave")
-    (shell.folder / "marks" / "go").touch()
+    release(shell, fault)
     assert [run.wait(LONG_S) for run in runs] == [143, 32][:hosts], shell.tails()
     assert re.search(r"step [67] is in \S+dump\S+", runs[0].text()), runs[0].text()
     assert "first failure" not in runs[0].text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.healing import LONG_S, final, reached, start
+from tests.processes.healing import LONG_S, final, reached, release, start
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,6 +48,6 @@ def test_everything_is_killed_and_goes_on_from_a_whole_checkpoint(shell: Shell, 
     smaller = start(shell, "-n", "2", FAULTS=fault)
     reached(shell, fault)
     assert contents(checkpoints) == before, "nothing is removed because it cannot be read"
-    (shell.folder / "marks" / "go").touch()
+    release(shell, fault)
     assert smaller.wait(LONG_S) == 0, smaller.tail()
     assert all("BEGINS at 5" in shell.log(rank) for rank in range(2))

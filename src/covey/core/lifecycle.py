@@ -21,7 +21,7 @@ from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.healing import Dump, Gathering
 from covey.core.membership import names
-from covey.core.messages import DumpAsked, Regrouped, Stop
+from covey.core.messages import DumpAsked, Refused, Regrouped, Stop
 from covey.core.model import (
     Agent,
     AgentRecord,
@@ -204,6 +204,9 @@ class Lifecycle:
         if moves:
             agent = recovery.refuge(self.cluster, member)
             assert agent is not None
+            if member.link:  # nobody else may be there to end the old life
+                self._send(member.link, Refused(f"this life is over: {reason}"))
+                self._out.append(Close(member.link))
             member.local_rank = ranks.free_local(self.cluster.of(Role.WORKER), agent.host)
             member.agent, member.host = agent.id, agent.host
             self._layout = None

@@ -58,6 +58,7 @@ GOODBYE_S: Final = 8.0
 FLUSH_S: Final = 0.2
 FIRST_NEWS_S: Final = 0.3
 STUCK_S: Final = 1.0
+CONFIRM_S: Final = 0.1  # between two looks whether the scheduler can be reached again
 TELL_S: Final = 0.5  # shortest time between two words on progress
 TELL_NODES_PER_S: Final = 500  # all workers together
 
@@ -162,6 +163,23 @@ class Node:
         self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM), its step is finished"
         self._say(Drain(self._reason))
         sys.exit(self._code)
+
+    def confirm(self) -> None:
+        """Return while this rank is surely still this process's own, so that what it writes counts. A process that is cut off
+        waits here, and ends when it hears that its place was taken. Half the limit, since its agent may be judged before it."""
+        limit = self._settings.node_timeout_s / 2
+        if limit <= 0 or self._settings.disable_heartbeat or self._loop is None or self._runtime is None:
+            return
+        waited = False
+        while asyncio.run_coroutine_threadsafe(self._unheard_s(), self._loop).result() > limit:
+            if not waited:
+                log.warning("the scheduler is out of reach: the checkpoint waits, for this rank may have been given to another")
+            waited = True
+            time.sleep(CONFIRM_S)
+
+    async def _unheard_s(self) -> float:
+        assert self._runtime is not None
+        return self._runtime.unheard_s()
 
     def say(self, message: Message) -> None:
         """Tell the scheduler where this rank stands in a healing."""

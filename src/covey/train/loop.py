@@ -196,6 +196,8 @@ class Loop:
         collectives.source = self
         assert self._group.meeting is not None
         self._group.meeting.finishes_steps = True
+        if self._checkpoint is not None:
+            self._checkpoint.confirm = self._group.meeting.confirm
 
     def _resume(self) -> None:
         """From the newest checkpoint that any rank has whole, on a fresh start."""
