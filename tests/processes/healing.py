@@ -75,7 +75,9 @@ class Noisy(torch.utils.data.Dataset):
 
 
 covey.init()
-fault(0, "joined")                                                              # before any collective
+fault(0, "joined")                                                            # before any collective
+if covey.is_replacement():
+    fault(0, "replacing")                                                     # known to the scheduler, without state
 torch.set_num_threads(1)
 covey.set_seed(1)
 scale = covey.all_reduce(torch.tensor([1.0 + covey.get_rank()]), "mean")      # agreed before the first step
@@ -91,6 +93,8 @@ loop = covey.Loop(
 )
 loop.register("seen", lambda: list(seen), lambda value: seen.__setitem__(slice(None), value))
 print("BEGINS at", loop.step, flush=True)
+if covey.is_replacement():
+    fault(loop.step, "restored")                                              # with state, not yet among the others
 optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
 net[0].weight.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
 net[4].weight.register_hook(lambda grad: fault(loop.step, "backward"))

@@ -118,7 +118,7 @@ class Lifecycle:
         """One life is over: it left (code 0) or died."""
         if not member.present or self.cluster.phase is Phase.ENDED:
             return None
-        if code and self._gathering.done and member.heals:  # every rank had come to its end: nothing is left to repeat
+        if code and self._gathering.done:  # every rank had come to its end: nothing is left to repeat
             code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
         member.state = NodeState.LEFT if code == 0 else NodeState.DEAD
         if self.cluster.phase is Phase.FORMING:
@@ -346,7 +346,7 @@ class Lifecycle:
         if kept is None:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
-        self.cluster.generation, self.cluster.restarts = kept.generation, kept.restarts
+        self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)

@@ -125,8 +125,10 @@ class Machine(Lifecycle):
             self._silence(member.link)
         again = member.life != ""
         member.life, member.host, member.pid = wish.life, wish.host, wish.pid
-        member.heals = True
         self._speak(link, member)
+        if member.agent and not self.cluster.heals:
+            self.cluster.heals = True
+            self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death before it hears of a worker
         self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
         if member.state in (NodeState.WAITING, NodeState.LEFT):
             return

@@ -124,7 +124,6 @@ class Member(msgspec.Struct):
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
     leaving: str = ""  # why this life is about to end without a failure
     pid: int = 0
-    heals: bool = False  # its program called covey.init(): it can wait for a replacement, and be one
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
 
@@ -206,6 +205,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     phase: Phase
     generation: int
     restarts: int = 0
+    heals: bool = False
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord

@@ -54,7 +54,7 @@ def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "recovery is off"
     workers = cluster.of(Role.WORKER)
-    if {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies) and any(m.heals for m in workers):
+    if {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies) and cluster.heals:
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
