@@ -567,6 +567,17 @@ def test_a_restart_while_one_agent_is_still_away_waits_for_it() -> None:
     assert sent(late, Start)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
 
 
+def test_a_scheduler_that_is_back_heals_a_death_it_hears_of_before_any_worker() -> None:
+    made = machine(1)
+    formed = made.step(Heard(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
+    attached = made.step(Heard(register("0", incarnation=1), 2), 0.1)
+    assert kept(made.step(Heard(register("0", incarnation=1), 3), 0.2)) == [], "that the program heals is written once"
+    made, _ = restored(journal(formed, attached), strategies=("recover-in-place",))
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, cluster_id="c1"), 1), 100.0)
+    effects = made.step(Heard(Exited("0", 1, 137), 1), 100.0)
+    assert sent(effects, Start)[1].assignments == [Assignment("0", 0, 2, 0)]
+
+
 def test_everyone_had_left_but_the_end_was_not_written() -> None:
     before = ready("a", "b", recovery=True)
     leaves = [before.step(Heard(Leave(), link), 1.0) for link in (1, 2)]
