@@ -24,7 +24,7 @@ import hashlib, os, pathlib, signal, sys, time
 import torch
 from torch import nn
 import covey
-from covey.train.gloo import Done
+from covey.train.gloo import Done, shut
 from covey.train.meeting import Regroup
 
 folder = pathlib.Path(sys.argv[1])
@@ -34,6 +34,16 @@ wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word i
 def hold(mark):
     while not mark.with_suffix(".go").exists():
         time.sleep(0.01)
+
+
+def fail(mark):
+    raise ConnectionError("the storage did not answer")
+
+
+def cut(mark):
+    """What a peer sees whose connections to the others break."""
+    for name, descriptor in loop._group.collectives._gloo._sockets.items():
+        shut(name, descriptor)
 
 
 def spin(mark):
@@ -47,7 +57,7 @@ def send(number):
 
 FAULTS = {
     "kill": send(signal.SIGKILL), "stop": send(signal.SIGSTOP), "leave": send(signal.SIGTERM),
-    "hold": hold, "spin": spin, "slow": lambda mark: time.sleep(5),
+    "hold": hold, "fail": fail, "cut": cut, "spin": spin, "slow": lambda mark: time.sleep(5),
 }
 
 
@@ -121,24 +131,25 @@ if os.environ.get("LATE") == str(covey.get_rank()):
     loop._group.meeting.inbox = Late()
 
 for x, y in loop:
-    fault(loop.step, "forward")
-    loss = nn.functional.cross_entropy(net(x * scale), y) / 4
-    loss.backward()
-    if loop.boundary:
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        seen.append(loop.step)
-        if loop.step % 4 == 3:
-            net.eval()
-            fault(loop.step, "evaluation")
-            with torch.no_grad():
-                score = net(torch.full((4, 784), 0.1 * covey.get_rank())).sum().reshape(1)
-            covey.all_reduce(score)
-            net.train()
-            seen.append(float(score))
-        fault(loop.step, "between")
+    with loop.retry(ConnectionError):
+        fault(loop.step, "forward")
+        loss = nn.functional.cross_entropy(net(x * scale), y) / 4
+        loss.backward()
+        if loop.boundary:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            seen.append(loop.step)
+            if loop.step % 4 == 3:
+                net.eval()
+                fault(loop.step, "evaluation")
+                with torch.no_grad():
+                    score = net(torch.full((4, 784), 0.1 * covey.get_rank())).sum().reshape(1)
+                covey.all_reduce(score)
+                net.train()
+                seen.append(float(score))
+            fault(loop.step, "between")
 
 for _ in range(2):                                                            # collectives after the last step
     seen.append(float(covey.all_reduce(torch.tensor([float(covey.get_rank() + len(seen))]))))

@@ -1,4 +1,4 @@
-"""The scheduler dies in the middle of a recovery: it comes back from its journal and the recovery finishes, to the same bits."""
+"""The scheduler dies in the middle of a recovery: it returns from its journal and the recovery finishes, to the same bits."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ from covey.core.messages import (
     Value,
 )
 from covey.core.model import Progress, Role
+from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security
 from covey.node.log import log
@@ -95,6 +96,7 @@ class Node:
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
         self.asked_to_leave = False
+        self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
         self._told_at = 0.0
