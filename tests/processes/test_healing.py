@@ -50,6 +50,21 @@ def test_a_stopped_process_is_found_by_its_silence_and_replaced(shell: Shell, un
 
 
 @pytest.mark.timeout(300)
+def test_an_endless_loop_is_found_by_missing_progress_and_replaced(shell: Shell, undisturbed: str) -> None:
+    assert final(shell, "--stuck", "1", FAULTS="1:6:forward:spin 0:11:evaluation:spin") == undisturbed
+    for rank in (0, 1):
+        assert re.search(r'File "\S*train.py", line \d+ in spin', shell.log(rank)), "where it was stuck is in its log"
+    assert len(re.findall(r"worker:[01] died: stuck: all others wait for it in collective", shell.log("scheduler"))) == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_step_is_no_fault(shell: Shell, undisturbed: str) -> None:
+    """One rank takes five seconds for its evaluation, which is far beyond ten times the median step."""
+    assert final(shell, FAULTS="2:7:evaluation:slow") == undisturbed
+    assert not re.search("died|suspect|retry|generation 2", shell.log("scheduler"))
+
+
+@pytest.mark.timeout(300)
 def test_a_step_that_fails_is_repeated_in_place(shell: Shell, undisturbed: str) -> None:
     """A marked exception in each phase before the optimizer, two ranks at once, and connections that break: nobody restarts."""
     failures = "1:2:forward:fail 0:5:backward:fail 2:8:reduction:fail 0:11:forward:fail 1:11:reduction:fail"

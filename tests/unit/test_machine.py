@@ -482,6 +482,22 @@ def test_a_dead_server_without_an_agent_is_not_healed_by_restarting_workers() ->
     assert ended(made.step(LinkLost("reset", 2), 1.0)) is not None
 
 
+def test_a_replacement_has_time_to_show_progress_while_all_others_still_wait_for_it() -> None:
+    made = ready_agents(strategies=("recover-in-place",), stuck_s=1.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    for rank, waits in enumerate(("5.0", "5.0", "")):
+        made.step(Heard(Beat(Progress(5, "train", waits=waits)), 10 + rank), 0.0)
+    effects = tick(made, 2.0)
+    assert "worker:2 died: stuck: all others wait for it in collective 5.0 for over 1 s" in told(effects)
+    assert sent(effects, Start)[2].assignments == [Assignment("2", 2, 2, 0)]
+    made.step(Heard(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
+    effects = made.step(Heard(Beat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
+    assert "worker:2 died" not in " ".join(told(effects)), "it restores"
+    made.step(Heard(Beat(Progress(5, "train", loop=True)), 20), 25.0)
+    assert any("worker:2 died: stuck" in sentence for sentence in told(tick(made, 27.0, since=25.0))), "it had begun"
+
+
 # -- the scheduler's own death ---------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from covey.core.model import (
     MemberRecord,
     NodeState,
     Phase,
+    Progress,
     Record,
     Role,
 )
@@ -46,6 +47,7 @@ PHASES: dict[Phase, frozenset[Phase]] = {
 }
 RETRIES_MAX = 5  # of a collective that breaks again and again
 EXPLAIN_S = 0.2  # how long a death may take to explain a broken collective
+FIRST_S = 30.0  # until its first sign of progress a life imports, builds and restores: it is not called stuck before this
 SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process's own sleep, and nobody else's silence
 
 
@@ -63,6 +65,7 @@ class Lifecycle:
         self._board = Board()
         self._gathering = Gathering(0)
         self._dump: Dump | None = None
+        self._reached = -1  # the highest step that any rank has shown
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._layout: formation.Layout | None = None
@@ -195,12 +198,11 @@ class Lifecycle:
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
-        reached = max(m.progress.step for m in self.cluster.of(Role.WORKER))
         if member.leaving:
             member.handovers += 1
         else:
-            member.fruitless = member.fruitless + 1 if reached <= member.died_at_step else 1
-            member.died_at_step = reached
+            member.fruitless = member.fruitless + 1 if self._reached <= member.died_at_step else 1
+            member.died_at_step = self._reached
         if moves:
             agent = recovery.refuge(self.cluster, member)
             assert agent is not None
@@ -222,7 +224,7 @@ class Lifecycle:
         self._speakers.pop(member.link, None)
         member.incarnation += 1
         member.restarts += 1
-        member.life, member.link, member.pid, member.leaving = "", 0, 0, ""
+        member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
         here = self.cluster.agents[member.agent].link
         member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
 
@@ -385,6 +387,11 @@ class Lifecycle:
         return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)
 
     # -- small moves -------------------------------------------------------------------------------------------------
+
+    def _begin_life(self, member: Member) -> None:
+        """Nothing of the life before it counts for its progress, and it has time until it must show some."""
+        member.progress = Progress()
+        member.changed_at = self._now + max(0.0, FIRST_S - self.cluster.settings.stuck_s)
 
     def _speak(self, link: int, speaker: Member | Agent) -> None:
         speaker.link = link

@@ -113,6 +113,7 @@ class Machine(Lifecycle):
         member = Member(wish.role, node_id(wish), wish.life, wish.host, joined_at=self._now, pid=wish.pid)
         claim = ranks.claim(wish.node_id)
         member.rank = claim if claim is not None else -1
+        self._begin_life(member)
         self.cluster.add(member)
         self._speak(link, member)
         self._publish(member.name, "joined", reason, Level.DETAIL)
@@ -126,6 +127,8 @@ class Machine(Lifecycle):
         again = member.life != ""
         member.life, member.host, member.pid = wish.life, wish.host, wish.pid
         self._speak(link, member)
+        if not again:
+            self._begin_life(member)
         if member.agent and not self.cluster.heals:
             self.cluster.heals = True
             self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death before it hears of a worker
@@ -153,6 +156,7 @@ class Machine(Lifecycle):
         self.cluster.add(member)
         self._layout = None
         self._count("returns")
+        self._begin_life(member)
         self._regroup(f"{member.name} is back", member)
         self._speak(link, member)
         self._publish(member.name, "returned", reason)
@@ -221,6 +225,7 @@ class Machine(Lifecycle):
             return
         speaker.beat_at = self._now
         if isinstance(speaker, Member):
+            self._reached = max(self._reached, beat.progress.step)
             if speaker.progress != beat.progress:
                 speaker.progress, speaker.changed_at = beat.progress, self._now
             if speaker.state is NodeState.SUSPECT:
@@ -270,6 +275,7 @@ class Machine(Lifecycle):
         if isinstance(member, Member) and said.generation == self.cluster.generation:
             self._gathering.resumed.add(member.rank)
             member.progress = msgspec.structs.replace(member.progress, step=said.step)
+            self._reached = max(self._reached, said.step)
             if self._all_resumed():
                 self._retries = 0
             self._settle("every rank goes on")
