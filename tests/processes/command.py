@@ -202,6 +202,13 @@ class Hosts:
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
+    def cut(self) -> None:
+        """Pull the cable: nothing arrives any more, and nobody is told."""
+        _ip("-n", self._names[1], "link", "set", self._ends[1], "down")
+
+    def mend(self) -> None:
+        _ip("-n", self._names[1], "link", "set", self._ends[1], "up")
+
     def on(self, index: int) -> list[str]:
         """The words in front of a command that runs on that host."""
         return ["ip", "netns", "exec", self._names[index]]

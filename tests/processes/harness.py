@@ -158,6 +158,7 @@ class Processes:
         """A small environment of the test's own; None takes a variable away."""
         base: dict[str, str | int | float | None] = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "PYTHONPATH": os.environ.get("PYTHONPATH"),  # the covey under test, where it is not the installed one
             "HOME": str(self.folder / "home"),
             "XDG_RUNTIME_DIR": str(self.folder / "runtime"),
             "XDG_CONFIG_HOME": str(self.folder / "config"),

@@ -1,30 +1,72 @@
-"""A training for tests of healing: everything that could make two runs differ, and deaths where they are asked for.
+"""A training for tests of healing: everything that could make two runs differ, and faults where they are asked for.
 
-    DEATHS="1:3:forward 0:6:optimizer"      rank 1 kills itself in the forward pass of step 3, rank 0 in the optimizer of step 6
+    FAULTS="1:3:forward 0:6:optimizer:stop"   rank 1 kills itself in step 3's forward pass, rank 0 stops in step 6's optimizer
 
-Each death happens once: a file remembers it. Prints the hash of everything that must be equal at the end.
+Each fault happens once: a file remembers it. `FAULTS` in the script are the kinds; `hold` waits for `release`.
+Prints the hash of everything that must be equal at the end.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.processes.command import Shell
+from tests.processes.harness import Process, until
+
+LADDER = "retry,recover-in-place,recover,dump,exit"  # the default, which other tests do without
+WORLD = 3  # at 2 every order of summation gives the same bits, which would prove nothing
+LONG_S = 100.0
+
 SCRIPT = '''
-import hashlib, os, pathlib, signal, sys
+import hashlib, os, pathlib, signal, sys, time
 import torch
 from torch import nn
 import covey
-from covey.train.gloo import Done
+from covey.train.gloo import Done, shut
 from covey.train.meeting import Regroup
 
 folder = pathlib.Path(sys.argv[1])
-deaths = {tuple(word.split(":")) for word in os.environ.get("DEATHS", "").split()}
+wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word in os.environ.get("FAULTS", "").split()}
 
 
-def die(step, phase):
+def hold(mark):
+    while not mark.with_suffix(".go").exists():
+        time.sleep(0.01)
+
+
+def fail(mark):
+    raise ConnectionError("the storage did not answer")
+
+
+def cut(mark):
+    """What a peer sees whose connections to the others break."""
+    for name, descriptor in loop._group.collectives._gloo._sockets.items():
+        shut(name, descriptor)
+
+
+def spin(mark):
+    while True:
+        pass
+
+
+def send(number):
+    return lambda mark: os.kill(os.getpid(), number)
+
+
+FAULTS = {
+    "kill": send(signal.SIGKILL), "stop": send(signal.SIGSTOP), "leave": send(signal.SIGTERM),
+    "hold": hold, "fail": fail, "cut": cut, "spin": spin, "slow": lambda mark: time.sleep(5),
+}
+
+
+def fault(step, phase):
     key = (str(covey.get_rank()), str(step), phase)
     mark = folder / "-".join(key)
-    if key in deaths and not mark.exists():
+    if key in wanted and not mark.exists():
         mark.touch()
-        os.kill(os.getpid(), signal.SIGSTOP if phase == "stopped" else signal.SIGKILL)
+        FAULTS[wanted[key]](mark)
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -43,11 +85,13 @@ class Noisy(torch.utils.data.Dataset):
 
 
 covey.init()
-die(0, "joined")                                                              # before any collective
+fault(0, "joined")                                                            # before any collective
+if covey.is_replacement():
+    fault(0, "replacing")                                                     # known to the scheduler, without state
 torch.set_num_threads(1)
 covey.set_seed(1)
 scale = covey.all_reduce(torch.tensor([1.0 + covey.get_rank()]), "mean")      # agreed before the first step
-die(0, "before")
+fault(0, "before")
 net = nn.Sequential(nn.Linear(784, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Dropout(0.2), nn.Linear(400, 10))
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
@@ -58,9 +102,12 @@ loop = covey.Loop(
     checkpoint=covey.Checkpoint(str(folder / "ckpt"), every=5, keep=2),
 )
 loop.register("seen", lambda: list(seen), lambda value: seen.__setitem__(slice(None), value))
-optimizer.register_step_pre_hook(lambda *_: die(loop.step, "optimizer"))
-net[0].weight.register_hook(lambda grad: die(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
-net[4].weight.register_hook(lambda grad: die(loop.step, "backward"))
+print("BEGINS at", loop.step, flush=True)
+if covey.is_replacement():
+    fault(loop.step, "restored")                                              # with state, not yet among the others
+optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
+net[0].weight.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
+net[4].weight.register_hook(lambda grad: fault(loop.step, "backward"))
 
 if os.environ.get("LATE") == str(covey.get_rank()):
     # Forces "one step apart": this rank hears that a death changed the membership before it hears that step 5 is complete.
@@ -84,32 +131,76 @@ if os.environ.get("LATE") == str(covey.get_rank()):
     loop._group.meeting.inbox = Late()
 
 for x, y in loop:
-    die(loop.step, "forward")
-    loss = nn.functional.cross_entropy(net(x * scale), y) / 4
-    loss.backward()
-    if loop.boundary:
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        seen.append(loop.step)
-        if loop.step % 4 == 3:
-            net.eval()
-            die(loop.step, "evaluation")
-            with torch.no_grad():
-                score = net(torch.full((4, 784), 0.1 * covey.get_rank())).sum().reshape(1)
-            covey.all_reduce(score)
-            net.train()
-            seen.append(float(score))
-        die(loop.step, "between")
-        die(loop.step, "stopped")
+    with loop.retry(ConnectionError):
+        fault(loop.step, "forward")
+        loss = nn.functional.cross_entropy(net(x * scale), y) / 4
+        loss.backward()
+        if loop.boundary:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            seen.append(loop.step)
+            if loop.step % 4 == 3:
+                net.eval()
+                fault(loop.step, "evaluation")
+                with torch.no_grad():
+                    score = net(torch.full((4, 784), 0.1 * covey.get_rank())).sum().reshape(1)
+                covey.all_reduce(score)
+                net.train()
+                seen.append(float(score))
+            fault(loop.step, "between")
 
 for _ in range(2):                                                            # collectives after the last step
     seen.append(float(covey.all_reduce(torch.tensor([float(covey.get_rank() + len(seen))]))))
-    die(loop.step, "after")
+    fault(loop.step, "after")
 found = hashlib.sha256(repr((seen, schedule.get_last_lr(), loop.step)).encode())
 moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 for tensor in [*net.state_dict().values(), *moments]:
     found.update(torch.as_tensor(tensor).numpy().tobytes())
 print("HASH", found.hexdigest(), flush=True)
 '''
+
+
+def start(shell: Shell, *options: str, before: Sequence[str] = (), **env: str) -> Process:
+    """Begin the training. `before` are words in front of the command."""
+    marks = shell.folder / "marks"
+    marks.mkdir(exist_ok=True)
+    shell.script(SCRIPT, "train.py")
+    words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
+    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
+
+
+def train(shell: Shell, *options: str, **env: str) -> str:
+    """The whole training; what `covey run` printed."""
+    run = start(shell, *options, **env)
+    assert run.wait(LONG_S) == 0, run.tail()
+    return run.text()
+
+
+def final(shell: Shell, *options: str, **env: str) -> str:
+    """The whole training; the hash that all ranks agree on."""
+    train(shell, *options, **env)
+    return outcome(shell)
+
+
+def outcome(shell: Shell) -> str:
+    """The hash that all ranks of a finished training agree on."""
+    found = [re.findall(r"^HASH (\w+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(WORLD)]
+    assert len(set(found)) == 1, "the ranks differ from each other"
+    return str(found[0])
+
+
+def reached(shell: Shell, fault: str) -> None:
+    """Wait until a fault has happened, given as in FAULTS."""
+    until(mark(shell, fault).exists, f"the fault {fault}", story=shell.tails)
+
+
+def release(shell: Shell, fault: str) -> None:
+    """Let a rank go on that `hold`s."""
+    mark(shell, fault).with_suffix(".go").touch()
+
+
+def mark(shell: Shell, fault: str) -> Path:
+    """The file by which a fault is remembered."""
+    return shell.folder / "marks" / "-".join(fault.split(":")[:3])

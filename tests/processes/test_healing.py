@@ -8,40 +8,12 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.healing import SCRIPT
-
-LADDER = "retry,recover-in-place,recover,dump,exit"  # the default, which other tests do without
-WORLD = 3  # at 2 every order of summation gives the same bits, which would prove nothing
-LONG_S = 100.0
+from tests.processes.healing import LADDER, LONG_S, SCRIPT, WORLD, final
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    for shell in shells(tmp_path_factory.mktemp("undisturbed")):
-        yield final(shell)
-
-
-def train(shell: Shell, *options: str, **env: str) -> str:
-    """Run the training; what `covey run` printed."""
-    shell.script(SCRIPT, "train.py")
-    (shell.folder / "marks").mkdir(exist_ok=True)
-    words = ["run", "-n", str(WORLD), *options, "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
-    assert run.wait(LONG_S) == 0, run.tail()
-    return run.text()
-
-
-def final(shell: Shell, *options: str, **env: str) -> str:
-    """The hash that all ranks agree on."""
-    train(shell, *options, **env)
-    hashes = [re.findall(r"^HASH (\w+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(WORLD)]
-    assert len(set(hashes)) == 1, "the ranks differ from each other"
-    return str(hashes[0])
 
 
 @pytest.mark.timeout(300)
@@ -54,14 +26,14 @@ def final(shell: Shell, *options: str, **env: str) -> str:
     ],
 )
 def test_bitwise_equal_whoever_dies_wherever(shell: Shell, undisturbed: str, deaths: str) -> None:
-    assert final(shell, DEATHS=deaths) == undisturbed
+    assert final(shell, FAULTS=deaths) == undisturbed
     marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
     assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
 
 
 @pytest.mark.timeout(300)
 def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> None:
-    assert final(shell, DEATHS="1:3:backward 2:9:forward", LOADERS="2") == undisturbed
+    assert final(shell, FAULTS="1:3:backward 2:9:forward", LOADERS="2") == undisturbed
     stages = r"detected \d+ ms, decided \d+ ms, re-formed \d+ ms, restored \d+ ms, resumed \d+ ms; \d+ ms in all, resumed"
     for rank in (1, 2):
         waterfall = rf"recovery: recover-in-place of worker:{rank} \(killed by SIGKILL\): {stages}"
@@ -71,14 +43,46 @@ def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> No
 @pytest.mark.timeout(300)
 def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
     """Rank 1 has not completed step 5 when rank 2 dies in step 6: it is handed the result by rank 0."""
-    assert final(shell, DEATHS="2:6:forward", LATE="1") == undisturbed
+    assert final(shell, FAULTS="2:6:forward", LATE="1") == undisturbed
     assert "LATE at step 5" in shell.log(1)
 
 
 @pytest.mark.timeout(300)
 def test_a_stopped_process_is_found_by_its_silence_and_replaced(shell: Shell, undisturbed: str) -> None:
-    assert final(shell, "--node-timeout", "2", DEATHS="1:6:stopped") == undisturbed
+    assert final(shell, "--node-timeout", "2", FAULTS="1:6:between:stop") == undisturbed
     assert "Current thread" in shell.log(1) or "Thread 0x" in shell.log(1), "where it was stuck is in its log"
+
+
+@pytest.mark.timeout(300)
+def test_an_endless_loop_is_found_by_missing_progress_and_replaced(shell: Shell, undisturbed: str) -> None:
+    assert final(shell, "--stuck", "1", FAULTS="1:6:forward:spin 0:11:evaluation:spin") == undisturbed
+    for rank in (0, 1):
+        assert re.search(r'File "\S*train.py", line \d+ in spin', shell.log(rank)), "where it was stuck is in its log"
+    assert len(re.findall(r"worker:[01] died: stuck: all others wait for it in collective", shell.log("scheduler"))) == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_step_is_no_fault(shell: Shell, undisturbed: str) -> None:
+    """One rank takes five seconds for its evaluation, which is far beyond ten times the median step."""
+    assert final(shell, FAULTS="2:7:evaluation:slow") == undisturbed
+    assert not re.search("died|suspect|retry|generation 2", shell.log("scheduler"))
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_fails_is_repeated_in_place(shell: Shell, undisturbed: str) -> None:
+    """A marked exception in each phase before the optimizer, two ranks at once, and connections that break: nobody restarts."""
+    failures = "1:2:forward:fail 0:5:backward:fail 2:8:reduction:fail 0:11:forward:fail 1:11:reduction:fail"
+    assert final(shell, FAULTS=f"{failures} 2:14:forward:cut 0:17:backward:cut") == undisturbed
+    said = [shell.log(rank) for rank in range(WORLD)]
+    assert [text.count("is repeated in place") for text in said] == [2, 2, 1]
+    assert all(text.count("BEGINS at") == 1 for text in said)
+    assert len(re.findall("cluster retry: a collective broke", shell.log("scheduler"))) >= 2
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_fails_after_its_optimizer_is_not_repeated_but_healed(shell: Shell, undisturbed: str) -> None:
+    assert final(shell, FAULTS="1:7:evaluation:fail") == undisturbed
+    assert "repeated in place" not in shell.log(1) and shell.log(1).count("BEGINS at") == 2
 
 
 @pytest.mark.timeout(300)
@@ -86,7 +90,7 @@ def test_without_the_strategy_the_run_ends(shell: Shell) -> None:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir()
     words = ["run", "-n", str(WORLD), "--strategy", "exit", "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"DEATHS": "1:2:forward"})
+    run = shell.covey(*words, env={"FAULTS": "1:2:forward"})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "first failure: rank 1" in run.text()
 
@@ -97,7 +101,7 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
     shell.script(SCRIPT.replace("mark.touch()", "pass"), "train.py")
     (shell.folder / "marks").mkdir()
     words = ["run", "-n", str(WORLD), "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"DEATHS": "1:6:forward", "COVEY_STRATEGY": LADDER})
+    run = shell.covey(*words, env={"FAULTS": "1:6:forward", "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "without a step in between" in shell.log("scheduler")
     assert re.search(r"step 6 is in \S+dump\S+", run.text()), run.text()

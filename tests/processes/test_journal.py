@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,32 @@ def test_what_sqlite_keeps_beside_the_journal_may_be_lost(cluster: Recovering, k
 def settled(scheduler: Process) -> bool:
     """It has met the workers: they are back, or sent away."""
     return "cluster ready" in scheduler.text() or "refused" in scheduler.text()
+
+
+# Dies with its change half in the file: the cache is too small to hold it back until the commit.
+TORN = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("pragma journal_mode = truncate")
+database.execute("pragma cache_size = 1")
+database.execute("begin immediate")
+database.execute("delete from facts")
+database.executemany("insert into story (at, node) values (0, ?)", [("x" * 4000,)] * 100)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_commit_that_was_cut_short_is_taken_back(cluster: Recovering) -> None:
+    scheduler, workers = cluster.formed()
+    before = membership(cluster.ready())
+    scheduler.kill()
+    journal = cluster.journal / "scheduler.journal"
+    cluster.run([sys.executable, cluster.script(TORN), journal], name="torn")
+    assert journal.with_name(f"{journal.name}-journal").stat().st_size > 0
+    cluster.scheduler()
+    assert membership(cluster.ready()) == before
+    cluster.release()
+    assert [worker.wait() for worker in workers] == [0, 0]
 
 
 def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Recovering) -> None:

@@ -482,6 +482,22 @@ def test_a_dead_server_without_an_agent_is_not_healed_by_restarting_workers() ->
     assert ended(made.step(LinkLost("reset", 2), 1.0)) is not None
 
 
+def test_a_replacement_has_time_to_show_progress_while_all_others_still_wait_for_it() -> None:
+    made = ready_agents(strategies=("recover-in-place",), stuck_s=1.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    for rank, waits in enumerate(("5.0", "5.0", "")):
+        made.step(Heard(Beat(Progress(5, "train", waits=waits)), 10 + rank), 0.0)
+    effects = tick(made, 2.0)
+    assert "worker:2 died: stuck: all others wait for it in collective 5.0 for over 1 s" in told(effects)
+    assert sent(effects, Start)[2].assignments == [Assignment("2", 2, 2, 0)]
+    made.step(Heard(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
+    effects = made.step(Heard(Beat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
+    assert "worker:2 died" not in " ".join(told(effects)), "it restores"
+    made.step(Heard(Beat(Progress(5, "train", loop=True)), 20), 25.0)
+    assert any("worker:2 died: stuck" in sentence for sentence in told(tick(made, 27.0, since=25.0))), "it had begun"
+
+
 # -- the scheduler's own death ---------------------------------------------------------------------------------------
 
 
@@ -565,6 +581,17 @@ def test_a_restart_while_one_agent_is_still_away_waits_for_it() -> None:
     assert {record.state for record in kept(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
     late = made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 101.0)
     assert sent(late, Start)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
+
+
+def test_a_scheduler_that_is_back_heals_a_death_it_hears_of_before_any_worker() -> None:
+    made = machine(1)
+    formed = made.step(Heard(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
+    attached = made.step(Heard(register("0", incarnation=1), 2), 0.1)
+    assert kept(made.step(Heard(register("0", incarnation=1), 3), 0.2)) == [], "that the program heals is written once"
+    made, _ = restored(journal(formed, attached), strategies=("recover-in-place",))
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, cluster_id="c1"), 1), 100.0)
+    effects = made.step(Heard(Exited("0", 1, 137), 1), 100.0)
+    assert sent(effects, Start)[1].assignments == [Assignment("0", 0, 2, 0)]
 
 
 def test_everyone_had_left_but_the_end_was_not_written() -> None:

@@ -87,6 +87,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             )
             (log_dir / "scheduler.log").unlink(missing_ok=True)
             await scheduler.start()
+            agent.keeps_scheduler = True
             print(
                 f"covey: scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}",
                 flush=True,

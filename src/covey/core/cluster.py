@@ -33,6 +33,7 @@ class Cluster(msgspec.Struct):
     reason: str = "waiting for the first node"
     generation: int = 0
     restarts: int = 0
+    heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -101,4 +102,4 @@ class Cluster(msgspec.Struct):
         """The cluster as the journal keeps it."""
         s = self.settings
         numbers = (s.worker_num, s.server_num)
-        return ClusterRecord(self.cluster_id, self.job, *numbers, self.phase, self.generation, self.restarts)
+        return ClusterRecord(self.cluster_id, self.job, *numbers, self.phase, self.generation, self.restarts, self.heals)

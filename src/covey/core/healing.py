@@ -72,9 +72,10 @@ class Gathering:
 class Dump:
     """A dying gasp under way: whose word is awaited, and what was written."""
 
-    def __init__(self, failure: Failure, reason: str, waiting: set[int], by: float) -> None:
-        self.failure = failure
+    def __init__(self, code: int, reason: str, failure: Failure | None, waiting: set[int], by: float) -> None:
+        self.code = code
         self.reason = reason
+        self.failure = failure
         self.waiting = waiting
         self.by = by
         self.step = -1

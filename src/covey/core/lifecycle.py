@@ -22,7 +22,7 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incident, Incidents, Outcome, Stage
 from covey.core.membership import names
-from covey.core.messages import DumpAsked, Regrouped, Stop
+from covey.core.messages import DumpAsked, Refused, Regrouped, Stop
 from covey.core.model import (
     Agent,
     AgentRecord,
@@ -33,6 +33,7 @@ from covey.core.model import (
     MemberRecord,
     NodeState,
     Phase,
+    Progress,
     Record,
     Role,
 )
@@ -47,6 +48,7 @@ PHASES: dict[Phase, frozenset[Phase]] = {
 }
 RETRIES_MAX = 5  # of a collective that breaks again and again
 EXPLAIN_S = 0.2  # how long a death may take to explain a broken collective
+FIRST_S = 30.0  # until its first sign of progress a life imports, builds and restores: it is not called stuck before this
 SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process's own sleep, and nobody else's silence
 
 
@@ -65,6 +67,7 @@ class Lifecycle:
         self._board = Board()
         self._gathering = Gathering(0)
         self._dump: Dump | None = None
+        self._reached = -1  # the highest step that any rank has shown
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._layout: formation.Layout | None = None
@@ -122,15 +125,18 @@ class Lifecycle:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         if not member.present or self.cluster.phase is Phase.ENDED:
             return None
-        if code and self._gathering.done and member.heals:  # every rank had come to its end: nothing is left to repeat
+        if code and self._gathering.done:  # every rank had come to its end: nothing is left to repeat
             code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
         member.state = NodeState.LEFT if code == 0 else NodeState.DEAD
         if self.cluster.phase is Phase.FORMING:
             self.cluster.remove(member)
             self.cluster.reason = formation.decide(self.cluster)[1]
             return self._publish(member.name, "gone before the cluster formed", reason or f"code {code}")
-        self._count("left" if code == 0 else "deaths")
-        self._publish(member.name, "left" if code == 0 else "died", reason or f"code {code}", _level(code))
+        if code and member.leaving:
+            reason = member.leaving
+        word, counter = ("handed over", "handovers") if member.leaving else ("died", "deaths")
+        self._count("left" if code == 0 else counter)
+        self._publish(member.name, "left" if code == 0 else word, reason or f"code {code}", _level(code))
         if code == 0:
             self._persist(MemberRecord.of(member))
             return self._finished()
@@ -138,75 +144,84 @@ class Lifecycle:
         return self._after_death(member, failure, self._now if since is None else since)
 
     def _after_death(self, member: Member, failure: Failure, since: float) -> None:
-        if self._dump is not None:
-            return self._give_up(failure, failure.reason)
+        if self._dump is not None:  # the end is decided: one less to wait for
+            self._dump.waiting.discard(member.rank)
+            return self._end_dump()
         after, reason = recovery.decide(self.cluster, member)
         self._publish("cluster", str(after), reason, Level.WARNING)
-        strategy = str(after) if after is not recovery.After.END else str(self._last_rung())
+        strategy = str(after) if after is not recovery.After.END else "dump" if self._can_dump() else "exit"
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
             self._await_healing()
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
-            self._regroup(f"{member.name} died: {failure.reason}", member)
+            self._regroup(_gone(member, failure), member)
         elif after in (recovery.After.REPLACE, recovery.After.MOVE):
             self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
             self._restart_all(failure)
-        else:
+        elif not self._host_leaves(member):
             self.first_failure = failure
-            self._give_up(failure, f"{member.name} on {failure.host}: {failure.reason}")
+            self._give_up(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
+        elif self._can_dump():  # else its agent will say goodbye when all of its workers have ended
+            self._give_up(failure.code, f"{failure.host} was asked to leave, and {reason}")
         return None
 
-    def _give_up(self, failure: Failure, reason: str) -> None:
+    def _host_leaves(self, member: Member) -> bool:
+        agent = self.cluster.agents.get(member.agent)
+        return agent is not None and agent.leaving
+
+    def _can_dump(self) -> set[int]:
+        """The ranks that could write down what they hold, where that is wanted."""
+        wanted = recovery.Strategy.DUMP in self.cluster.settings.strategies
+        return {m.rank for m in self.cluster.of(Role.WORKER) if wanted and m.link and m.present and m.progress.loop}
+
+    def _give_up(self, code: int, reason: str, failure: Failure | None = None) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
-        survivors = self._who_can_dump()
-        if self._dump is not None:
-            self._dump.waiting &= survivors
-            return self._end_dump()
-        if self._last_rung() is recovery.Strategy.EXIT:
-            return self._end(failure.code, reason, failure)
-        self._dump = Dump(failure, reason, survivors, self._now + self.cluster.settings.dump_s)
+        survivors = self._can_dump()
+        if not survivors:
+            return self._end(code, reason, failure)
+        self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
         self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
                 self._send(member.link, DumpAsked(reason))
         return None
 
-    def _who_can_dump(self) -> set[int]:
-        return {m.rank for m in self.cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
-
-    def _last_rung(self) -> recovery.Strategy:
-        dumps = recovery.Strategy.DUMP in self.cluster.settings.strategies and self._who_can_dump()
-        return recovery.Strategy.DUMP if dumps else recovery.Strategy.EXIT
-
     def _end_dump(self) -> None:
         dump = self._dump
         if dump is not None and (not dump.waiting or self._now > dump.by):
             said = f"; step {dump.step} is in {dump.path}" if dump.path else "; nobody could write down the state"
-            self._end(dump.failure.code, dump.reason + said, dump.failure)
+            self._end(dump.code, dump.reason + said, dump.failure)
 
     def _replace(self, member: Member, failure: Failure, reason: str, moves: bool) -> None:
         """One rank starts anew, on its host or on another; the others wait for it inside their step."""
-        self.first_failure = self.first_failure or failure
+        if not member.leaving:
+            self.first_failure = self.first_failure or failure
         self._count("replacements")
         self._replacing = True
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
-        reached = max(m.progress.step for m in self.cluster.of(Role.WORKER))
-        member.fruitless = member.fruitless + 1 if reached <= member.died_at_step else 1
-        member.died_at_step = reached
+        if member.leaving:
+            member.handovers += 1
+        else:
+            member.fruitless = member.fruitless + 1 if self._reached <= member.died_at_step else 1
+            member.died_at_step = self._reached
         if moves:
             agent = recovery.refuge(self.cluster, member)
             assert agent is not None
+            if member.link:  # nobody else may be there to end the old life
+                self._send(member.link, Refused(f"this life is over: {reason}"))
+                self._out.append(Close(member.link))
             member.local_rank = ranks.free_local(self.cluster.of(Role.WORKER), agent.host)
             member.agent, member.host = agent.id, agent.host
             self._layout = None
+        sentence = _gone(member, failure)
         self._next_life(member)
-        self._regroup(f"{member.name} died: {failure.reason}", member)
+        self._regroup(sentence, member)
         agent = self.cluster.agents[member.agent]
         if agent.link:
             self._send(agent.link, self._places().start(agent))
@@ -216,7 +231,7 @@ class Lifecycle:
         self._speakers.pop(member.link, None)
         member.incarnation += 1
         member.restarts += 1
-        member.life, member.link, member.pid = "", 0, 0
+        member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
         here = self.cluster.agents[member.agent].link
         member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
 
@@ -343,7 +358,7 @@ class Lifecycle:
         if kept is None:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
-        self.cluster.generation, self.cluster.restarts = kept.generation, kept.restarts
+        self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
@@ -384,6 +399,11 @@ class Lifecycle:
         return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)
 
     # -- small moves -------------------------------------------------------------------------------------------------
+
+    def _begin_life(self, member: Member) -> None:
+        """Nothing of the life before it counts for its progress, and it has time until it must show some."""
+        member.progress = Progress()
+        member.changed_at = self._now + max(0.0, FIRST_S - self.cluster.settings.stuck_s)
 
     def _speak(self, link: int, speaker: Member | Agent) -> None:
         speaker.link = link
@@ -448,6 +468,10 @@ class Lifecycle:
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
+
+
+def _gone(member: Member, failure: Failure) -> str:
+    return f"{member.name} {'handed over' if member.leaving else 'died'}: {failure.reason}"
 
 
 def _silent(silent_s: float, limit_s: float) -> str:

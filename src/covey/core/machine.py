@@ -116,6 +116,7 @@ class Machine(Lifecycle):
         member = Member(wish.role, node_id(wish), wish.life, wish.host, joined_at=self._now, pid=wish.pid)
         claim = ranks.claim(wish.node_id)
         member.rank = claim if claim is not None else -1
+        self._begin_life(member)
         self.cluster.add(member)
         self._speak(link, member)
         self._publish(member.name, "joined", reason, Level.DETAIL)
@@ -128,8 +129,12 @@ class Machine(Lifecycle):
             self._silence(member.link)
         again = member.life != ""
         member.life, member.host, member.pid = wish.life, wish.host, wish.pid
-        member.heals = True
         self._speak(link, member)
+        if not again:
+            self._begin_life(member)
+        if member.agent and not self.cluster.heals:
+            self.cluster.heals = True
+            self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death before it hears of a worker
         self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
         if member.state in (NodeState.WAITING, NodeState.LEFT):
             return
@@ -154,6 +159,7 @@ class Machine(Lifecycle):
         self.cluster.add(member)
         self._layout = None
         self._count("returns")
+        self._begin_life(member)
         self._regroup(f"{member.name} is back", member)
         self._speak(link, member)
         self._publish(member.name, "returned", reason)
@@ -222,6 +228,7 @@ class Machine(Lifecycle):
             return
         speaker.beat_at = self._now
         if isinstance(speaker, Member):
+            self._reached = max(self._reached, beat.progress.step)
             if speaker.progress != beat.progress:
                 speaker.progress, speaker.changed_at = beat.progress, self._now
             if speaker.state is NodeState.SUSPECT:
@@ -277,16 +284,21 @@ class Machine(Lifecycle):
         if isinstance(member, Member) and said.generation == self.cluster.generation:
             self._gathering.resumed.add(member.rank)
             member.progress = msgspec.structs.replace(member.progress, step=said.step)
+            self._reached = max(self._reached, said.step)
             if self._all_resumed():
                 self._retries = 0
                 self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
 
     def _drain(self, link: int, drain: Drain) -> None:
-        agent = self._speakers.get(link)
-        if isinstance(agent, Agent):
-            agent.leaving = True
-            self._publish(f"agent:{agent.id}", "leaving", drain.reason, Level.WARNING)
+        speaker = self._speakers.get(link)
+        if isinstance(speaker, Member):
+            speaker.leaving = drain.reason
+        elif speaker is not None:
+            speaker.leaving = True
+            self._publish(f"agent:{speaker.id}", "leaving", drain.reason, Level.WARNING)
+            if drain.last and self._can_dump():
+                self._give_up(ExitCode.STOPPED, drain.reason)
 
     def _dumped(self, link: int, said: Dumped) -> None:
         member = self._speakers.get(link)

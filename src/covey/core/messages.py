@@ -250,9 +250,11 @@ class Resumed(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """An agent: this host is asked to go. Its workers finish their step; nothing more is to be started here."""
+    """An agent: this host is asked to go, its workers finish their step, and nothing more is to be started here.
+    A worker: it was asked to go and has finished its step; its end is no failure."""
 
     reason: Sentence = ""
+    last: bool = False  # the scheduler goes with this host, so nobody can take over
 
 
 class DumpAsked(Message, frozen=True):

@@ -124,8 +124,9 @@ class Member(msgspec.Struct):
     progress: Progress = Progress()
     changed_at: float = 0.0  # when its progress last changed
     restarts: int = 0
+    handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
+    leaving: str = ""  # why this life is about to end without a failure
     pid: int = 0
-    heals: bool = False  # its program called covey.init(): it can wait for a replacement, and be one
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
 
@@ -165,6 +166,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     state: NodeState
     agent: str = ""
     restarts: int = 0
+    handovers: int = 0
     local_rank: int = -1
 
     @classmethod
@@ -206,6 +208,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     phase: Phase
     generation: int
     restarts: int = 0
+    heals: bool = False
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

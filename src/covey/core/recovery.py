@@ -54,7 +54,7 @@ def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "recovery is off"
     workers = cluster.of(Role.WORKER)
-    if {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies) and any(m.heals for m in workers):
+    if {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies) and cluster.heals:
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
@@ -71,7 +71,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.END, f"{dead.name} died {dead.fruitless} times without a step in between"
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.leaving
-    spent = sum(m.restarts for m in cluster.children(dead.agent))
+    spent = sum(m.restarts - m.handovers for m in cluster.children(dead.agent))
     if Strategy.IN_PLACE in settings.strategies and here and spent < settings.replacements_max:
         return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
     other = refuge(cluster, dead)
@@ -79,7 +79,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
     if here and spent >= settings.replacements_max:
         return After.END, f"{settings.replacements_max} replacements on {dead.host.name} are used up (--max-restarts)"
-    return After.END, f"no host is left that could take {dead.name} over"
+    return After.END, f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
 
 
 def refuge(cluster: Cluster, dead: Member) -> Agent | None:

@@ -86,6 +86,7 @@ class Agent:
         self._started: dict[str, int] = {}  # node id → the newest incarnation that was started
         self._work: asyncio.Queue[Start] = asyncio.Queue(maxsize=64)
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.keeps_scheduler = False  # it goes with this host
         self.on_start: Callable[[Start], None] = lambda start: None
 
     async def prepare(self) -> None:
@@ -131,15 +132,15 @@ class Agent:
             self.settle(Outcome(ExitCode.STOPPED, reason))
 
     def leave(self, number: int) -> None:
-        """This host is asked to go: its workers are asked first, have the grace period, and their ends are no failures."""
+        """This host is asked to go: its workers are asked first and have the grace period. One that finished its step hands its
+        rank over to another host, where there is one."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
-        self._runtime.say(Drain(reason))
+        self._runtime.say(Drain(reason, last=self.keeps_scheduler))
         self._leaving = asyncio.create_task(self._leave(number, reason))
 
     async def _leave(self, number: int, reason: str) -> None:
         assert self._runtime is not None
-        self._running.clear()
         await self._children.end(None, grace_s=self._settings.grace_s, ask=number)
         self._reason = reason
         self._runtime.leave(128 + number, reason)
@@ -204,7 +205,7 @@ class Agent:
         for assignment in start.assignments:
             if self._started.get(assignment.node_id, 0) >= assignment.incarnation:
                 continue
-            again = assignment.node_id in self._started
+            again = assignment.incarnation > 1  # its log goes on, also where the life before was another host's
             self._started[assignment.node_id] = assignment.incarnation
             name = f"worker:{assignment.node_id}"
             self._running[name] = (assignment.node_id, assignment.incarnation)

@@ -18,7 +18,7 @@ from covey.errors import PeerError
 from covey.node.log import tell
 from covey.settings import Settings
 from covey.wire import address
-from covey.wire.link import Link, connect
+from covey.wire.link import Link, NobodyListens, connect
 
 TIMER_MAX_S: Final = 3600.0
 BEATS_PER_SILENCE: Final = 4  # at least so many beats fit into the silence after which a node is dead
@@ -73,6 +73,7 @@ class NodeRuntime:
         self._finished = finished
         self._progress = progress
         self._link: Link | None = None
+        self._answered_at = self._loop.time()  # when the scheduler, or its host, last let this node hear anything
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.address = wish.host.address  # by which others reach this node: MS_WORKER_IP, else that of the link
@@ -95,6 +96,12 @@ class NodeRuntime:
             return False
         self._link.send(message)
         return True
+
+    def unheard_s(self) -> float:
+        """How long ago the scheduler's host was last known to hear this node. One that says nobody listens there counts: only a
+        scheduler that lives can give this node's place away."""
+        silent = self._loop.time() - self._answered_at
+        return min(silent, self._link.unheard_s()) if self._link is not None else silent
 
     def descriptor(self) -> int:
         """The link's file descriptor, -1 if there is none: a forked child must close it."""
@@ -140,6 +147,8 @@ class NodeRuntime:
                 on_close=self._closed,
             )
         except PeerError as error:
+            if isinstance(error, NobodyListens):
+                self._answered_at = self._loop.time()
             self._do(LinkLost(str(error)))
 
     def _opened(self, link: Link) -> None:
@@ -150,6 +159,7 @@ class NodeRuntime:
 
     def _heard(self, link: Link, message: Any) -> None:
         if link is self._link:
+            self._answered_at = self._loop.time()
             self._do(Heard(message))
 
     def _closed(self, link: Link, reason: str) -> None:

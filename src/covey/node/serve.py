@@ -73,6 +73,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
         replacements_max=max_restarts or REPLACEMENTS_MAX,
         strategies=ladder(settings.strategy.split(",")),
         stuck_s=settings.stuck_s,
+        extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,
     )
 

@@ -27,6 +27,7 @@ from covey.core.effects import Finish
 from covey.core.messages import (
     Beat,
     Broke,
+    Drain,
     DumpAsked,
     Formed,
     FromScheduler,
@@ -43,6 +44,7 @@ from covey.core.messages import (
     Value,
 )
 from covey.core.model import Progress, Role
+from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security
 from covey.node.log import log
@@ -57,6 +59,7 @@ GOODBYE_S: Final = 8.0
 FLUSH_S: Final = 0.2
 FIRST_NEWS_S: Final = 0.3
 STUCK_S: Final = 1.0
+CONFIRM_S: Final = 0.1  # between two looks whether the scheduler can be reached again
 TELL_S: Final = 0.5  # shortest time between two words on progress
 TELL_NODES_PER_S: Final = 500  # all workers together
 
@@ -93,6 +96,7 @@ class Node:
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
         self.asked_to_leave = False
+        self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
         self._told_at = 0.0
@@ -159,7 +163,25 @@ class Node:
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""
         self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM), its step is finished"
+        self._say(Drain(self._reason))
         sys.exit(self._code)
+
+    def confirm(self) -> None:
+        """Return while this rank is surely still this process's own, so that what it writes counts. A process that is cut off
+        waits here, and ends when it hears that its place was taken. Half the limit, since its agent may be judged before it."""
+        limit = self._settings.node_timeout_s / 2
+        if limit <= 0 or self._settings.disable_heartbeat or self._loop is None or self._runtime is None:
+            return
+        waited = False
+        while asyncio.run_coroutine_threadsafe(self._unheard_s(), self._loop).result() > limit:
+            if not waited:
+                log.warning("the scheduler is out of reach: the checkpoint waits, for this rank may have been given to another")
+            waited = True
+            time.sleep(CONFIRM_S)
+
+    async def _unheard_s(self) -> float:
+        assert self._runtime is not None
+        return self._runtime.unheard_s()
 
     def say(self, message: Message) -> None:
         """Tell the scheduler where this rank stands in a healing."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -178,8 +180,21 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _look(path: Path) -> None:
-    """Judge a journal without touching it: one that is refused must stay as it was."""
-    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    """Judge a journal without touching it: one that is refused must stay as it was. If its last writer was killed in the middle
+    of a commit, that has to be taken back before anything can be read: then a copy is judged."""
+    try:
+        _judge(path, "ro")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise
+        with tempfile.TemporaryDirectory(prefix="covey-journal-") as folder:
+            for file in (path, path.with_name(f"{path.name}-journal")):
+                shutil.copy(file, folder)
+            _judge(Path(folder) / path.name, "rw")
+
+
+def _judge(path: Path, mode: str) -> None:
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     try:
         version = database.execute("pragma user_version").fetchone()[0]
         verdict = database.execute("pragma quick_check").fetchone()[0]

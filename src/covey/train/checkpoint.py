@@ -21,7 +21,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +78,7 @@ class Checkpoint:
             raise UsageError(f"Checkpoint(prefix={prefix!r}) is not possible: it begins file names; use letters, digits, _ . -")
         self.folder = Path(folder)
         self.every, self.keep, self.prefix = every, keep, prefix
+        self.confirm: Callable[[], None] = lambda: None  # called before a checkpoint appears; returns if it still may
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step` committed steps."""
@@ -135,6 +136,7 @@ class Checkpoint:
             size, sha256 = _write_tensors(aside / "tensors", dict(zip(names, tensors.values(), strict=True)))
             manifest = Manifest(FORMAT, self.prefix, step, world, generation, _version(), size, sha256, names, frozen)
             _write_synced(aside / "manifest", _seal(manifest))
+            self.confirm()
             return _publish(aside, folder / f"{prefix}-{step}")
         except OSError as error:
             raise StoreError(

@@ -140,6 +140,12 @@ class Collectives:
         for number in [n for n in self._kept if BEFORE < n.step < step and n != self._completed]:
             del self._kept[number]
 
+    def rewind(self) -> None:
+        """This step is repeated here, and here alone: what it has agreed on already is handed out once more."""
+        self._n = 0
+        self._meeting.waits = None
+        self._handed |= {number: results for number, results in self._kept.items() if number.step == self._step}
+
     def agree(self) -> None:
         """A safe point after the membership changed: report, and do what the plan says. Repeats until one holds."""
         while True:

@@ -18,7 +18,9 @@ state over as its own optimizer steps, and once more as it joins the others.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,6 +59,9 @@ class Pace:
         return self._busy_s
 
 
+log = logging.getLogger("covey")
+
+
 class Loop:
     """Iterate over it to train. `step` counts optimizer steps from 0, `micro` the micro-batches within one."""
 
@@ -88,6 +93,7 @@ class Loop:
         self.steps = steps if steps is not None else epochs * self.steps_per_epoch
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
+        self._again, self._repeats = False, 0
         self._model_buffers = dict(model.named_buffers())
         self._buffers: dict[str, Any] = {}  # as they were at the step's boundary
         self._given_parts: dict[str, Any] = {}  # likewise
@@ -129,21 +135,57 @@ class Loop:
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
-        batches = self.data.batches(self._plan, first=self.step * self.accumulate, last=self.steps * self.accumulate)
+        batches = self._batches()
         while self.step < self.steps:
             self._begin_step()
-            for micro in range(self.accumulate):
-                self.micro = micro
+            self.micro = 0
+            while self.micro < self.accumulate:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
                 batch = next(batches)
                 seed_all(mix(self.seed, self.step, self.micro, self._rank))
                 yield batch
+                if self._again:
+                    batches, self.micro, self._again = self._batches(), 0, False
+                else:
+                    self.micro += 1
             self._commit()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
 
     def _waited(self) -> float:
         return self._collectives.waited_s if self._collectives is not None else 0.0
+
+    def _batches(self) -> Iterator[Any]:
+        first, last = self.step * self.accumulate, self.steps * self.accumulate
+        return iter(self.data.batches(self._plan, first=first, last=last))
+
+    @contextlib.contextmanager
+    def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
+        """Around the loop's body: an exception of these kinds repeats the step in place, from its first micro-batch, while the
+        other ranks wait. It is raised all the same after the optimizer ran, and when it came `times` times in one step."""
+        try:
+            yield
+        except kinds as error:
+            meeting = self._group.meeting
+            if self._applied or self._repeats >= times or (meeting is not None and not meeting.retries):
+                raise
+            self._repeats += 1
+            sentence = "step %d is repeated in place (%d of at most %d times): %s: %s"
+            log.warning(sentence, self.step, self._repeats, times, type(error).__name__, error)
+            self._rewind()
+
+    def _rewind(self) -> None:
+        """Everything a step changes before its optimizer runs, as it was at the boundary."""
+        self._again = True
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with torch_module().no_grad():
+            for name, buffer in self._model_buffers.items():
+                buffer.copy_(self._buffers[name])
+        for name, part in copy.deepcopy(self._given_parts).items():
+            self._parts[name][1](part)
+        if self._collectives is not None:
+            self._collectives.rewind()
 
     # -- boundaries --------------------------------------------------------------------------------------------------
 
@@ -151,13 +193,13 @@ class Loop:
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
-            self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers.items()}
-            self._given_parts = {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()}
+        self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers.items()}
+        self._given_parts = {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()}
 
     def _commit(self) -> None:
         self._catch_up()
         self.step += 1
-        self._applied = False
+        self._applied, self._repeats = False, 0
         self._buffers, self._given_parts = {}, {}
         meeting = self._group.meeting
         if meeting is not None:
@@ -222,6 +264,8 @@ class Loop:
         collectives.source = self
         assert self._group.meeting is not None
         self._group.meeting.finishes_steps = True
+        if self._checkpoint is not None:
+            self._checkpoint.confirm = self._group.meeting.confirm
 
     def _resume(self) -> None:
         """From the newest checkpoint that any rank has whole, on a fresh start."""

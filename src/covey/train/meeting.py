@@ -30,6 +30,7 @@ class Meeting(Protocol):
     waits: Number | None  # the collective this rank waits in, as its beats say it
     finishes_steps: bool  # a loop runs, which leaves at a step's boundary
     asked_to_leave: bool  # SIGTERM came: finish the step and go
+    retries: bool  # retry is among the strategies
 
     @property
     def place(self) -> Place: ...
@@ -43,6 +44,7 @@ class Meeting(Protocol):
     def say(self, message: Message) -> None: ...
     def report(self, progress: Progress) -> None: ...
     def depart(self) -> None: ...
+    def confirm(self) -> None: ...  # returns while this rank's place is surely its own
 
 
 class Regroup(msgspec.Struct, frozen=True):

@@ -86,6 +86,8 @@ class Reducer:
         """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
         if self._reduction is not None:
             self._reduction = None
+            if self._first:
+                self._spare.appendleft({})  # the abandoned group may still write to what was taken
             self._collectives.spoil("a backward pass failed")
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)

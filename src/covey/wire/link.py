@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import struct
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -28,6 +30,13 @@ GREETING_S: Final = 10.0
 CONNECT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
 UNREAD_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
+
+
+LAST_ACK: Final = slice(56, 60)  # of the kernel's tcp_info: milliseconds since the other side last acknowledged anything
+
+
+class NobodyListens(PeerError):
+    """The other host answered: no scheduler is there."""
 
 
 class Link(asyncio.Protocol):
@@ -133,6 +142,12 @@ class Link(asyncio.Protocol):
         """The socket's descriptor, or -1 once closed."""
         found = self._transport.get_extra_info("socket") if self._transport is not None else None
         return found.fileno() if found is not None else -1
+
+    def unheard_s(self) -> float:
+        """How long ago the other side's kernel last acknowledged what was sent."""
+        with socket.socket(fileno=os.dup(self.fileno())) as sock:
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK.stop)
+        return int.from_bytes(told[LAST_ACK], sys.byteorder) / 1000
 
     def local_address(self) -> str:
         """The address by which this side reached the other: the one its peers can use."""
@@ -278,6 +293,8 @@ async def connect(
             )
     except TimeoutError:
         raise PeerError(f"no answer within {CONNECT_S:g} s") from None
+    except ConnectionRefusedError as error:
+        raise NobodyListens(tls.explain(error, connecting=True)) from None
     except (OSError, ssl.SSLError) as error:
         raise PeerError(tls.explain(error, connecting=True)) from None
     return link

@@ -1,0 +1,87 @@
+"""Preemption and the loss of a host: the rank goes on elsewhere, and the final state is bitwise that of an undisturbed run."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.harness import Process
+from tests.processes.healing import LONG_S, final, outcome, reached, release, start
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def two_hosts(shell: Shell, **env: str) -> tuple[Process, Process]:
+    """The training with rank 0 on the host of the scheduler, and the ranks 1 and 2 on another."""
+    agents = []
+    for host, local in ((0, 1), (1, 2)):
+        words = ["-n", "3", "--local", str(local), "--master", f"127.0.0.1:{shell.port}"]
+        agents.append(start(shell, *words, **{"COVEY_HOST_ID": f"host-{host}"} | env))
+        shell.listening(shell.port)
+    return agents[0], agents[1]
+
+
+def test_a_worker_that_is_asked_to_leave_hands_its_rank_over(shell: Shell, undisturbed: str) -> None:
+    assert final(shell, "--max-restarts", "1", FAULTS="1:6:forward:leave 0:9:backward:leave 0:11:forward:leave") == undisturbed
+    said = shell.log("scheduler")
+    assert len(re.findall(r"worker:\d handed over: asked to leave \(SIGTERM\), its step is finished", said)) == 3, said
+    assert "died" not in said
+
+
+def test_a_host_that_is_asked_to_leave_hands_its_ranks_over(shell: Shell, undisturbed: str) -> None:
+    fault = "0:6:forward:hold"
+    stays, leaves = two_hosts(shell, FAULTS=fault)
+    reached(shell, fault)
+    leaves.signal(signal.SIGTERM)
+    shell.heard("scheduler", "leaving: the agent was asked to leave")
+    release(shell, fault)
+    assert leaves.wait(LONG_S) == 143, shell.tails()
+    assert stays.wait(LONG_S) == 0, shell.tails()
+    assert outcome(shell) == undisturbed
+    assert "died" not in shell.log("scheduler")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_host_that_takes_the_scheduler_along_leaves_a_dump(shell: Shell, undisturbed: str, hosts: int) -> None:
+    fault = "0:6:forward:hold"
+    runs = two_hosts(shell, FAULTS=fault) if hosts == 2 else (start(shell, FAULTS=fault),)
+    reached(shell, fault)
+    runs[0].signal(signal.SIGTERM)
+    shell.heard("scheduler", "cluster dump: the agent was asked to leave")
+    release(shell, fault)
+    assert [run.wait(LONG_S) for run in runs] == [143, 32][:hosts], shell.tails()
+    assert re.search(r"step [67] is in \S+dump\S+", runs[0].text()), runs[0].text()
+    assert "first failure" not in runs[0].text()
+    shell.nobody()
+    assert final(shell) == undisturbed, "another run resumes where this one ended"
+    assert re.search("BEGINS at [67]", shell.log(0))
+
+
+def test_a_host_that_is_lost_is_replaced_by_another(shell: Shell, undisturbed: str) -> None:
+    fault = "2:6:backward:hold"
+    stays, lost = two_hosts(shell, FAULTS=fault)
+    reached(shell, fault)
+    lost.kill()
+    assert stays.wait(LONG_S) == 0, shell.tails()
+    assert outcome(shell) == undisturbed
+    assert len(re.findall(r"worker:[12] died: the agent on \S+ is gone", shell.log("scheduler"))) == 2
+
+
+def test_a_host_carries_as_many_extra_ranks_as_it_may(shell: Shell) -> None:
+    fault = "2:6:backward:hold"
+    stays, lost = two_hosts(shell, FAULTS=fault, COVEY_EXTRA_RANKS="1")
+    reached(shell, fault)
+    lost.kill()
+    assert stays.wait(LONG_S) == 30, shell.tails()
+    assert re.search(r"the agent on \S+ is gone", stays.text()), stays.text()
+    assert re.search(r"no host is left that could take worker:\d over \(COVEY_EXTRA_RANKS is 1\)", shell.log("scheduler"))
+    assert re.search(r"step 6 is in \S+dump\S+", stays.text()), stays.text()

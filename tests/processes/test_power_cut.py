@@ -1,0 +1,53 @@
+"""All workers die at once: the next run goes on from the newest checkpoint of which one copy is whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.healing import LONG_S, final, reached, release, start
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_everything_is_killed_and_goes_on_from_a_whole_checkpoint(shell: Shell, undisturbed: str) -> None:
+    fault = "2:12:forward:hold"
+    run = start(shell, FAULTS=fault)
+    reached(shell, fault)
+    run.kill()
+    shell.nobody()
+    checkpoints = shell.folder / "marks" / "ckpt"
+    tensors = checkpoints / "0" / "train-10.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])  # torn
+    manifest = checkpoints / "1" / "train-10.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"world": 3', b'"world": 4'))  # edited
+    shutil.copytree(checkpoints, shell.folder / "kept")
+
+    assert final(shell) == undisturbed
+    for rank, damaged in ((0, tensors), (1, manifest)):
+        assert "BEGINS at 10" in shell.log(rank)
+        assert f"a checkpoint of step 10 is skipped: {damaged}" in shell.log(rank)
+
+    shutil.rmtree(checkpoints)
+    shutil.copytree(shell.folder / "kept", checkpoints)
+    (checkpoints / "2" / "train-10.json").unlink()  # no copy of step 10 is whole now
+    before = contents(checkpoints)
+    fault = "0:5:forward:hold"
+    smaller = start(shell, "-n", "2", FAULTS=fault)
+    reached(shell, fault)
+    assert contents(checkpoints) == before, "nothing is removed because it cannot be read"
+    release(shell, fault)
+    assert smaller.wait(LONG_S) == 0, smaller.tail()
+    assert all("BEGINS at 5" in shell.log(rank) for rank in range(2))
