@@ -33,7 +33,8 @@ from covey.settings import Settings
 from covey.wire import address
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will
-STACK_S: Final = 0.05
+STACKS_S: Final = 1.0  # for writing stacks
+STACKS_LOOK_S: Final = 0.03
 TAIL_LINES: Final = 20
 TAIL_BYTES: Final = 16 * 1024
 LINE_MAX: Final = 500
@@ -186,19 +187,25 @@ class Agent:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
         wanted = {assignment.node_id: assignment.incarnation for assignment in start.assignments}
         over = [name for name, (node_id, life) in self._running.items() if wanted.get(node_id, 0) > life]
-        for name in over:
-            del self._running[name]
+        ranks = [int(self._running.pop(name)[0]) for name in over]
         self._ended = [said for said in self._ended if wanted.get(said.node_id, 0) <= said.incarnation]
         if over:
-            await self._show_stacks(over)
+            await self._show_stacks(over, ranks)
             await self._children.end(over, grace_s=0)  # nothing they do counts any more
 
-    async def _show_stacks(self, names: list[str]) -> None:
+    async def _show_stacks(self, names: list[str], ranks: list[int]) -> None:
         """Where a process that hangs is hanging belongs into its log; one that was stopped must run to say so."""
+        paths = [Path(self.error_log_path(rank) if self._job.separate_stderr else self.log_path(rank)) for rank in ranks]
+        before = sizes = [_size(path) for path in paths]
         for name in names:
             self._children.signal(name, STACK_SIGNAL)
             self._children.signal(name, signal.SIGCONT)
-        await asyncio.sleep(STACK_S)
+        for _ in range(int(STACKS_S / STACKS_LOOK_S)):  # nobody says when it is done: each log has grown, and grows no more
+            await asyncio.sleep(STACKS_LOOK_S)
+            earlier, sizes = sizes, [_size(path) for path in paths]
+            silent = [name for name, size, begun in zip(names, sizes, before, strict=True) if size == begun]
+            if sizes == earlier and not any(self._children.pid(name) for name in silent):
+                return
 
     async def _start(self, start: Start) -> None:
         self.on_start(start)
@@ -272,6 +279,13 @@ class Agent:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # removed by somebody: what is written there cannot be seen
+        return 0
 
 
 def last_lines(path: str) -> list[str]:
