@@ -424,9 +424,10 @@ class Lifecycle:
         self._persist(self.cluster.record())
         for member in changed:
             self._persist(MemberRecord.of(member))
+        news = Regrouped(self.cluster.generation, reason)
         for member in self.cluster.members.values():
             if member.link and member.present:
-                self._send(member.link, Regrouped(self.cluster.generation, reason))
+                self._send(member.link, news)
 
     def _open_incident(
         self, strategy: str, reason: str, cause: str, *, since: float, known: float, member: Member | None = None
