@@ -37,10 +37,38 @@ def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> No
 
 
 @pytest.mark.timeout(300)
+def test_bitwise_equal_with_a_scaler_and_autocast(shell: Shell, tmp_path: Path) -> None:
+    """With accumulation, clipping, a schedule and loader workers; in step 7 the gradients overflow, and its optimizer is left out."""
+    for calm in shells(tmp_path / "calm"):
+        undisturbed = final(calm, AMP="1")
+    faults = "1:4:forward 0:7:evaluation 2:14:reduction 1:18:optimizer"
+    assert final(shell, FAULTS=faults, AMP="1", LOADERS="2") == undisturbed
+    assert len(list((shell.folder / "marks").glob("*-*-*"))) == 4, "every death has happened"
+
+
+@pytest.mark.timeout(300)
 def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
     """Rank 1 has not completed step 5 when rank 2 dies in step 6: it is handed the result by rank 0."""
     assert final(shell, FAULTS="2:6:forward", LATE="1") == undisturbed
     assert "LATE at step 5" in shell.log(1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        # The giver dies when the newcomer has its state and the laggard not yet the result: the newcomer gives it.
+        "2:6:forward 0:6:giving-results:hold 0:6:gave-state 0:10:checkpoint 1:12:forward 1:0:replacing 1:12:restored",
+        # The other way round; then a giver that dies before it gave anything.
+        "2:6:forward 0:6:giving-state:hold 0:6:gave-results 2:12:forward 0:12:giving-state 1:15:checkpoint",
+    ],
+)
+def test_bitwise_equal_when_a_recovery_is_disturbed(shell: Shell, undisturbed: str, faults: str) -> None:
+    assert final(shell, FAULTS=faults, LATE="1") == undisturbed
+    assert "LATE at step 5" in shell.log(1)
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    deaths = {"-".join(fault.split(":")) for fault in faults.split() if not fault.endswith(":hold")}
+    assert marks >= deaths, "everything has happened"
 
 
 @pytest.mark.timeout(300)

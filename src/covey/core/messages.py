@@ -222,6 +222,7 @@ class Report(Message, frozen=True):
 
     generation: int
     completed: Number | None = None
+    waits: Number | None = None  # the one it is in
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
     finished: bool = False  # its program has come to the end

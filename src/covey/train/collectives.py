@@ -221,6 +221,7 @@ class Collectives:
             Report(
                 generation=generation,
                 completed=self._completed,
+                waits=self._meeting.waits,
                 needs_state=self._newcomer,
                 whole=self._whole,
                 finished=finished,
@@ -275,7 +276,8 @@ class Collectives:
     def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
         if passing:
             self._passing = number
-        self._completed = number
+        if self._completed is None or number > self._completed:  # what was handed out again is not the last one
+            self._completed = number
         self._kept[number] = results
         if number.step == BEFORE and not passing:
             self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in results)
