@@ -38,7 +38,7 @@ def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> No
 
 @pytest.mark.timeout(300)
 def test_bitwise_equal_with_a_scaler_and_autocast(shell: Shell, tmp_path: Path) -> None:
-    """With accumulation, clipping, a schedule and loader workers; in step 7 the gradients overflow, and its optimizer is left out."""
+    """With accumulation, clipping, a schedule, loader workers; in step 7 the gradients overflow, and its optimizer is left out."""
     for calm in shells(tmp_path / "calm"):
         undisturbed = final(calm, AMP="1")
     faults = "1:4:forward 0:7:evaluation 2:14:reduction 1:18:optimizer"
@@ -107,6 +107,18 @@ def test_a_step_that_fails_is_repeated_in_place(shell: Shell, undisturbed: str) 
 def test_a_step_that_fails_after_its_optimizer_is_not_repeated_but_healed(shell: Shell, undisturbed: str) -> None:
     assert final(shell, FAULTS="1:7:evaluation:fail") == undisturbed
     assert "repeated in place" not in shell.log(1) and shell.log(1).count("BEGINS at") == 2
+
+
+@pytest.mark.timeout(300)
+def test_results_too_large_to_keep_send_everyone_back_to_the_checkpoint(shell: Shell, undisturbed: str) -> None:
+    """Rank 2 dies between two collectives of step 7; then rank 1 in step 9, which has kept all it needs."""
+    assert final(shell, FAULTS="2:7:evaluated 1:9:forward", COVEY_KEEP_BYTES="10000") == undisturbed
+    shell.heard("scheduler", "cluster roll back: rank 2 cannot join the others in their step: .*COVEY_KEEP_BYTES")
+    assert [re.findall(r"BEGINS at (\d+)", shell.log(rank)) for rank in range(WORLD)] == [
+        ["0", "5"],
+        ["0", "5", "9"],
+        ["0", "5"],
+    ]
 
 
 @pytest.mark.timeout(300)

@@ -31,7 +31,7 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
         giver = _nearest(rank, givers, addresses, turn)
         turn += 1
         if report.needs_state and not reports[giver].whole:
-            reason = f"rank {rank} cannot be replaced: the results of its first collectives were too large to keep"
+            reason = f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES)"
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
         source = reports[giver]
         plans[rank] = HealPlan(generation, giver=Giver(giver, addresses[giver], source.port, source.token))

@@ -275,7 +275,8 @@ class Giver(msgspec.Struct, frozen=True):
 
 
 class HealPlan(Message, frozen=True):
-    """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end."""
+    """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
+    `failure` is never sent: why these ranks cannot go on from here."""
 
     generation: int
     giver: Giver | None = None
