@@ -157,6 +157,7 @@ STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or m
 PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable characters is")
 COUNT = Kind(whole(1, NODES_MAX), f"a whole number from 1 to {NODES_MAX} is")
 COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX} is")
+BYTES = Kind(whole(0, 2**40), "a whole number of bytes, 0 or more, is")
 SWITCH = Kind(one_of({"0": False, "1": True}), "0 (off) or 1 (on) is")
 ONE_OR_NOT = Kind(lambda text: text.strip() == "1", "1 (yes) or anything else (no) is")
 LEVEL = Kind(whole(0, 4), "0 (debug), 1 (info), 2 (warning), 3 (error) or 4 (critical) is")
@@ -209,6 +210,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     )
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
+    keep_bytes: Annotated[int, Var("COVEY_KEEP_BYTES", BYTES, "results of collectives kept for a replacement, per rank")] = (
+        256 * 1024 * 1024
+    )
     tls_config: Annotated[str, Var("COVEY_TLS", PATH, "the TLS config file, as set_ps_context's config_file_path")] = ""
     tls_server_password: Annotated[str, Var("COVEY_TLS_SERVER_PASSWORD", PASSPHRASE, "of the server's p12", secret=True)] = ""
     tls_client_password: Annotated[str, Var("COVEY_TLS_CLIENT_PASSWORD", PASSPHRASE, "of the client's p12", secret=True)] = ""

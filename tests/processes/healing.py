@@ -24,6 +24,7 @@ import hashlib, os, pathlib, signal, sys, time
 import torch
 from torch import nn
 import covey
+from covey.train import transfer
 from covey.train.gloo import Done, shut
 from covey.train.meeting import Regroup
 
@@ -95,10 +96,12 @@ fault(0, "before")
 net = nn.Sequential(nn.Linear(784, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Dropout(0.2), nn.Linear(400, 10))
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+amp = os.environ.get("AMP") == "1"
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=amp)
 seen = []
 loop = covey.Loop(
     net, optimizer, covey.Data(Noisy(), 4, num_workers=int(os.environ.get("LOADERS", "0"))),
-    steps=int(os.environ.get("STEPS", "24")), accumulate=4, schedulers=[schedule], seed=7,
+    steps=int(os.environ.get("STEPS", "24")), accumulate=4, schedulers=[schedule], scaler=scaler, seed=7,
     checkpoint=covey.Checkpoint(str(folder / "ckpt"), every=5, keep=2),
 )
 loop.register("seen", lambda: list(seen), lambda value: seen.__setitem__(slice(None), value))
@@ -108,6 +111,19 @@ if covey.is_replacement():
 optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
 net[0].weight.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
 net[4].weight.register_hook(lambda grad: fault(loop.step, "backward"))
+
+confirm, send_all = loop._checkpoint.confirm, transfer._send
+loop._checkpoint.confirm = lambda: (confirm(), fault(loop.step, "checkpoint"))          # written, not yet in its place
+
+
+def give(connection, given):
+    kind = "state" if given.step >= 0 else "results"
+    fault(loop.step, f"giving-{kind}")
+    send_all(connection, given)
+    fault(loop.step, f"gave-{kind}")
+
+
+transfer._send = give
 
 if os.environ.get("LATE") == str(covey.get_rank()):
     # Forces "one step apart": this rank hears that a death changed the membership before it hears that step 5 is complete.
@@ -133,11 +149,15 @@ if os.environ.get("LATE") == str(covey.get_rank()):
 for x, y in loop:
     with loop.retry(ConnectionError):
         fault(loop.step, "forward")
-        loss = nn.functional.cross_entropy(net(x * scale), y) / 4
-        loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = nn.functional.cross_entropy(net(x * scale), y) / 4
+        overflow = amp and (covey.get_rank(), loop.step) == (1, 7)
+        scaler.scale(loss * float("inf") if overflow else loss).backward()
         if loop.boundary:
+            scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             schedule.step()
             seen.append(loop.step)
@@ -146,6 +166,8 @@ for x, y in loop:
                 fault(loop.step, "evaluation")
                 with torch.no_grad():
                     score = net(torch.full((4, 784), 0.1 * covey.get_rank())).sum().reshape(1)
+                seen.append(float(sum(covey.all_gather(torch.full((1000,), score.item()))).sum()))
+                fault(loop.step, "evaluated")
                 covey.all_reduce(score)
                 net.train()
                 seen.append(float(score))
@@ -154,7 +176,7 @@ for x, y in loop:
 for _ in range(2):                                                            # collectives after the last step
     seen.append(float(covey.all_reduce(torch.tensor([float(covey.get_rank() + len(seen))]))))
     fault(loop.step, "after")
-found = hashlib.sha256(repr((seen, schedule.get_last_lr(), loop.step)).encode())
+found = hashlib.sha256(repr((seen, schedule.get_last_lr(), scaler.state_dict(), loop.step)).encode())
 moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 for tensor in [*net.state_dict().values(), *moments]:
     found.update(torch.as_tensor(tensor).numpy().tobytes())

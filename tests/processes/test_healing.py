@@ -41,10 +41,38 @@ def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> No
 
 
 @pytest.mark.timeout(300)
+def test_bitwise_equal_with_a_scaler_and_autocast(shell: Shell, tmp_path: Path) -> None:
+    """With accumulation, clipping, a schedule, loader workers; in step 7 gradients overflow, and its optimizer is left out."""
+    for calm in shells(tmp_path / "calm"):
+        undisturbed = final(calm, AMP="1")
+    faults = "1:4:forward 0:7:evaluation 2:14:reduction 1:18:optimizer"
+    assert final(shell, FAULTS=faults, AMP="1", LOADERS="2") == undisturbed
+    assert len(list((shell.folder / "marks").glob("*-*-*"))) == 4, "every death has happened"
+
+
+@pytest.mark.timeout(300)
 def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
     """Rank 1 has not completed step 5 when rank 2 dies in step 6: it is handed the result by rank 0."""
     assert final(shell, FAULTS="2:6:forward", LATE="1") == undisturbed
     assert "LATE at step 5" in shell.log(1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        # The giver dies when the newcomer has its state and the laggard not yet the result: the newcomer gives it.
+        "2:6:forward 0:6:giving-results:hold 0:6:gave-state 0:10:checkpoint 1:12:forward 1:0:replacing 1:12:restored",
+        # The other way round; then a giver that dies before it gave anything.
+        "2:6:forward 0:6:giving-state:hold 0:6:gave-results 2:12:forward 0:12:giving-state 1:15:checkpoint",
+    ],
+)
+def test_bitwise_equal_when_a_recovery_is_disturbed(shell: Shell, undisturbed: str, faults: str) -> None:
+    assert final(shell, FAULTS=faults, LATE="1") == undisturbed
+    assert "LATE at step 5" in shell.log(1)
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    deaths = {"-".join(fault.split(":")) for fault in faults.split() if not fault.endswith(":hold")}
+    assert marks >= deaths, "everything has happened"
 
 
 @pytest.mark.timeout(300)
@@ -83,6 +111,18 @@ def test_a_step_that_fails_is_repeated_in_place(shell: Shell, undisturbed: str) 
 def test_a_step_that_fails_after_its_optimizer_is_not_repeated_but_healed(shell: Shell, undisturbed: str) -> None:
     assert final(shell, FAULTS="1:7:evaluation:fail") == undisturbed
     assert "repeated in place" not in shell.log(1) and shell.log(1).count("BEGINS at") == 2
+
+
+@pytest.mark.timeout(300)
+def test_results_too_large_to_keep_send_everyone_back_to_the_checkpoint(shell: Shell, undisturbed: str) -> None:
+    """Rank 2 dies between two collectives of step 7; then rank 1 in step 9, which has kept all it needs."""
+    assert final(shell, FAULTS="2:7:evaluated 1:9:forward", COVEY_KEEP_BYTES="10000") == undisturbed
+    shell.heard("scheduler", "cluster roll back: rank 2 cannot join the others in their step: .*COVEY_KEEP_BYTES")
+    assert [re.findall(r"BEGINS at (\d+)", shell.log(rank)) for rank in range(WORLD)] == [
+        ["0", "5"],
+        ["0", "5", "9"],
+        ["0", "5"],
+    ]
 
 
 @pytest.mark.timeout(300)

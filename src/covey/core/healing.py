@@ -19,6 +19,8 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
         return dict.fromkeys(reports, HealPlan(generation, done=True))
     highest = max((_order(r.completed) for r in reports.values() if not r.needs_state), default=_order(None))
     givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _order(r.completed) == highest]
+    if apart := _apart(reports, highest):
+        return dict.fromkeys(reports, HealPlan(generation, failure=apart))
     plans: dict[int, HealPlan] = {}
     turn = 0
     for rank, report in sorted(reports.items()):
@@ -29,7 +31,7 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
         giver = _nearest(rank, givers, addresses, turn)
         turn += 1
         if report.needs_state and not reports[giver].whole:
-            reason = f"rank {rank} cannot be replaced: the results of its first collectives were too large to keep"
+            reason = f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES)"
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
         source = reports[giver]
         plans[rank] = HealPlan(generation, giver=Giver(giver, addresses[giver], source.port, source.token))
@@ -38,6 +40,18 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
 
 def _order(number: Number | None) -> tuple[int, int]:
     return (number.step, number.n) if number is not None else (-2, 0)
+
+
+def _apart(reports: Mapping[int, Report], highest: tuple[int, int]) -> str:
+    """Why these ranks cannot go on together; "" when they can."""
+    for rank, report in sorted(reports.items()):
+        behind = not report.needs_state and _order(report.completed) < highest
+        if behind and report.waits is not None and _order(report.waits) != highest:
+            where = f"rank {rank} waits in collective {report.waits.step}.{report.waits.n}"
+            return (
+                f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
+            )
+    return ""
 
 
 def _nearest(rank: int, givers: list[int], addresses: Mapping[int, str], turn: int) -> int:

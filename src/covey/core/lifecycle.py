@@ -68,6 +68,7 @@ class Lifecycle:
         self._gathering = Gathering(0)
         self._dump: Dump | None = None
         self._reached = -1  # the highest step that any rank has shown
+        self._rolled_back_at = -2  # what had been reached at the last return to a checkpoint
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._layout: formation.Layout | None = None
@@ -161,7 +162,7 @@ class Lifecycle:
             self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
-            self._restart_all(failure)
+            self._restart_all(_gone(member, failure))
         elif not self._host_leaves(member):
             self.first_failure = failure
             self._give_up(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
@@ -235,15 +236,27 @@ class Lifecycle:
         here = self.cluster.agents[member.agent].link
         member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
 
-    def _restart_all(self, failure: Failure) -> None:
+    def _restart_all(self, reason: str) -> None:
         self.cluster.restarts += 1
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
             self._next_life(member)
-        self._regroup(f"{failure.role}:{failure.node_id} died: {failure.reason}", *workers)
+        self._regroup(reason, *workers)
         self._tell_places()
+
+    def _roll_back(self, reason: str) -> None:
+        """The ranks cannot go on from where they are: all start anew, from their newest checkpoint, if there is somebody to
+        start them; not twice for the same step."""
+        agents = self.cluster.agents
+        here = all(m.agent in agents and not agents[m.agent].leaving for m in self.cluster.of(Role.WORKER))
+        if not here or self._reached <= self._rolled_back_at:
+            return self._give_up(ExitCode.PEER_FAILED, reason, self.first_failure)
+        self._rolled_back_at = self._reached
+        reason = f"{reason}: all workers start anew, from their newest checkpoint"
+        self._publish("cluster", "roll back", reason, Level.WARNING)
+        return self._restart_all(reason)
 
     def _finished(self) -> None:
         """The end, once every worker has left. One that has not is remembered: looking at all at each leave costs N²."""

@@ -263,7 +263,7 @@ class Machine(Lifecycle):
         addresses = {rank: m.host.address for rank, m in workers.items()}
         plans = self._gathering.add(member.rank, report, addresses)
         if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
-            return self._end(ExitCode.PEER_FAILED, failure, self.first_failure)
+            return self._roll_back(failure)
         if plans:
             self.incidents.mark(Stage.REFORMED, self._now)
         for rank, plan in plans.items():

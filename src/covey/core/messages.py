@@ -222,6 +222,7 @@ class Report(Message, frozen=True):
 
     generation: int
     completed: Number | None = None
+    waits: Number | None = None  # the one it is in
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
     finished: bool = False  # its program has come to the end
@@ -280,7 +281,8 @@ class Giver(msgspec.Struct, frozen=True):
 
 
 class HealPlan(Message, frozen=True):
-    """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end."""
+    """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
+    `failure` is never sent: why these ranks cannot go on from here."""
 
     generation: int
     giver: Giver | None = None

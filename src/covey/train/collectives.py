@@ -26,7 +26,6 @@ from covey.train.gloo import Built, Done, Gloo
 from covey.train.meeting import Meeting, Planned, Regroup
 from covey.train.transfer import Donation, Server, fetch
 
-KEEP_BYTES: Final = 256 * 1024 * 1024  # of results from before the first step, which a replacement needs to the end
 FIRST: Final = 1  # the generation of formation
 BEFORE: Final = -1  # the step before the first
 
@@ -68,8 +67,8 @@ class Collectives:
         self._step, self._n = BEFORE, 0
         self._completed: Number | None = None
         self._kept: dict[Number, list[Any]] = {}
-        self._bytes = 0  # of the results from before the first step
-        self._whole = True  # whether everything a replacement needs was kept
+        self._bytes = {True: 0, False: 0}  # of the results kept from before the first step, and of this step
+        self._whole = {True: True, False: True}  # whether all that a replacement needs of them was kept
         self._half = False  # a state arrived in part, over what this process had begun with
         self._handed: dict[Number, list[Any]] = {}
         self._passing: Number | None = None
@@ -94,9 +93,9 @@ class Collectives:
         """A replacement that received state need not run what the others did to have it."""
         self._n = count
 
-    def run(self, operation: Operation, *, passing: bool = False) -> None:
+    def run(self, operation: Operation, *, passing: bool = False, limited: bool = True) -> None:
         """Run a collective to its end, through any number of generations. The results of a `passing` one are part of the
-        state afterwards: they are kept only until the first step."""
+        state afterwards: they are kept only until the first step. Those of one that is not `limited` are kept at any size."""
         number = Number(self._step, self._n)
         self._n += 1
         self._meeting.waits = number
@@ -116,6 +115,8 @@ class Collectives:
         self._meeting.waits = None
         operation.complete(results)
         self._keep(number, results, passing)
+        if limited and not passing:
+            self._limit(number, results)
         if self._resumed != self._agreed:
             self._resumed = self._agreed
             self._meeting.say(Resumed(self._agreed, number.step))
@@ -134,6 +135,7 @@ class Collectives:
     def enter(self, step: int) -> None:
         """A step begins: its collectives are numbered from 0, and what only the step before needed is let go."""
         self._step, self._n = step, 0
+        self._bytes[False], self._whole[False] = 0, True
         if self._passing is not None and self._passing != self._completed:
             self._kept.pop(self._passing, None)
             self._passing = None
@@ -227,8 +229,9 @@ class Collectives:
             Report(
                 generation=generation,
                 completed=self._completed,
+                waits=self._meeting.waits,
                 needs_state=self._newcomer,
-                whole=self._whole,
+                whole=all(self._whole.values()),
                 finished=finished,
                 port=self._server.port,
                 token=self._server.token,
@@ -287,13 +290,18 @@ class Collectives:
     def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
         if passing:
             self._passing = number
-        self._completed = number
+        if self._completed is None or number > self._completed:  # what was handed out again is not the last one
+            self._completed = number
         self._kept[number] = results
-        if number.step == BEFORE and not passing:
-            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in results)
-            if self._bytes > KEEP_BYTES:
-                self._whole = False
-                self._kept = {number: results}
+
+    def _limit(self, number: Number, results: list[Any]) -> None:
+        """Above the limit only the last result is kept: who missed it can still be helped, who is new cannot."""
+        before = number.step == BEFORE
+        self._bytes[before] += sum(tensor.numel() * tensor.element_size() for tensor in results)
+        if sum(self._bytes.values()) > self._meeting.keep_bytes:
+            self._bytes[before], self._whole[before] = 0, False
+            for old in [n for n in self._kept if (n.step == BEFORE) == before and n != self._completed]:
+                del self._kept[old]
 
     def _forked(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""

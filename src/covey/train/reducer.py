@@ -109,7 +109,7 @@ class Reducer:
         reduction, self._reduction = self._reduction, None
         assert reduction is not None
         try:
-            self._collectives.run(reduction)
+            self._collectives.run(reduction, limited=False)
             if self._first:
                 self._spare.append(reduction.filled)
             self._first = False
