@@ -39,8 +39,8 @@ def run(spec: ChildSpec) -> None:
         main, code = entry.load_module(spec.argv[0]) if spec.module else entry.load_script(spec.argv[0])
         exec(code, main.__dict__)
     except SystemExit as end:
-        if worker := sys.modules.get("covey.node.worker"):
-            worker.note_exit(end.code)
+        if ending := sys.modules.get("covey.node.ending"):
+            ending.note_exit(end.code)
         raise
     except BaseException as error:
         begin_at_users_line(error)

@@ -7,19 +7,15 @@ end, so that a main thread stuck in a collective does not outlive its cluster; a
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import os
 import queue
-import signal
 import socket
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import msgspec
 
@@ -47,6 +43,7 @@ from covey.core.model import Progress, Role
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security
+from covey.node.ending import Ending, exit_flushed
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
@@ -62,9 +59,6 @@ STUCK_S: Final = 1.0
 CONFIRM_S: Final = 0.1  # between two looks whether the scheduler can be reached again
 TELL_S: Final = 0.5  # shortest time between two words on progress
 TELL_NODES_PER_S: Final = 500  # all workers together
-
-
-_nodes: list[Node] = []  # this process's, at most one
 
 
 class Generation(PeerError):
@@ -84,18 +78,15 @@ class Node:
         self._runtime: NodeRuntime | None = None
         self._formed: Formed | None = None
         self._finish: Finish | None = None
-        self._leaving = False
-        self._wakeup: tuple[socket.socket, socket.socket] | None = None
-        self._mask: set[signal.Signals | int] = set()
-        self._code, self._reason = 0, ""
+        self._ending = Ending(self, settings.grace_s)
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self._wanted: set[str] = set()
         self._said: dict[type, Report | Broke | Resumed] = {}  # said again to a scheduler that was away
+        self.leaving = False
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
-        self.asked_to_leave = False
         self.keep_bytes = settings.keep_bytes
         self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
@@ -107,14 +98,14 @@ class Node:
     def join(self) -> Formed:
         """Block until this node has its rank. Raises `PeerError` with the reason and the code to end with."""
         self._thread.start()
-        os.register_at_fork(before=self._forking, after_in_parent=self._unblock, after_in_child=self._forked)
+        os.register_at_fork(before=self._ending.forking, after_in_parent=self._ending.forked, after_in_child=self._forked)
         with self._changed:
             self._changed.wait_for(lambda: self._formed is not None or self._finish is not None)
             if self._finish is not None:
                 raise PeerError(self._finish.reason, own_code(self._finish))
             assert self._formed is not None
-        self._watch_signals()
-        self._watch_exit()
+        assert self._loop is not None
+        self._ending.watch(self._loop)
         write_on_signal()
         return self._formed
 
@@ -125,14 +116,12 @@ class Node:
         with self._changed:
             if code == 1:  # it may have failed of another's end, and the news of that be under way
                 self._changed.wait_for(lambda: self._finish is not None, timeout=FIRST_NEWS_S)
-            if not self._leaving:
-                self._leaving = True
-                self._loop.call_soon_threadsafe(self._leave, code, reason)
+            if not self.leaving:
+                self.leaving = True
+                self._loop.call_soon_threadsafe(self.start_leaving, code, reason)
             heard = self._changed.wait_for(lambda: self._finish is not None, timeout=GOODBYE_S)
             if not heard and self._settings.recovery and self._runtime is not None and self._runtime.descriptor() < 0:
-                patience = max(
-                    self._settings.node_timeout_s, 0.0
-                )  # it is away and may come back: a finished rank is no dead one
+                patience = max(self._settings.node_timeout_s, 0.0)  # it may come back: a finished rank is no dead one
                 heard = self._changed.wait_for(lambda: self._finish is not None, timeout=patience)
             if not heard:
                 log.warning("the scheduler did not hear that this node leaves")
@@ -142,6 +131,11 @@ class Node:
         """Rank, world and generation as they are now."""
         assert self._formed is not None
         return self._formed
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """SIGTERM came: finish the step and go."""
+        return self._ending.asked
 
     @property
     def address(self) -> str:
@@ -163,9 +157,9 @@ class Node:
 
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""
-        self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM), its step is finished"
-        self._say(Drain(self._reason))
-        sys.exit(self._code)
+        reason = "asked to leave (SIGTERM), its step is finished"
+        self._say(Drain(reason))
+        self._ending.leave_now(reason)
 
     def confirm(self) -> None:
         """Return while this rank is surely still this process's own, so that what it writes counts. A process that is cut off
@@ -289,7 +283,7 @@ class Node:
         self._wanted.clear()
 
     def _finished(self, finish: Finish) -> None:
-        if self._leaving:  # said first: who waits for the goodbye ends the process when it is there
+        if self.leaving:  # said first: who waits for the goodbye ends the process when it is there
             if isinstance(finish.message, Stop):
                 log.info("this node ends: %s", finish.message.reason)
             elif finish.reason != "left":
@@ -298,7 +292,7 @@ class Node:
             self._finish = finish
             formed = self._formed is not None
             self._changed.notify_all()
-        if formed and not self._leaving:
+        if formed and not self.leaving:
             self._end_process(finish)
 
     def _end_process(self, finish: Finish) -> None:
@@ -307,130 +301,29 @@ class Node:
         log.log(40 if code else 20, "this node ends: %s", finish.reason)
         exit_flushed(code)
 
-    def _leave(self, code: int, reason: str) -> None:
+    def start_leaving(self, code: int, reason: str) -> None:
+        """In the thread's loop: say goodbye; `leave` waits until it was heard."""
         assert self._runtime is not None
+        self.leaving = True
         self._runtime.leave(code, reason)
 
     def _say(self, message: Message) -> None:
         if self._loop is not None and self._runtime is not None:
             self._loop.call_soon_threadsafe(self._runtime.say, message)
 
-    # -- the process around it ---------------------------------------------------------------------------------------
-
-    def _forking(self) -> None:
-        """A signal meant for the child must not reach the parent through what they still share."""
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def _unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
     def _forked(self) -> None:
-        """In a forked child (a data loader's worker): our connection is not its to keep open, our signals not its to hear."""
-        if self._wakeup is not None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._unblock()
+        """In a forked child (a data loader's worker): our connection is not its to keep open."""
+        self._ending.forked_child()
         descriptor = self._runtime.descriptor() if self._runtime is not None else -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-
-    def _watch_exit(self) -> None:
-        """Leave when the program ends, and know whether an exception ended it."""
-        before = sys.excepthook
-
-        def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._code, self._reason = 1, f"{kind.__name__}: {error}"[:500]
-            before(kind, error, trace)
-
-        sys.excepthook = note
-        leave = sys.exit
-
-        def exit_noted(status: Any = None, /) -> NoReturn:
-            self.note_exit(status)
-            leave(status)
-
-        _nodes.append(self)
-        sys.exit = exit_noted  # atexit is not told the code, and a failing rank must not wait for the others to finish
-        atexit.register(self._at_exit)
-
-    def note_exit(self, status: Any) -> None:
-        """The program ends with this status, as `sys.exit` takes it."""
-        self._code = status if isinstance(status, int) else int(status is not None)
-        self._reason = f"exit code {self._code}" if self._code else ""
-
-    def _at_exit(self) -> None:
-        if os.getpid() == self._pid and self._code == 0 and not self._leaving:
-            self.at_end()
-        self.leave(self._code, self._reason)
-        if self.asked_to_leave:  # the group is left in the middle of a collective, which gloo's threads do not survive
-            exit_flushed(self._code)
-
-    def _watch_signals(self) -> None:
-        """SIGTERM is a planned leave. The loop's thread hears it even while the main thread is stuck in a collective."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        if previous != -1:
-            signal.set_wakeup_fd(previous)
-            return
-        self._wakeup = (reader, writer)
-        signal.signal(signal.SIGTERM, self._on_term)
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._loop.add_reader, reader, self._on_signal, reader)
-
-    def _on_term(self, *_: object) -> None:
-        """In the main thread, if it is not stuck."""
-        if not self.finishes_steps:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
-            self._code, self._reason = 128 + signal.SIGTERM, "asked to leave (SIGTERM)"
-            raise SystemExit(self._code)
-
-    def _on_signal(self, reader: socket.socket) -> None:
-        if signal.SIGTERM in reader.recv(64) and not self.asked_to_leave:
-            assert self._loop is not None
-            self.asked_to_leave = True
-            code = 128 + signal.SIGTERM
-            if not self.finishes_steps and not self._leaving:
-                self._leaving = True
-                self._leave(code, "asked to leave (SIGTERM)")
-                self._loop.call_later(STUCK_S, self._end_if_stuck, code)
-            self._loop.call_later(self._settings.grace_s, exit_flushed, code)
-
-    def _end_if_stuck(self, code: int) -> None:
-        """A main thread that did not take the signal up is inside a collective, which will not end well."""
-        if self._code != code:
-            exit_flushed(code)
-
-
-def note_exit(status: Any) -> None:
-    """A `SystemExit` that ends the program, seen by whoever runs it."""
-    for node in _nodes:
-        node.note_exit(status)
 
 
 def own_code(finish: Finish) -> int:
     """With what this process ends when its membership is over: another's failure is not its own."""
     failed = isinstance(finish.message, Stop) and finish.message.failure is not None
     return ExitCode.PEER_FAILED if failed else finish.code
-
-
-def exit_flushed(code: int) -> None:
-    """End this process now, with what it printed on its way out; a lock held by a stuck thread does not hold us up."""
-
-    def flush() -> None:
-        with contextlib.suppress(ValueError, OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-
-    flusher = threading.Thread(target=flush, daemon=True)
-    flusher.start()
-    flusher.join(FLUSH_S)
-    os._exit(code)
 
 
 def door(settings: Settings) -> Door:

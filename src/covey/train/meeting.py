@@ -29,10 +29,11 @@ class Meeting(Protocol):
 
     waits: Number | None  # the collective this rank waits in, as its beats say it
     finishes_steps: bool  # a loop runs, which leaves at a step's boundary
-    asked_to_leave: bool  # SIGTERM came: finish the step and go
     keep_bytes: int  # of collectives' results, for a replacement
     retries: bool  # retry is among the strategies
 
+    @property
+    def asked_to_leave(self) -> bool: ...  # SIGTERM came: finish the step and go
     @property
     def place(self) -> Place: ...
     @property

@@ -1,0 +1,168 @@
+"""How a worker's process ends: at its program's end, by an exception, by a signal, or with its cluster.
+
+However it ends, the scheduler should hear of it from the process itself, with the code it ends with; and a main thread that is
+stuck in a collective must not keep the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, NoReturn, Protocol
+
+FLUSH_S: Final = 0.2
+STUCK_S: Final = 1.0
+TERMINATED: Final = 128 + signal.SIGTERM
+
+_endings: list[Ending] = []  # this process's, at most one
+
+
+class Leaver(Protocol):
+    """What the ending needs of the node whose process it ends."""
+
+    leaving: bool
+    finishes_steps: bool
+    at_end: Callable[[], None]  # to be called if the program ends well
+
+    def leave(self, code: int, reason: str) -> None: ...
+    def start_leaving(self, code: int, reason: str) -> None: ...
+
+
+class Ending:
+    """This process's end: with which code, why, and whether it was asked to go (SIGTERM)."""
+
+    def __init__(self, node: Leaver, grace_s: float) -> None:
+        self.asked = False
+        self._node = node
+        self._grace_s = grace_s
+        self._pid = os.getpid()
+        self._code, self._reason = 0, ""
+        self._loop: AbstractEventLoop | None = None
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._mask: set[signal.Signals | int] = set()
+
+    def watch(self, loop: AbstractEventLoop) -> None:
+        """From now on. `loop` turns in the thread beside the program."""
+        self._loop = loop
+        self._watch_signals(loop)
+        self._watch_exit()
+
+    def leave_now(self, reason: str) -> NoReturn:
+        """End the program at this point, because it was asked to."""
+        self._code, self._reason = TERMINATED, reason
+        sys.exit(self._code)
+
+    def note(self, status: Any) -> None:
+        """The program ends with this status, as `sys.exit` takes it."""
+        self._code = status if isinstance(status, int) else int(status is not None)
+        self._reason = f"exit code {self._code}" if self._code else ""
+
+    # -- the program's own end ---------------------------------------------------------------------------------------
+
+    def _watch_exit(self) -> None:
+        before, leave = sys.excepthook, sys.exit
+
+        def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._code, self._reason = 1, f"{kind.__name__}: {error}"[:500]
+            before(kind, error, trace)
+
+        def exit_noted(status: Any = None, /) -> NoReturn:
+            self.note(status)
+            leave(status)
+
+        _endings.append(self)
+        sys.excepthook = note_exception
+        sys.exit = exit_noted  # atexit is not told the code, and a failing rank must not wait for the others to finish
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid and self._code == 0 and not self._node.leaving:
+            self._node.at_end()
+        self._node.leave(self._code, self._reason)
+        if self.asked:  # the group is left in the middle of a collective, which gloo's threads do not survive
+            exit_flushed(self._code)
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    def _watch_signals(self, loop: AbstractEventLoop) -> None:
+        """SIGTERM is a planned leave. The loop's thread hears it even while the main thread is stuck in a collective."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            return
+        self._wakeup = (reader, writer)
+        signal.signal(signal.SIGTERM, self._on_term)
+        loop.call_soon_threadsafe(loop.add_reader, reader, self._on_signal, reader)
+
+    def _on_term(self, *_: object) -> None:
+        """In the main thread, if it is not stuck."""
+        if not self._node.finishes_steps:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
+            self._code, self._reason = TERMINATED, "asked to leave (SIGTERM)"
+            raise SystemExit(self._code)
+
+    def _on_signal(self, reader: socket.socket) -> None:
+        """In the loop's thread."""
+        if signal.SIGTERM in reader.recv(64) and not self.asked:
+            assert self._loop is not None
+            self.asked = True
+            if not self._node.finishes_steps and not self._node.leaving:
+                self._node.start_leaving(TERMINATED, "asked to leave (SIGTERM)")
+                self._loop.call_later(STUCK_S, self._end_if_stuck)
+            self._loop.call_later(self._grace_s, exit_flushed, TERMINATED)
+
+    def _end_if_stuck(self) -> None:
+        """A main thread that did not take the signal up is inside a collective, which will not end well."""
+        if self._code != TERMINATED:
+            exit_flushed(TERMINATED)
+
+    # -- forks of this process (a data loader's workers) -------------------------------------------------------------
+
+    def forking(self) -> None:
+        """A signal meant for the child must not reach the parent through what they still share."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def forked(self) -> None:
+        """In the parent."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def forked_child(self) -> None:
+        """In the child: our signals are not its to hear."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.forked()
+
+
+def note_exit(status: Any) -> None:
+    """A `SystemExit` that ends the program, seen by whoever runs it."""
+    for ending in _endings:
+        ending.note(status)
+
+
+def exit_flushed(code: int) -> None:
+    """End this process now, with what it printed on its way out; a lock held by a stuck thread does not hold us up."""
+
+    def flush() -> None:
+        with contextlib.suppress(ValueError, OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    flusher = threading.Thread(target=flush, daemon=True)
+    flusher.start()
+    flusher.join(FLUSH_S)
+    os._exit(code)
