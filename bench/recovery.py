@@ -1,4 +1,4 @@
-"""From `kill -9` of one worker of four to the next step on all ranks: covey, covey with loader workers, and torchrun.
+"""From `kill -9` of one worker of four to the next step on all ranks: covey, torchrun (each also with loader workers), torchft.
 
 A 784-256-10 perceptron, batch 32, gloo, one thread per rank. Each rank stamps every step it commits; the victim and the moment
 are random. "Next step" is the first one that all ranks commit after the kill: for torchrun that is one it had done before, so
@@ -6,7 +6,8 @@ its way to the first new step is given beside it. torchrun gets the variable wit
 checkpoint every 100 steps. Then: how long it takes with more state, how fast state moves, and how soon a worker that stopped
 without dying is noticed.
 
-torchft is not here: it does not start dead workers again itself, so a launcher written for the purpose would be measured.
+torchft does not start dead replicas again itself: a launcher written for the purpose does, at once. Its lighthouse has its own
+defaults; it is installed into an environment of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from bench import bandwidth
+from bench import bandwidth, peers
 from bench.formation import BIN, SCRIPTS
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from bench.training import PHASES, Death, deaths
 
 WORLD = 4
-COVEY, LOADERS, TORCHRUN = "covey", "covey, num_workers=2", "torchrun --max-restarts"
+COVEY, LOADERS = "covey", "covey, num_workers=2"
+TORCHRUN, TORCHRUN_LOADERS, TORCHFT = "torchrun --max-restarts", "torchrun --max-restarts, num_workers=2", "torchft 0.2.0"
+PEERS = {COVEY: TORCHRUN, LOADERS: TORCHRUN_LOADERS}  # which is compared with which
 SIZES_MB = (1, 100, 1000)
 SILENCE_S = 0.5  # the shortest sensible silence: below it, a busy machine makes the dead
 MEDIAN_S, WORST_S, TIMES, PART = 0.15, 0.5, 50, 0.6  # the aims
@@ -42,11 +45,18 @@ def torchrun() -> list[str]:
 
 
 def measure_kills(kills: int, peer_kills: int) -> Found:
-    return {
+    far = (50, 150)
+    found = {
         COVEY: deaths(COVEY, covey(), ["0", "0"], world=WORLD, count=kills),
         LOADERS: deaths(LOADERS, covey(), ["2", "0"], world=WORLD, count=kills),
-        TORCHRUN: deaths(TORCHRUN, torchrun(), [], world=WORLD, count=peer_kills, between=(50, 150)),
+        TORCHRUN: deaths(TORCHRUN, torchrun(), ["0"], world=WORLD, count=peer_kills, between=far),
+        TORCHRUN_LOADERS: deaths(TORCHRUN_LOADERS, torchrun(), ["2"], world=WORLD, count=peer_kills, between=far),
     }
+    python = peers.python_of("torchft", "torch==2.13.0", "torchft==0.2.0", "numpy")
+    if python is not None:
+        launch = [str(python), str(SCRIPTS / "torchft_launch.py"), str(WORLD)]
+        found[TORCHFT] = deaths(TORCHFT, launch, [], world=WORLD, count=peer_kills, between=far)
+    return found
 
 
 def measure_sizes(kills: int) -> dict[int, list[Death]]:
@@ -65,9 +75,9 @@ def seconds(found: list[Death]) -> Spread:
 
 
 def aims(kills: Found, moved: list[dict[str, Any]]) -> list[Aim]:
-    theirs = seconds(kills[TORCHRUN]).median
     found = []
-    for way in (COVEY, LOADERS):
+    for way, peer in PEERS.items():
+        theirs = seconds(kills[peer]).median
         mine = seconds(kills[way]).scaled(1000)
         limit = f"median {1000 * MEDIAN_S:g} ms, worst {1000 * WORST_S:g} ms"
         held = mine.median <= 1000 * MEDIAN_S and mine.high <= 1000 * WORST_S

@@ -1,10 +1,12 @@
 """The same training as any script for torchrun has it: DistributedDataParallel, and a checkpoint every 100 steps.
 
-restarted_loop.py FOLDER
+restarted_loop.py FOLDER LOADER_WORKERS
 """
 
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 started = time.monotonic()
@@ -25,7 +27,7 @@ stamps.add("joined")
 checkpoint = Path(sys.argv[1]) / "checkpoint.pt"
 net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-images, labels = torch.randn(1024, 784), torch.randint(0, 10, (1024,))
+dataset = torch.utils.data.TensorDataset(torch.randn(1024, 784), torch.randint(0, 10, (1024,)))
 step = 0
 if checkpoint.exists():
     saved = torch.load(checkpoint)
@@ -34,10 +36,16 @@ if checkpoint.exists():
     step = saved["step"]
 model = nn.parallel.DistributedDataParallel(net)
 stamps.add("attached", step)
-while True:
-    rows = torch.randperm(1024, generator=torch.Generator().manual_seed(step * world + rank))[:32]
+
+
+def rows() -> Iterator[list[int]]:
+    for number in itertools.count(step):
+        yield torch.randperm(1024, generator=torch.Generator().manual_seed(number * world + rank))[:32].tolist()
+
+
+for images, labels in torch.utils.data.DataLoader(dataset, batch_sampler=rows(), num_workers=int(sys.argv[2])):
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+    nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
     stamps.add("step", step)
     step += 1
