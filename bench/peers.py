@@ -8,6 +8,7 @@ import venv
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".peers"
+CONSTRAINTS = FOLDER.with_name("constraints.txt")
 INSTALL_S = 600.0
 
 
@@ -20,7 +21,7 @@ def python_of(name: str, *packages: str) -> Path | None:
     print(f"installing {name} into {folder.relative_to(FOLDER.parent)} ...", file=sys.stderr, flush=True)
     try:
         venv.create(folder, clear=True, with_pip=True)
-        command = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS), *packages]
         subprocess.run(command, check=True, capture_output=True, timeout=INSTALL_S)
     except (subprocess.SubprocessError, OSError) as error:
         said = getattr(error, "stderr", None) or str(error).encode()

@@ -1,4 +1,7 @@
-"""A lighthouse and N replicas, each started again at once when it dies; torchft leaves that to others: torchft_launch.py N FOLDER"""
+"""A lighthouse and N replicas, each started again at once when it dies, which torchft leaves to others.
+
+torchft_launch.py N FOLDER
+"""
 
 import os
 import signal
@@ -16,9 +19,8 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
 address = f"127.0.0.1:{port}"
-lighthouse = subprocess.Popen(
-    [str(Path(sys.executable).parent / "torchft_lighthouse"), "--min_replicas", "2", "--bind", address]
-)
+program = Path(sys.executable).parent / "torchft_lighthouse"
+lighthouse = subprocess.Popen([str(program), "--min_replicas", "2", "--bind", address])
 environ = {**os.environ, "TORCHFT_LIGHTHOUSE": f"http://{address}", "PYTHONWARNINGS": "ignore"}
 
 
