@@ -1,7 +1,7 @@
 """The same training under torchft: one replica, whose gradients are averaged by its manager: torchft_loop.py FOLDER REPLICA
 
 As in torchft's own examples: a quorum at each step's beginning, a vote at its end, and a replica that comes back takes its
-state from another. The gradients travel as one flat tensor: its wrapper of DistributedDataParallel does not survive every death.
+state from another. The gradients travel as one flat tensor: its wrapper of DistributedDataParallel does not survive all deaths.
 """
 
 import sys
