@@ -7,7 +7,7 @@ import random
 import sys
 from typing import Final
 
-from covey.core.model import Progress, Role
+from covey.core.model import PHASE_MAX, Progress, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.log import configure, log
 from covey.node.worker import Node, door, wait_for_the_end
@@ -108,7 +108,7 @@ def report(step: int, phase: str = "") -> None:
     """Say what this worker is doing; the next beat carries it to `covey status` and the live view."""
     node = _joined().node
     if node is not None:
-        node.report(Progress(step, phase, loop=node.finishes_steps))
+        node.report(Progress(step, phase[:PHASE_MAX], loop=node.finishes_steps))
 
 
 def set_seed(seed: int) -> None:

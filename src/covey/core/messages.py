@@ -275,9 +275,9 @@ class Giver(msgspec.Struct, frozen=True):
     """The rank to fetch from, and how."""
 
     rank: int
-    address: str
+    address: Name
     port: int
-    token: str
+    token: Name
 
 
 class HealPlan(Message, frozen=True):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from covey.core.incidents import Incident
+
+PHASE_MAX = 100  # characters
+Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
 
 
 class Role(StrEnum):
@@ -77,18 +82,18 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 class Host(msgspec.Struct, frozen=True):
     """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people."""
 
-    id: str
-    name: str
-    address: str
+    id: Short
+    name: Short
+    address: Short
 
 
 class Progress(msgspec.Struct, frozen=True):
     """What a node is doing, as its last beat said."""
 
     step: int = -1
-    phase: str = ""
+    phase: Annotated[str, Meta(max_length=PHASE_MAX)] = ""
     loop: bool = False  # a loop is at work, which can write down what it holds
-    waits: str = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
+    waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
 
 

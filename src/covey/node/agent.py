@@ -85,7 +85,8 @@ class Agent:
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # node id → the newest incarnation that was started
-        self._work: asyncio.Queue[Start] = asyncio.Queue(maxsize=64)
+        self._wanted: Start | None = None  # the newest: what should run is a level, an older one is no news
+        self._news = asyncio.Event()
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.keeps_scheduler = False  # it goes with this host
         self.on_start: Callable[[Start], None] = lambda start: None
@@ -156,7 +157,8 @@ class Agent:
 
     def _deliver(self, message: FromScheduler) -> None:
         if isinstance(message, Start):
-            self._work.put_nowait(message)
+            self._wanted = message
+            self._news.set()
         elif isinstance(message, Welcome):
             for exited in self._ended:
                 self._say(exited)
@@ -174,7 +176,10 @@ class Agent:
 
     async def _start_what_is_wanted(self) -> None:
         while True:
-            start = await self._work.get()
+            await self._news.wait()
+            self._news.clear()
+            start = self._wanted
+            assert start is not None
             try:
                 await self._end_what_is_over(start)
                 await self._start(start)

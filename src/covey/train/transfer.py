@@ -27,8 +27,10 @@ from covey.train.pull import Mark, Piece, pull, recognised, room
 
 HEADER_MAX: Final = 64 * 1024 * 1024
 CONNECT_S: Final = 10.0
+ASK_S: Final = 2.0  # who has said nothing by then wants nothing
 SILENCE_S: Final = 30.0  # a giver that sends nothing for so long is gone
 TOKEN_SIZE: Final = 32
+GIFTS_MAX: Final = 32  # at the same time
 SEND: Final = b"s"  # from a receiver that cannot read the giver's memory
 THANKS: Final = b"t"
 ALIGNED: Final = 64  # bytes
@@ -73,6 +75,7 @@ class Server:
     def __init__(self, address: str, state: Callable[[], Donation], results: Callable[[], Donation]) -> None:
         self.token = secrets.token_hex(TOKEN_SIZE // 2)
         self._give = {b"s": state, b"r": results}
+        self._free = threading.Semaphore(GIFTS_MAX)
         self._socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="covey donor", daemon=True).start()
@@ -83,6 +86,7 @@ class Server:
 
     def _accept(self) -> None:
         while True:
+            self._free.acquire()  # whoever comes then waits in the kernel's queue
             try:
                 connection, _ = self._socket.accept()
             except OSError:
@@ -90,11 +94,17 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), name="covey gift", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):  # a receiver that went away asks again
+        try:
+            with connection, contextlib.suppress(OSError, EOFError):  # a receiver that went away asks again
+                self._answer(connection)
+        finally:
+            self._free.release()
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(ASK_S)
+        asked = bytes(_receive(connection, bytearray(TOKEN_SIZE + 1)))
+        if hmac.compare_digest(asked[:TOKEN_SIZE], self.token.encode()) and asked[TOKEN_SIZE:] in self._give:
             connection.settimeout(SILENCE_S)
-            asked = bytes(_receive(connection, bytearray(TOKEN_SIZE + 1)))
-            if not hmac.compare_digest(asked[:TOKEN_SIZE], self.token.encode()) or asked[TOKEN_SIZE:] not in self._give:
-                return
             _send(connection, self._give[asked[TOKEN_SIZE:]]())
 
 
