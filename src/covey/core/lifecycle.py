@@ -239,7 +239,7 @@ class Lifecycle:
         self._tell_places()
 
     def _roll_back(self, reason: str) -> None:
-        """The ranks cannot go on from where they are: all start anew, from their newest checkpoint, if there is somebody to start
+        """The ranks cannot go on from where they are: all start anew, from their newest checkpoint, where somebody can start
         them; not twice for the same step."""
         agents = self.cluster.agents
         here = all(m.agent in agents and not agents[m.agent].leaving for m in self.cluster.of(Role.WORKER))
