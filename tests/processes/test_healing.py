@@ -42,7 +42,7 @@ def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> No
 
 @pytest.mark.timeout(300)
 def test_bitwise_equal_with_a_scaler_and_autocast(shell: Shell, tmp_path: Path) -> None:
-    """With accumulation, clipping, a schedule, loader workers; in step 7 gradients overflow, and its optimizer is left out."""
+    """With accumulation, clipping, a schedule and loader workers. In step 7 the gradients overflow and no optimizer runs."""
     for calm in shells(tmp_path / "calm"):
         undisturbed = final(calm, AMP="1")
     faults = "1:4:forward 0:7:evaluation 2:14:reduction 1:18:optimizer"

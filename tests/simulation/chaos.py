@@ -8,6 +8,7 @@ from tests.simulation.plan import Place
 from tests.simulation.processes import AgentProcess, NodeProcess
 
 from covey.core.messages import Register
+from covey.core.recovery import Strategy
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -23,6 +24,8 @@ class Chaos:
             "hang node": self._hang_node,
             "leave": self._leave,
             "fail": self._fail,
+            "preempt": self._preempt,
+            "break group": self._break_group,
             "cut link": self._cut_link,
             "cut path": self._cut_path,
             "cut one way": self._cut_one_way,
@@ -74,6 +77,18 @@ class Chaos:
     def _fail(self) -> None:
         if node := self._some_node():
             node.leave(1, "an exception in its program")
+
+    def _preempt(self) -> None:
+        """A worker is asked to go; it finishes its step and hands its rank over."""
+        if (node := self._some_node()) and node.trainer is not None:
+            node.trainer.asked_to_leave = True
+
+    def _break_group(self) -> None:
+        """The connections of one rank to the others break."""
+        waiting = [trainer for trainer in self.world.trainers() if trainer.waits]
+        if waiting and Strategy.RETRY in self.world.plan.cluster.strategies:
+            trainer = self.world.random.choice(waiting)
+            trainer.node.post(trainer.break_group)
 
     def _imposter(self) -> None:
         """A second process with the settings of one that runs."""

@@ -10,12 +10,15 @@ from tests.simulation.net import Weather
 
 from covey.core.model import ClusterSettings, Role
 from covey.core.node import NodeSettings
+from covey.core.recovery import Strategy
 
 FAULTS = (
     "kill node",
     "hang node",
     "leave",
     "fail",
+    "preempt",
+    "break group",
     "cut link",
     "cut path",
     "cut one way",
@@ -26,6 +29,7 @@ FAULTS = (
     "stranger",
     "stop",
 )
+TRAINING_MAX = 8  # larger worlds do not train, nor meet: it would take the square of their number in messages
 HARMLESS = ("kill scheduler", "kill scheduler mid-step", "hang scheduler", "imposter", "stranger")
 
 
@@ -57,6 +61,7 @@ class Plan:
     supervised: bool = True
     scheduler_returns: bool = True
     arrive_within_s: float = 10.0
+    attach: float = 0.7  # how probable it is that a worker's program calls covey.init()
     harmless: bool = False  # nothing that goes wrong is a node's fault: once formed, the cluster must end well
 
 
@@ -112,6 +117,12 @@ def draw(random: Random) -> Plan:
     )
     plan.faults = tuple(random.sample(FAULTS, random.randint(1, len(FAULTS))))
     plan.chaos_s = random.choice((60.0, 240.0, 600.0)) if world < 50 else 60.0
+    if agents and world <= TRAINING_MAX and random.random() < 0.7:
+        rungs = tuple(s for s in Strategy if random.random() < 0.8)
+        plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
+        plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
+        stuck = random.choice((5.0, 60.0))
+        plan.cluster = structs.replace(cluster, strategies=rungs, stuck_s=stuck, dump_s=10.0, extra_ranks=random.randint(0, 8))
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
     return plan

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from tests.simulation.net import NODE, SCHEDULER, Link
-from tests.simulation.plan import Place
+from tests.simulation.plan import TRAINING_MAX, Place
+from tests.simulation.training import Trainer
 
 from covey.core.effects import (
     Close,
@@ -53,8 +54,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TICK_S = 0.5
-KILLED = 137
-MEETING_MAX = 8  # larger groups do not try to meet: it would take the square of their number in messages
+KILLED, TERMINATED = 137, 143
 ANSWERS_S = 5.0  # how long a scheduler whose cluster ended still answers those who call
 _encode = msgspec.msgpack.Encoder().encode
 _from_node = msgspec.msgpack.Decoder(FromNode).decode
@@ -221,6 +221,9 @@ class NodeProcess(Process):
         self.cluster = ""
         self.step_no = 0
         self.met: set[str] = set()  # the ranks it found on the board of this generation
+        trains = isinstance(wish, Register) and wish.role is Role.WORKER and world.plan.cluster.worker_num <= TRAINING_MAX
+        self.trainer = Trainer(self) if trains else None
+        self.preempted: Callable[[], None] | None = None  # how its program goes when it was asked to; None: it does not
         self._generation = 0
         self._link: Link | None = None
         self._tick_at = -1.0
@@ -272,6 +275,8 @@ class NodeProcess(Process):
             self._meet(message.generation)
         elif isinstance(message, Value) and message.generation == self._generation:
             self.met.add(message.key)
+        if self.trainer is not None:
+            self.trainer.hear(message)
 
     def _meet(self, generation: int) -> None:
         wish = self.wish
@@ -280,7 +285,7 @@ class NodeProcess(Process):
             self._generation = generation
             self.met.clear()
         world = self.world.plan.cluster.wanted(wish.role)
-        if world <= MEETING_MAX:
+        if world <= TRAINING_MAX:
             self.say(Put(f"{wish.role.group}/{wish.rank}", b"here", generation))
             for rank in range(world):
                 self.say(Get(f"{wish.role.group}/{rank}", generation))
@@ -308,7 +313,7 @@ class NodeProcess(Process):
             self.say(effect.message)
         elif isinstance(effect, SendBeat):
             self.step_no += 1
-            self.say(Beat(Progress(self.step_no, "step")))
+            self.say(Beat(self.trainer.progress if self.trainer is not None else Progress(self.step_no, "step")))
         elif isinstance(effect, Close):
             if self._link is not None:
                 link, self._link = self._link, None
@@ -355,6 +360,7 @@ class ChildProcess(NodeProcess):
         )
         never = msgspec.structs.replace(world.plan.node, topo_timeout_s=-1.0, node_timeout_s=-1.0)
         super().__init__(world, name, agent.host, wish, never)
+        self.preempted = lambda: self.exit(TERMINATED)
 
     def exit(self, code: int) -> None:
         """The program ends by itself."""
@@ -399,7 +405,7 @@ class AgentProcess(NodeProcess):
             child_here = self.children.get(assignment.node_id)
             if child_here is None:
                 self.world.checker.started(self, message, assignment)
-                child = ChildProcess(self.world, self, assignment, self.world.random.random() < 0.7)
+                child = ChildProcess(self.world, self, assignment, self.world.random.random() < self.world.plan.attach)
                 self.children[assignment.node_id] = child
                 self.world.tell(child.name, "started", f"rank {assignment.rank}, generation {message.generation}")
                 self.say(Started(assignment.node_id, assignment.incarnation, 1))

@@ -17,8 +17,9 @@ from tests.simulation.chaos import Chaos
 from tests.simulation.checkers import Checker, Violation
 from tests.simulation.disk import Disk
 from tests.simulation.net import LINK_DEAD_S, Net
-from tests.simulation.plan import Place, Plan, draw
+from tests.simulation.plan import TRAINING_MAX, Place, Plan, draw
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
+from tests.simulation.training import Fabric, Trainer
 
 from covey.core.messages import Register, RegisterAgent
 from covey.core.model import Host, NodeState, Phase
@@ -40,6 +41,7 @@ class World:
         self.net.weather = self.plan.weather
         self.disk = Disk()
         self.checker = Checker(self.disk)
+        self.fabric = Fabric(self)
         self.counts: Counter[str] = Counter()
         self.scheduler: SchedulerProcess | None = None
         self.over: str = ""  # why no scheduler will ever come back
@@ -98,6 +100,7 @@ class World:
             )
         if self.scheduler is not None and self.scheduler.machine.cluster.phase is Phase.READY:
             self.counts["ready after healing"] += 1
+            self.train_on()
             self.finish_work()
 
     def heal(self) -> None:
@@ -116,6 +119,17 @@ class World:
         for node in self.nodes.values():
             if not node.alive:
                 self.node_finished(node)
+
+    def train_on(self) -> None:
+        """Where every rank of a READY cluster runs a program, all of them must get on with it."""
+        assert self.scheduler is not None
+        trainers = [t for t in self.trainers() if t.rank >= 0]
+        if not self.meets or len(trainers) < self.plan.cluster.worker_num:
+            return
+        goal = max(t.step for t in trainers) + 3
+        if not self.run(self.now + 60.0, lambda: all(t.step >= goal for t in trainers)):
+            raise Violation(f"READY, but the steps are {[(t.node.name, t.step) for t in trainers]}, and stay so")
+        self.counts["trained on"] += 1
 
     def finish_work(self) -> None:
         """Every program ends well: the cluster must end with code 0, and every node know it."""
@@ -145,14 +159,15 @@ class World:
         assert self.scheduler is not None
         members = self.scheduler.machine.cluster.members.values()
         attached = all(m.life and m.state is not NodeState.LEFT for m in members)
-        return attached and len(members) <= processes.MEETING_MAX and self.plan.weather.reorder == 0
+        return attached and len(members) <= TRAINING_MAX and self.plan.weather.reorder == 0
 
     # -- liveness ----------------------------------------------------------------------------------------------------
 
     def bound_s(self) -> float:
         """Links die, members are judged, places are waited for: each at most twice in a row; then there is an answer."""
         c, n = self.plan.cluster, self.plan.node
-        return 2 * LINK_DEAD_S + 3 * max(c.topo_timeout_s, 30.0) + 3 * max(c.node_timeout_s, 0.0) + 2 * n.receive_timeout_s + 60
+        limits = 3 * max(c.topo_timeout_s, 30.0) + 3 * max(c.node_timeout_s, 0.0) + 2 * n.receive_timeout_s
+        return 2 * LINK_DEAD_S + limits + (3 * c.stuck_s if c.strategies else 0.0) + 60
 
     def awake(self) -> list[NodeProcess]:
         return [node for node in [*self.nodes.values(), *self.past] if node.alive]
@@ -167,6 +182,15 @@ class World:
         speaking = {node.wish.life for node in self.awake()}
         lives = [cluster.agents[m.agent].life if m.agent else m.life for m in cluster.members.values() if m.present]
         return speaking.issuperset(lives)
+
+    def trainer(self, name: str) -> Trainer | None:
+        """The program of a process that lives, by the process's name."""
+        return next((trainer for trainer in self.trainers() if trainer.node.name == name), None)
+
+    def trainers(self) -> list[Trainer]:
+        everyone: list[NodeProcess] = self.awake()
+        everyone += [child for agent in everyone if isinstance(agent, AgentProcess) for child in agent.children.values()]
+        return [node.trainer for node in everyone if node.alive and node.trainer is not None]
 
     def unsettled(self) -> str:
         said = [f"{n.name} is {n.machine.stage}" for n in self.awake()]

@@ -44,6 +44,14 @@ def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
     }
 
 
+def test_who_missed_its_plan_is_told_again() -> None:
+    gathering, addresses = Gathering(2), {0: NEAR, 1: NEAR}
+    ahead, behind = report(0, (5, 0), (6, 0)), report(1, (4, 0), (5, 0))
+    assert gathering.add(0, ahead, addresses) == gathering.add(0, ahead, addresses) == {}
+    assert gathering.add(1, behind, addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert gathering.add(1, behind, addresses) == {1: giver(0)}
+
+
 def test_the_last_results_may_come_from_one_who_waits_at_the_end() -> None:
     gathering = Gathering(2)
     addresses = {0: NEAR, 1: NEAR}

@@ -14,6 +14,8 @@ from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
+    DumpAsked,
+    Dumped,
     Exited,
     Formed,
     Get,
@@ -496,6 +498,33 @@ def test_a_replacement_has_time_to_show_progress_while_all_others_still_wait_for
     assert "worker:2 died" not in " ".join(told(effects)), "it restores"
     made.step(Heard(Beat(Progress(5, "train", loop=True)), 20), 25.0)
     assert any("worker:2 died: stuck" in sentence for sentence in told(tick(made, 27.0, since=25.0))), "it had begun"
+
+
+def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
+    made = ready_agents(strategies=("recover-in-place", "dump"), stuck_s=5.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+    for rank in range(2):
+        made.step(Heard(Beat(Progress(5, "train", loop=True, waits="5.0")), 10 + rank), 0.0)
+    effects = tick(made, 6.0)
+    assert told(effects)[-1].startswith(
+        "cluster dump: worker:2 left before the work was done: all others wait in collective 5.0 for over 5 s"
+    )
+    assert set(sent(effects, DumpAsked)) == {10, 11} and phase(made) is Phase.HEALING
+    made.step(Heard(Dumped(5, "dump-5"), 10), 6.0)
+    end = ended(made.step(Heard(Dumped(5, "dump-5"), 11), 6.0))
+    assert end is not None and end.code == ExitCode.PEER_FAILED and end.reason.endswith("; step 5 is in dump-5")
+
+
+def test_a_replacement_that_never_calls_is_waited_for_as_long_as_for_any_other() -> None:
+    made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Exited("2", 1, 137, "killed by SIGKILL"), 2), 1.0)
+    assert not ended(tick(made, 60.0, beats=[1, 2, 10, 11], since=1.0))
+    end = ended(tick(made, 64.0, beats=[1, 2, 10, 11], since=60.0))
+    assert end is not None and end.code == 137 and end.reason == "worker:2 did not come back within 60 s"
 
 
 # -- the scheduler's own death ---------------------------------------------------------------------------------------

@@ -70,17 +70,18 @@ class Gathering:
         self.broke_at = float("inf")
         self.broke_reason = ""
         self.done = False  # every rank is at the end of its program, and was told that all are
-        self._planned = False
+        self._plans: dict[int, HealPlan] = {}
 
     def add(self, rank: int, report: Report, addresses: Mapping[int, str]) -> dict[int, HealPlan]:
-        """Take a report in; returns the plans once they can be made, and again when everyone is at the end."""
+        """Take a report in; returns the plans once they can be made, and again when everyone is at the end. Who reports again
+        meanwhile may have missed its plan with a lost link: it is told once more."""
         self.reports[rank] = report
-        complete = len(self.reports) == len(addresses)
-        if not complete or (self._planned and not all(r.finished for r in self.reports.values())):
-            return {}
-        self._planned = True
-        self.done = all(r.finished for r in self.reports.values())
-        return plan(self.generation, self.reports, addresses)
+        self.done = len(self.reports) == len(addresses) and all(r.finished for r in self.reports.values())
+        if self._plans and not self.done:
+            return {rank: self._plans[rank]}
+        if len(self.reports) == len(addresses):
+            self._plans = plan(self.generation, self.reports, addresses)
+        return self._plans
 
 
 class Dump:

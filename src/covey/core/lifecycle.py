@@ -185,6 +185,8 @@ class Lifecycle:
         if not survivors:
             return self._end(code, reason, failure)
         self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
+        if self.cluster.phase is not Phase.HEALING:
+            self._move(Phase.HEALING, reason)
         self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
@@ -247,8 +249,8 @@ class Lifecycle:
         self._tell_places()
 
     def _roll_back(self, reason: str) -> None:
-        """The ranks cannot go on from where they are: all start anew, from their newest checkpoint, if there is somebody to
-        start them; not twice for the same step."""
+        """The ranks cannot go on from where they are: all start anew, from their newest checkpoint, where somebody can start
+        them; not twice for the same step."""
         agents = self.cluster.agents
         here = all(m.agent in agents and not agents[m.agent].leaving for m in self.cluster.of(Role.WORKER))
         if not here or self._reached <= self._rolled_back_at:
@@ -277,33 +279,40 @@ class Lifecycle:
         if phase is Phase.FORMING and 0 <= limit < self._now - self._started:
             reason = f"not complete within {limit:g} s: {formation.missing(self.cluster)}"
             self._end(ExitCode.NOT_FORMED, reason)
+        elif self._dump is not None:
+            self._end_dump()
         elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by and (away := self._away()):
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
-        elif self._dump is not None:
-            self._end_dump()
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
-        if settings.stuck_s >= 0 and self.cluster.phase is not Phase.ENDED:
+        if settings.stuck_s >= 0 and self._dump is None and self.cluster.phase is not Phase.ENDED:
             self._judge_progress(settings.stuck_s)
 
     def _away(self) -> list[Member]:
-        return [m for m in self.cluster.members.values() if m.state in (NodeState.DEAD, NodeState.SUSPECT)]
+        """Who is not here; a replacement is when it has called."""
+        away, members = (NodeState.DEAD, NodeState.SUSPECT), self.cluster.members.values()
+        return [m for m in members if m.state in away or (self._replacing and m.present and not m.link)]
 
     def _judge_progress(self, limit: float) -> None:
-        """A rank for which all others have waited in one collective for too long is stuck, though it beats."""
-        workers = [m for m in self.cluster.of(Role.WORKER) if m.present]
+        """A rank for which all others have waited in one collective for too long is stuck, though it beats; or it has left."""
+        everyone = self.cluster.of(Role.WORKER)
+        workers, left = [m for m in everyone if m.present], [m for m in everyone if m.state is NodeState.LEFT]
         waiting = [m for m in workers if m.progress.waits and self._now - m.changed_at > limit]
         late = [m for m in workers if not m.progress.waits and m.link]
         if not waiting or len(waiting) + len(late) < len(workers):
             return
+        where = f"in collective {waiting[0].progress.waits} for over {limit:g} s"
+        if left and len(waiting) + len(left) == len(everyone):
+            reason = f"{names(left)} left before the work was done: all others wait {where}"
+            self._give_up(ExitCode.PEER_FAILED, reason)
         for member in late:
             if self._now - member.changed_at > limit:
                 self._count("stuck")
-                reason = f"stuck: all others wait for it in collective {waiting[0].progress.waits} for over {limit:g} s"
+                reason = f"stuck: all others wait for it {where}"
                 link = member.link
                 self._over(member, ExitCode.PEER_FAILED, reason, since=member.changed_at)
                 self._silence(link)
@@ -390,7 +399,11 @@ class Lifecycle:
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
         phase, members = self.cluster.phase, self.cluster.members.values()
-        if phase not in (Phase.HEALING, Phase.RETURNING) or any(m.state is NodeState.SUSPECT for m in members):
+        if (
+            self._dump is not None
+            or phase not in (Phase.HEALING, Phase.RETURNING)
+            or any(m.state is NodeState.SUSPECT for m in members)
+        ):
             return
         dead = [m for m in members if m.state is NodeState.DEAD]
         if self._replacing and not self._all_resumed():
