@@ -88,6 +88,8 @@ class Agent:
         self._wanted: Start | None = None  # the newest: what should run is a level, an older one is no news
         self._news = asyncio.Event()
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._births = asyncio.Lock()  # a process that is being born runs already, and must be asked to leave too
+        self._leaves = False
         self.keeps_scheduler = False  # it goes with this host
         self.on_start: Callable[[Start], None] = lambda start: None
 
@@ -143,7 +145,9 @@ class Agent:
 
     async def _leave(self, number: int, reason: str) -> None:
         assert self._runtime is not None
-        await self._children.end(None, grace_s=self._settings.grace_s, ask=number)
+        self._leaves = True
+        async with self._births:
+            await self._children.end(None, grace_s=self._settings.grace_s, ask=number)
         self._reason = reason
         self._runtime.leave(128 + number, reason)
 
@@ -182,7 +186,8 @@ class Agent:
             assert start is not None
             try:
                 await self._end_what_is_over(start)
-                await self._start(start)
+                async with self._births:
+                    await self._start(start)
             except CoveyError as error:
                 self.settle(Outcome(error.exit_code, str(error)))
             except OSError as error:
@@ -215,7 +220,7 @@ class Agent:
     async def _start(self, start: Start) -> None:
         self.on_start(start)
         for assignment in start.assignments:
-            if self._started.get(assignment.node_id, 0) >= assignment.incarnation:
+            if self._leaves or self._started.get(assignment.node_id, 0) >= assignment.incarnation:
                 continue
             again = assignment.incarnation > 1  # its log goes on, also where the life before was another host's
             self._started[assignment.node_id] = assignment.incarnation
