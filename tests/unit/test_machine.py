@@ -9,6 +9,7 @@ import pytest
 
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, LinkLost, Restored, Ticked
+from covey.core.incidents import Incident
 from covey.core.lifecycle import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -327,7 +328,7 @@ def test_a_new_generation_is_durable_before_the_incarnation_that_lives_in_it() -
     made = ready("0", "1", recovery=True)
     made.step(LinkLost("reset", 2), 1.0)
     records = kept(made.step(Heard(register("1", "second life"), 3), 2.0))
-    assert [type(record) for record in records] == [ClusterRecord, MemberRecord, ClusterRecord]
+    assert [type(record) for record in records] == [ClusterRecord, MemberRecord, Incident, ClusterRecord]
     assert [r.generation for r in records if isinstance(r, ClusterRecord)] == [3, 3]
 
 

@@ -71,6 +71,7 @@ class Lifecycle:
         self._rolled_back_at = -2  # what had been reached at the last return to a checkpoint
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
+        self._grouped = False  # a group has met: only then will ranks say that they have gone on
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
         self._stop: Stop | None = None
@@ -406,7 +407,7 @@ class Lifecycle:
         ):
             return
         dead = [m for m in members if m.state is NodeState.DEAD]
-        if self._replacing and not self._all_resumed():
+        if self._replacing and self._grouped and not self._all_resumed():
             return
         if not dead:
             self._replacing = False
@@ -414,6 +415,8 @@ class Lifecycle:
             self._held.clear()
             self.incidents.mark(Stage.REFORMED, self._now)
             self._move(Phase.READY, reason)
+            if not self._grouped:
+                self._close_incidents(Outcome.RESUMED)
         elif phase is Phase.RETURNING:
             self._move(Phase.HEALING, f"waiting for {names(dead)} to be started again, with the same variables")
         else:

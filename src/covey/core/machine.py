@@ -239,6 +239,7 @@ class Machine(Lifecycle):
     def _put(self, link: int, pin: Put) -> None:
         if link not in self._speakers or pin.generation != self.cluster.generation:
             return
+        self._grouped = True
         waiting = self._board.put(pin.key, pin.value)
         if waiting is None:
             self._send(link, Refused(f"the board is full: {pin.key} cannot be pinned"))
