@@ -119,7 +119,7 @@ class Admitted(Message, frozen=True):
     node_id: Name
     cluster_id: Name
     key: bytes  # for tickets
-    void: int = 0  # logs up to this round were given up and count no more
+    void: int = -1  # logs up to this round were given up and count no more
 
 
 class Standing(Message, frozen=True):

@@ -190,7 +190,7 @@ class Rounds:
         known.link, known.beat_at, known.standing, known.told = link, self._now, None, None
         if asked.round == self.round and self.stage is not Stage.FORMING:
             self.admitted.update(dict.fromkeys(asked.joined))
-        self._out.append(Send(Admitted(node_id, self.cluster_id, self.key, self.voids.get(node_id, 0)), link))
+        self._out.append(Send(Admitted(node_id, self.cluster_id, self.key, self.voids.get(node_id, -1)), link))
         return None
 
     def _id_for(self, asked: Enlist) -> str:

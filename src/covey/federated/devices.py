@@ -245,8 +245,9 @@ class Devices:
             changed, orders = server.changed, server.orders
             base = orders.base if orders is not None else 0
             newest = server.model[0] - base
-            unfinished = orders is None or asked.iteration in (newest + 1, orders.round - base)
-            if not (unfinished and newest < asked.iteration):
+            behind = orders is None or server.model[0] < orders.round - 1  # a newer one is on its way to this server
+            wanted = asked.iteration if asked.iteration >= 0 else newest + behind
+            if newest >= wanted or (orders is not None and wanted > orders.round - base):
                 answer = Answer(int(Code.SUCCEED), "", _now_ms(), iteration=newest)
                 return self._send_model(request, answer, server.model[1])
             left = until - time.monotonic()

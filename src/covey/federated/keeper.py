@@ -23,8 +23,8 @@ from covey.federated.process import CLUSTER_VARIABLE
 from covey.node import kernel
 from covey.node.log import log
 
-QUICK_MAX: Final = 5  # deaths without a minute of life between them
-STEADY_S: Final = 60.0
+QUICK_MAX: Final = 5  # deaths in a row, each within a moment of its start
+STEADY_S: Final = 2.0
 GRACE_S: Final = 10.0
 RESTART_S: Final = 0.1
 
