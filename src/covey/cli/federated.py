@@ -78,7 +78,7 @@ def up(
     script: str,
     words: tuple[str, ...],
 ) -> None:
-    """Start a federated cluster for a script that calls `covey.federated.run(model)`, or for a .safetensors file, and keep it alive."""
+    """Start a federated cluster and keep it alive: for a script that calls `covey.federated.run`, or a .safetensors file."""
     from covey.federated.keeper import Keeper, Role
 
     if not Path(script).is_file():

@@ -85,6 +85,7 @@ class Claims:
         self.held: dict[int, dict[str, bool]] = {}  # by round: the ids this server counts, and whether they are logged
         self._table: dict[int, dict[str, tuple[str, bool]]] = {}  # as owner: who holds an id, and whether it is logged
         self._heard: set[str] = set()
+        self._early: list[tuple[str, Held]] = []  # of a generation that others heard of before this server did
         self._pending: dict[Key, float] = {}  # claims under way, and when they were last sent
         self._kept_rounds = 1
 
@@ -126,6 +127,9 @@ class Claims:
                 for device, logged in ids.items():
                     if owner(device, self.members) == self.node_id:
                         self._table.setdefault(number, {})[device] = (self.node_id, logged)
+            early, self._early = self._early, []
+            for sender, held in early:
+                self.heard(sender, held, now)
             for peer in self.members:
                 out += self.greet(peer.node_id)
             out += self._claim(list(self._pending), now)
@@ -148,7 +152,8 @@ class Claims:
                 logged = tuple(d for d, done in piece if done)
                 granted = tuple(d for d, done in piece if not done)
                 out.append(Tell(node_id, Held(self.generation, number, logged, granted)))
-        return [*out, Tell(node_id, Held(self.generation, self.round, whole=True))]
+        asks = node_id not in self._heard
+        return [*out, Tell(node_id, Held(self.generation, self.round, whole=True, asks=asks))]
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +229,9 @@ class Claims:
             for device in message.ids:
                 if self._table.get(message.round, {}).get(device) == (sender, False):
                     del self._table[message.round][device]
+        if isinstance(message, Held) and message.generation > self.generation:
+            self._early = [old for old in self._early if old[1].generation == message.generation]
+            self._early.append((sender, message))
         if isinstance(message, Held) and message.generation == self.generation:
             table = self._table.setdefault(message.round, {})
             table.update(dict.fromkeys(message.logged, (sender, True)))
@@ -231,6 +239,8 @@ class Claims:
                 table.setdefault(device, (sender, False))
             if message.whole:
                 self._heard.add(sender)
+            if message.asks:
+                return self.greet(sender)
         return []
 
     def _judge(self, sender: str, claim: Claim) -> Verdict:

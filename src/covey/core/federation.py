@@ -134,7 +134,7 @@ class Standing(Message, frozen=True):
     adopted: tuple[Name, ...] = ()  # lives whose logs it has taken over
     unable: tuple[Name, ...] = ()  # lives whose logs it could not
     drained: bool = False  # it has stopped taking updates and let go of its log
-    metrics: dict[str, float] = {}  # of the newest model, where this server made it
+    metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, where this server made it
 
 
 class Orders(Message, frozen=True):
@@ -220,6 +220,7 @@ class Held(Message, frozen=True):
     logged: tuple[DeviceId, ...] = ()
     granted: tuple[DeviceId, ...] = ()
     whole: bool = False
+    asks: bool = False  # and I have not heard from you yet
 
 
 class Fetch(Message, frozen=True):

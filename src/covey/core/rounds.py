@@ -397,12 +397,11 @@ class Rounds:
         )
         if done is not None:
             return self._finish(done)
-        if self.stage is Stage.SEALING:
-            if all(st.round == self.round and st.sealed and st.generation == self.generation for _, st in standings):
-                able = [server for server, st in standings if st.model == self.round - 1]
-                if able:
-                    self.stage, self.summer = Stage.SUMMING, able[self.round % len(able)].node_id
-                    self.parts = tuple((server.node_id, st.numbers) for server, st in standings)
+        sealed = all(st.round == self.round and st.sealed and st.generation == self.generation for _, st in standings)
+        able = [server for server, st in standings if st.model == self.round - 1]
+        if self.stage is Stage.SEALING and sealed and able:
+            self.stage, self.summer = Stage.SUMMING, able[self.round % len(able)].node_id
+            self.parts = tuple((server.node_id, st.numbers) for server, st in standings)
         return False
 
     def _adopting(self, server: Server) -> bool:

@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 def _number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Callable[[Any], bool]:
     def fits(value: Any) -> bool:
-        return (value > low if above else value >= low) and (value < high if below else value <= high)
+        return bool((value > low if above else value >= low) and (value < high if below else value <= high))
 
     return fits
 
@@ -188,7 +188,7 @@ def check(key: str, value: object) -> Value:
         raise UsageError(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if value in found.later:
         raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def number(key: str) -> int:

@@ -1,4 +1,4 @@
-"""A device in Python: joins a round at any server, sends its update, gets the model. numpy and the standard library, nothing else.
+"""A device in Python: joins a round at any server, sends its update, gets the model. It needs numpy and no torch.
 
     device = Device("http://10.0.0.1:6668,http://10.0.0.2:6668", "phone-17", data_size=600)
     for task in device.rounds():                     # one per iteration this device is admitted to
@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated.model import Floats, Layout, read_head
+from covey.federated.model import Floats, Layout, raw, read_head
 from covey.federated.protocol import JSON, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob
 
 WAIT_MS: Final = 20_000  # how long a server may hold a request
@@ -134,7 +134,7 @@ class Device:
         limit = time.monotonic() + self._patience_s
         while True:
             head = layout.head({**fields, "timestamp": str(_now_ms())})
-            answer, _, _ = self._ask("updateModel", [head, memoryview(np.ascontiguousarray(flat)).cast("B")], SAFETENSORS)
+            answer, _, _ = self._ask("updateModel", [head, raw(np.ascontiguousarray(flat))], SAFETENSORS)
             if answer.retcode == Code.SUCCEED:
                 self._done = iteration
                 return True

@@ -20,7 +20,7 @@ from covey.core.federation import Instance, Joined, Stage
 from covey.federated import openapi
 from covey.federated.accumulator import fixed
 from covey.federated.http import Request, Site
-from covey.federated.model import Floats
+from covey.federated.model import Floats, raw
 from covey.federated.protocol import (
     JSON,
     MSGPACK,
@@ -229,7 +229,7 @@ class Devices:
         self._send_model(request, answer, server.model[1])
 
     def _send_model(self, request: Request, answer: Answer, values: Floats) -> None:
-        request.reply([self._server.layout.head(answer.texts()), memoryview(values).cast("B")], SAFETENSORS)
+        request.reply([self._server.layout.head(answer.texts()), raw(values)], SAFETENSORS)
 
     # -- getModel ----------------------------------------------------------------------------------------------------
 

@@ -138,10 +138,10 @@ class Connection(asyncio.BufferedProtocol):
             return self._refuse(411, "send a Content-Length: chunked bodies are not taken")
         if not 0 <= length <= self._site.body_max:
             return self._refuse(413, f"the body has {length} bytes, and {self._site.body_max} is the limit")
-        self._start_body(end + 4, length)
+        return self._start_body(end + 4, length)
 
     def _start_body(self, start: int, length: int) -> None:
-        body = memoryview(np.empty(length, np.uint8)).cast("B") if length else memoryview(b"")
+        body = np.empty(length, np.uint8).data if length else memoryview(b"")
         early = min(length, self._filled - start)
         body[:early] = self._view[start : start + early]
         rest = self._filled - start - early

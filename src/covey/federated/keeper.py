@@ -70,6 +70,7 @@ class Keeper:
             self._over.set()
 
     async def _keep(self, role: Role) -> None:
+        """Start it, again and again, until the cluster is over or it cannot be kept."""
         loop = asyncio.get_running_loop()
         quick = 0
         while not self._over.is_set():
@@ -91,6 +92,7 @@ class Keeper:
                 return self.end(int(ExitCode.PEER_FAILED))
             log.warning("%s ended (%s) and is started again", role.name, f"signal {-code}" if code < 0 else f"code {code}")
             await asyncio.sleep(RESTART_S)
+        return None
 
     def _log(self, role: Role) -> Path:
         return self._folder / f"{role.name}.log"

@@ -48,7 +48,7 @@ class Layout:
         return self.head(metadata) + values.tobytes()
 
     def decode(self, body: memoryview) -> tuple[dict[str, str], Floats]:
-        """The metadata and the values of a safetensors body that has exactly this layout. Raises `ValueError` with a sentence."""
+        """The metadata and the values of a safetensors body of exactly this layout. Raises `ValueError` with a sentence."""
         tensors, metadata, start = read_head(body)
         data = body[start:]
         if tensors == self._tensors:
@@ -109,6 +109,11 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("the body is not safetensors: its metadata are not texts")
     return tensors, metadata, 8 + length
+
+
+def raw(values: Floats) -> memoryview:
+    """The bytes of an array, not copied."""
+    return values.data.cast("B")
 
 
 def as_numpy(value: Any) -> NDArray[Any]:

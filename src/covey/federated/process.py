@@ -41,7 +41,7 @@ LOST_S: Final = 30.0
 def run(network: Any, strategy: Strategy | None = None) -> None:
     """Become the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
 
-    `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence on stderr and the exit code of its family.
+    `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
     try:
         settings = load(os.environ).settings

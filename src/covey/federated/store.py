@@ -1,4 +1,4 @@
-"""The models: every round's, as safetensors with a manifest; the newest few and the best are kept, and found again on restart."""
+"""The models: every round's, as safetensors with a manifest. The newest few and the best are kept, and found on restart."""
 
 from __future__ import annotations
 

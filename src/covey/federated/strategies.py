@@ -86,14 +86,14 @@ class FedAdam(Strategy):
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
         """The estimate of the squares."""
-        return self.beta2 * before + (1 - self.beta2) * square
+        return np.asarray(self.beta2 * before + (1 - self.beta2) * square)
 
 
 class FedYogi(FedAdam):
     """FedAdam whose estimate of the squares moves by their size, not by its own."""
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
-        return before - (1 - self.beta2) * square * np.sign(before - square)
+        return np.asarray(before - (1 - self.beta2) * square * np.sign(before - square))
 
 
 class Median(Strategy):
@@ -118,7 +118,7 @@ class TrimmedMean(Strategy):
     def column(self, values: Floats, weights: Doubles) -> NDArray[Any]:
         cut = int(len(values) * self.share)
         ordered = np.sort(values, axis=0)[cut : len(values) - cut]
-        return ordered.mean(axis=0, dtype=np.float64)
+        return np.asarray(ordered.mean(axis=0, dtype=np.float64))
 
 
 def named(name: str) -> Strategy:

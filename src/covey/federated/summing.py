@@ -28,7 +28,7 @@ BLOCK = 4096  # values of every update at a time
 
 
 async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Accumulator:
-    """The whole sum. Raises `PeerError` when a part is not what it was when the servers sealed: then new orders are on their way."""
+    """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
     total = mine.accumulator()
     for node_id, expected in parts:
         if node_id == me:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from covey.errors import StoreError
-from covey.federated.model import Floats
+from covey.federated.model import Floats, raw
 
 DURABILITIES: Final = ("none", "process", "host", "disk")
 _HEAD: Final = struct.Struct("<4sIIIqqq")  # magic, length of the id, bytes of values, checksum, weight, loss, accuracy
@@ -51,7 +51,7 @@ class Logged(NamedTuple):
 
 def pack(update: Update, values: Floats, *, checksum: bool) -> list[bytes | memoryview]:
     """A record, in pieces for one writev."""
-    data = memoryview(values).cast("B")
+    data = raw(values)
     name = update.device.encode()
     crc = zlib.crc32(data, zlib.crc32(name)) if checksum else 0
     magic = _TOLD if update.told else _MAGIC

@@ -208,7 +208,7 @@ class Listener:
         secret: str,
         context: ssl.SSLContext | None,
         *,
-        decoder: msgspec.msgpack.Decoder[Any] = from_node,
+        decoder: Any = from_node,
         **calls: Any,
     ) -> None:
         self._sockets = sockets
@@ -273,7 +273,7 @@ async def connect(
     context: ssl.SSLContext | None,
     *,
     insist: Any = False,
-    decoder: msgspec.msgpack.Decoder[Any] = from_scheduler,
+    decoder: Any = from_scheduler,
     **calls: Any,
 ) -> Link:
     """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted.
