@@ -95,9 +95,7 @@ class SimScheduler:
         self.life += 1
         self.links = {}
         limits = Limits(silence_s=1e9, return_s=5.0)
-        self.machine = Rounds(
-            cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, limits=limits, now=world.now
-        )
+        self.machine = Rounds(cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, limits=limits, now=world.now)
         if self.record is not None:
             self.machine.restore(self.record, world.now)
         life = self.life
@@ -189,7 +187,7 @@ class SimServer:
 
     def _call(self, life: int) -> None:
         if self.life != life or self.link:
-            return
+            return None
         scheduler = self.world.scheduler
         if scheduler.machine is None:
             return self.world.after(0.05, lambda: self._call(life))

@@ -19,12 +19,12 @@ def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
 
     def strike() -> None:
         if world.now > CHAOS_S:
-            return
+            return None
         world.after(draw.expovariate(1.0), strike)
         if scheduler and draw.random() < 0.3 and world.scheduler.machine is not None:
             world.scheduler.die()
             world.after(draw.uniform(0.1, 3.0), world.scheduler.start)
-            return
+            return None
         if scaling and draw.random() < 0.3 and world.scheduler.machine is not None:
             return scale(world)
         alive = [server for server in world.servers.values() if server.alive]

@@ -110,6 +110,8 @@ class Enlist(Message, frozen=True):
     cluster_id: Name = ""
     durability: str = "process"
     round: int = 0
+    fl_name: str = ""
+    plan: Plan | None = None  # the seeds give it to servers, not to the scheduler
     joined: Ids = ()  # whom it saw admitted in this round: a restarted scheduler asks no device twice
 
 

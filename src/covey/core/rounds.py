@@ -77,6 +77,8 @@ class Server(msgspec.Struct):
     link: int = 0  # 0: gone
     member: bool = False
     leaving: bool = False
+    fl_name: str = ""
+    plan: Plan | None = None
     returned: bool = False  # it lives again and its claims are to be told to it anew
     beat_at: float = 0.0
     gone_at: float = 0.0
@@ -187,6 +189,7 @@ class Rounds:
         self._adoptions.pop(known.life, None)
         known.life, known.host, known.http, known.peer = asked.life, asked.host, asked.http, asked.peer
         known.folder, known.pid, known.durability = asked.folder, asked.pid, asked.durability
+        known.fl_name, known.plan = asked.fl_name, asked.plan
         known.link, known.beat_at, known.standing, known.told = link, self._now, None, None
         if asked.round == self.round and self.stage is not Stage.FORMING:
             self.admitted.update(dict.fromkeys(asked.joined))
@@ -271,6 +274,12 @@ class Rounds:
         self._seat()
         self.generation, self.source, self.digest = 1, first.node_id, first.standing.digest
         self.round = first.standing.model + 1
+        self.job, self.plan = first.fl_name or self.job, first.plan or self.plan
+        for server in chosen:
+            if server.plan is not None and server.plan != self.plan:
+                self._say(
+                    server.node_id, "differs", f"server {first.node_id}'s settings of rounds hold, not its own", Level.WARNING
+                )
         self._open(f"{len(chosen)} servers are here")
 
     def _seat(self) -> None:

@@ -8,9 +8,10 @@ replaced in silence.
 from __future__ import annotations
 
 import difflib
+import functools
+import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,13 +235,19 @@ def recovery() -> Path | None:
     if not isinstance(section, dict) or section.get("storage_type", section.get("storge_type")) != 1:
         raise UsageError(f"recovery in {config} needs storage_type 1, a file: no other storage is known")
     if "storge_file_path" in section:
-        warnings.warn(f"{config} spells storge_file_path: storage_file_path is meant, and taken", stacklevel=2)
+        _misspelled(config)
     where = section.get("storage_file_path", section.get("storge_file_path"))
     if not isinstance(where, str) or not where:
         raise UsageError(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
     path = Path(config).absolute().parent / where
     # The seeds name config.json itself: state lies beside a file of that name, never in it.
     return path if path.is_dir() or where.endswith("/") else path.with_name(f"{path.name}.state")
+
+
+@functools.cache
+def _misspelled(config: str) -> None:
+    """Say it once."""
+    logging.getLogger("covey").warning("%s spells storge_file_path: storage_file_path is meant, and taken", config)
 
 
 def root() -> Path:

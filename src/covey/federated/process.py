@@ -201,6 +201,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy) -> int:
             node_id=settings.node_id,
             durability=context.text("durability"),
             fl_name=context.text("fl_name"),
+            plan=context.plan(),
             server_mode=context.text("server_mode"),
             prefix=context.text("http_url_prefix"),
             replay_ms=context.number("replay_attack_time_diff"),

@@ -28,6 +28,7 @@ from covey.core.federation import (
     Joined,
     Joining,
     Orders,
+    Plan,
     Stage,
     Standing,
     ToServer,
@@ -66,6 +67,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str = ""
     durability: str = "process"
     fl_name: str = ""
+    plan: Plan = Plan()
     server_mode: str = "FEDERATED_LEARNING"
     prefix: str = ""
     replay_ms: int = 600_000
@@ -173,6 +175,8 @@ class Server:
                 pid=os.getpid(),
                 cluster_id=self.cluster_id,
                 durability=s.durability,
+                fl_name=s.fl_name,
+                plan=s.plan,
                 round=round_number,
                 joined=tuple(self.joined)[:BATCH_MAX],
             )
