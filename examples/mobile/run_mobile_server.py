@@ -1,7 +1,7 @@
 """Starts servers in the background; their logs are server_PORT/server.log.
 
-A server's id is the scheduler's to give, so ids differ also on several hosts and when servers are added. A server that is started
-again at the same host and port gets the id it had; MS_NODE_ID, where set, is taken as it is.
+A server's id is the scheduler's to give, so ids differ also on several hosts and when servers are added. A server that is
+started again at the same host and port gets the id it had; MS_NODE_ID, where set, is taken as it is.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A federated cluster without sockets: the real machines of scheduler and servers, on a heap clock, with a seeded network.
 
-Servers and the scheduler die and return at any moment; a server's log and models survive it, as files do. Devices send each update
-until it is acknowledged or the round has closed, at any server, and never twice on purpose. What must hold is checked when a sum is
-made (no update twice, none of the acknowledged missing) and at the end (rounds went on).
+Servers and the scheduler die and return at any moment; a server's log and models survive it, as files do. Devices send each
+update until it is acknowledged or the round has closed, at any server, and never twice on purpose. What must hold is checked
+when a sum is made (no update twice, none of the acknowledged missing) and at the end (rounds went on).
 """
 
 from __future__ import annotations
@@ -195,6 +195,7 @@ class SimServer:
         number = self.orders.round if self.orders is not None else 0
         enlist = Enlist(self.node_id, self.name, self.host, self.node_id, self.name, folder=self.node_id, round=number)
         self._say(enlist)
+        return None
 
     def lost(self, life: int) -> None:
         if self.life == life:
@@ -350,12 +351,14 @@ class SimServer:
             call(str(Outcome.COUNTED))
         self._settle()
         self.stand()
+        return None
 
     def join(self, device: str, call: Callable[[str], None]) -> None:
         if self.orders is None or not self.claims.is_member or self.model < self.orders.round - 1:
             return call("refused")
         self.waiting.setdefault((-1, device), []).append(call)
         self._say(Joining(self.orders.round, (device,)))
+        return None
 
     def update(self, number: int, device: str, call: Callable[[str], None]) -> None:
         self.waiting.setdefault((number, device), []).append(call)

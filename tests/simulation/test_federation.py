@@ -31,7 +31,8 @@ def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
         if alive:
             victim = draw.choice(alive)
             victim.die()
-            world.after(draw.choice([0.1, 0.5, 3.0, 8.0]), lambda: victim.alive or victim.start())
+            world.after(draw.choice([0.1, 0.5, 3.0, 8.0]), lambda: None if victim.alive else victim.start())
+        return None
 
     world.after(1.0, strike)
 

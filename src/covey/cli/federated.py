@@ -26,6 +26,7 @@ from covey.store import registry
 from covey.store.registry import Entry
 from covey.wire import address
 
+BARS = "▁▂▃▄▅▆▇█"
 MASTER = click.option(
     "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
 )
@@ -200,3 +201,44 @@ def _query(entry: Entry) -> dict[str, Any]:
         connection.close()
     result: dict[str, Any] = answer.get("result", {})
     return result
+
+
+@federated.command()
+@click.option("--devices", default=1000, show_default=True, help="How many devices share the digits.")
+@click.option("--rounds", default=20, show_default=True, help="How many rounds.")
+@click.option("--strategy", default="FedAvg", show_default=True, help="How updates become a model.")
+@click.option("--alpha", default=0.3, show_default=True, help="How even the devices' labels are: small is uneven.")
+@click.option("--sample", default=1.0, show_default=True, help="The share of devices in each round.")
+@click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
+@click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
+def simulate(
+    devices: int, rounds: int, strategy: str, alpha: float, sample: float, epochs: int, lr: float, seed: int, picture: str
+) -> None:
+    """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from covey.federated import simulate as simulation
+    from covey.federated.strategies import named
+
+    for name, value in (("--devices", devices), ("--rounds", rounds), ("--epochs", epochs), ("--alpha", alpha), ("--lr", lr)):
+        if not value > 0:
+            raise UsageError(f"{name} {value} is not possible: give a number above 0")
+    if not 0 < sample <= 1:
+        raise UsageError(f"--sample {sample} is not possible: give a number above 0, up to 1")
+    options = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr}
+    columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    found = []
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=rounds)
+        for one in simulation.simulate(devices, rounds, named(strategy), seed=seed, **options):
+            found.append(one)
+            progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
+    simulation.plot(found, Path(picture))
+    click.echo("".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found))
+    last = found[-1]
+    framework = sum(one.framework_s for one in found) / len(found)
+    click.echo(f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})")
+    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's; the plot is {picture}")

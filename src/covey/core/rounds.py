@@ -190,6 +190,7 @@ class Rounds:
         known.life, known.host, known.http, known.peer = asked.life, asked.host, asked.http, asked.peer
         known.folder, known.pid, known.durability = asked.folder, asked.pid, asked.durability
         known.fl_name, known.plan = asked.fl_name, asked.plan
+        self.job = self.job or asked.fl_name
         known.link, known.beat_at, known.standing, known.told = link, self._now, None, None
         if asked.round == self.round and self.stage is not Stage.FORMING:
             self.admitted.update(dict.fromkeys(asked.joined))

@@ -149,6 +149,7 @@ class Devices:
         if self._wrong_name(request, asked.fl_name):
             return None
         self._keep(self._join(request, asked))
+        return None
 
     def _wrong_name(self, request: Request, name: str) -> bool:
         ours = self._server.settings.fl_name

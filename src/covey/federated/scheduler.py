@@ -63,8 +63,9 @@ class Scheduler:
         ticker = loop.create_task(self._tick())
         try:
             end = await self._ended
-            deadline = loop.time() + GOODBYE_S
-            while any(server.link in self._links for server in self.rounds.servers.values()) and loop.time() < deadline:
+            for _ in range(int(100 * GOODBYE_S)):
+                if not any(server.link in self._links for server in self.rounds.servers.values()):
+                    break
                 await asyncio.sleep(0.01)
         finally:
             ticker.cancel()

@@ -82,7 +82,7 @@ class FedAdam(Strategy):
         before = state.get("second", np.full(len(model), self.tau**2))
         second = self.second(before, delta * delta)
         state.update(first=first, second=second)
-        return model + self.learning_rate * first / (np.sqrt(second) + self.tau)
+        return np.asarray(model + self.learning_rate * first / (np.sqrt(second) + self.tau))
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
         """The estimate of the squares."""
