@@ -15,7 +15,8 @@ path = pid_file(options.scheduler_port)
 for line in path.read_text().splitlines() if path.exists() else ():
     pid, started = line.split()
     try:
-        if psutil.Process(int(pid)).create_time() == float(started):
+        process = psutil.Process(int(pid))
+        if process.create_time() == float(started) and process.status() != psutil.STATUS_ZOMBIE:
             os.kill(int(pid), signal.SIGKILL)
             print(f"killed {pid}")
     except psutil.NoSuchProcess:

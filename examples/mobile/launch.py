@@ -17,11 +17,11 @@ def pid_file(scheduler_port):
     return Path.cwd() / f"pids_{scheduler_port}"
 
 
-def launch(role, folder, log, options, node_id=None):
+def launch(role, folder, log, options, node_id=None, index=0):
     """Run the training script in a role, in a folder of its own; returns the process, its log, and how long that was."""
     Path(folder).mkdir(exist_ok=True)
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    environ = dict(os.environ)
+    environ = {**os.environ, "COVEY_FL_INDEX": str(index)}
     if node_id is not None:
         environ["MS_NODE_ID"] = str(node_id)
     path = Path(folder) / log

@@ -45,5 +45,6 @@ if local > 1 and os.environ.get("MS_NODE_ID"):
 first = given.pop("fl_server_port")
 started = []
 for port in range(first, first + local):
-    started.append(launch("MS_SERVER", f"server_{port}", "server.log", {**given, "fl_server_port": port}))
+    options = {**given, "fl_server_port": port}
+    started.append(launch("MS_SERVER", f"server_{port}", "server.log", options, index=port - first))
 wait_until_started(started)

@@ -164,6 +164,7 @@ class Processes:
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "TERM": "dumb",
+            "PYTHONPATH": os.environ.get("PYTHONPATH"),  # a source tree that is not the installed one
             MARK: str(self.folder),
         }
         return {name: str(value) for name, value in {**base, **(extra or {})}.items() if value is not None}

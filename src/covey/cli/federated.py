@@ -228,12 +228,12 @@ def simulate(
             raise UsageError(f"{name} {value} is not possible: give a number above 0")
     if not 0 < sample <= 1:
         raise UsageError(f"--sample {sample} is not possible: give a number above 0, up to 1")
-    options = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr}
+    run = simulation.simulate(devices, rounds, named(strategy), alpha=alpha, sample=sample, epochs=epochs, rate=lr, seed=seed)
     columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     found = []
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=rounds)
-        for one in simulation.simulate(devices, rounds, named(strategy), seed=seed, **options):
+        for one in run:
             found.append(one)
             progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
     simulation.plot(found, Path(picture))

@@ -202,7 +202,8 @@ class Rounds:
         for server in self.servers.values():
             if (server.host.id, server.http) == (asked.host.id, asked.http) and (not server.link or server.life == asked.life):
                 return server.node_id
-        return next(str(number) for number in range(len(self.servers) + 1) if str(number) not in self.servers)
+        wished = [asked.wish] if 0 <= asked.wish < self.wanted else []
+        return next(str(number) for number in (*wished, *range(len(self.servers) + 1)) if str(number) not in self.servers)
 
     def _refuse(self, link: int, reason: str) -> None:
         self._out += [Send(Refused(reason), link), Close(link)]
@@ -284,12 +285,13 @@ class Rounds:
         self._open(f"{len(chosen)} servers are here")
 
     def _seat(self) -> None:
-        """A known server keeps its rank; a new one gets the lowest that is free."""
+        """A known server keeps its rank; an id of digits claims that rank; any other gets the lowest that is free."""
         taken = {server.rank for server in self.servers.values() if server.rank >= 0}
-        for server in self.servers.values():
-            if server.member and server.rank < 0:
-                server.rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-                taken.add(server.rank)
+        new = [server for server in self.servers.values() if server.member and server.rank < 0]
+        for server in sorted(new, key=lambda server: not server.node_id.isdecimal()):
+            claimed = [int(server.node_id)] if server.node_id.isdecimal() else []
+            server.rank = next(rank for rank in (*claimed, *range(len(taken) + 1)) if rank not in taken)
+            taken.add(server.rank)
 
     def _resolve(self) -> None:
         """For each member that is gone or drained: find someone who reads its log, or give up."""

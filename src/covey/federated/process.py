@@ -35,6 +35,7 @@ from covey.wire import address
 CLUSTER_VARIABLE: Final = (
     "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again
 )
+INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
 LOST_S: Final = 30.0
 
 
@@ -199,6 +200,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy) -> int:
             peer=address.join(*peer[0].getsockname()[:2]),
             root=context.root(),
             node_id=settings.node_id,
+            wish=int(os.environ.get(INDEX_VARIABLE, "-1")),
             durability=context.text("durability"),
             fl_name=context.text("fl_name"),
             plan=context.plan(),

@@ -65,6 +65,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     peer: str  # HOST:PORT for servers
     root: Path
     node_id: str = ""
+    wish: int = -1  # the number it would like for an id
     durability: str = "process"
     fl_name: str = ""
     plan: Plan = Plan()
@@ -175,6 +176,7 @@ class Server:
                 pid=os.getpid(),
                 cluster_id=self.cluster_id,
                 durability=s.durability,
+                wish=s.wish,
                 fl_name=s.fl_name,
                 plan=s.plan,
                 round=round_number,

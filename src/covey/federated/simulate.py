@@ -1,8 +1,8 @@
 """A whole federation on one machine, without sockets: real data, devices that differ, and the servers' own sums and strategies.
 
-The embedded digits are dealt out unevenly: each device's labels follow a draw from a Dirichlet distribution, so most devices see few
-of the ten. All devices of a round train at once, as one batched computation. What the framework itself takes (joining, checking,
-adding, making the model) is timed apart from the training.
+The embedded digits are dealt out unevenly: each device's labels follow a draw from a Dirichlet distribution, so most devices
+see few of the ten. All devices of a round train at once, as one batched computation. What the framework itself takes
+(joining, checking, adding, making the model) is timed apart from the training.
 """
 
 from __future__ import annotations
