@@ -22,33 +22,39 @@ MODEL = f"""
 import numpy as np
 import covey.federated
 
-covey.federated.run({{"w": np.zeros(({SIZE // 10}, 10), np.float32)}})
+covey.federated.run({{"w": np.zeros(({SIZE // 10}, 10), np.float32)}}, covey.federated.STRATEGY)
 """
 
 
 class Federation:
     """A cluster, its REST port, and devices as threads."""
 
-    def __init__(self, shell: Shell, servers: int, threshold: int, **settings: Any) -> None:
+    def __init__(
+        self, shell: Shell, servers: int, threshold: int, *, apart: bool = False, strategy: str = "FedAvg()", **settings: Any
+    ) -> None:
+        """`apart`: each server believes to be on a host of its own, with a keeper of its own."""
         self.shell = shell
         self.servers = servers
         self.threshold = threshold
         self.port, self.manage, self.scheduler = ports(servers + 4), free_port(), free_port()
-        self.script = shell.script(MODEL, "model.py")
-        more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        numbers = ["--servers", str(servers), "--threshold", str(threshold), *self._where(self.port)]
-        self.up = shell.covey("federated", "up", *numbers, "--dir", shell.folder / "state", *more, self.script)
+        self.script = shell.script(MODEL.replace("STRATEGY", strategy), "model.py")
+        self._more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        numbers = ["--servers", "1" if apart else str(servers), "--server-num", str(servers), "--threshold", str(threshold)]
+        words: list[str | Path] = [*numbers, *self._where(self.port), "--dir", shell.folder / "state", *self._more, self.script]
+        self.up = shell.covey("federated", "up", *words, env={"COVEY_HOST_ID": "host-0" if apart else None})
+        self.others = [self.join(1, self.port + n, f"host-{n}") for n in range(1, servers)] if apart else []
         self.up.wait_for("Server started successfully.")
 
     def _where(self, port: int) -> list[str]:
         ports = {"--port": port, "--scheduler-port": self.scheduler, "--manage-port": self.manage}
         return [word for name, value in ports.items() for word in (name, str(value))]
 
-    def join(self, servers: int, port: int) -> Process:
+    def join(self, servers: int, port: int, host: str | None = None) -> Process:
         """More servers for the same cluster."""
         where = ["--join", f"127.0.0.1:{self.scheduler}", "--servers", str(servers), *self._where(port)]
         name = f"joining-{port}"
-        return self.shell.covey("federated", "up", *where, "--dir", self.shell.folder / "state", self.script, name=name)
+        words: list[str | Path] = [*where, "--dir", self.shell.folder / "state", *self._more, self.script]
+        return self.shell.covey("federated", "up", *words, name=name, env={"COVEY_HOST_ID": host})
 
     def urls(self, servers: int = 0) -> list[str]:
         return [f"http://127.0.0.1:{self.port + number}" for number in range(servers or self.servers)]

@@ -18,6 +18,7 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Crowd, Federation, expected, ports, update
 from tests.processes.harness import free_port, until
 
+from covey.federated.accumulator import Accumulator
 from covey.federated.device import Refused, Task
 from covey.federated.model import Layout
 
@@ -60,6 +61,40 @@ def test_kill_any_process_and_the_sum_is_exact(shell: Shell, durability: str) ->
     crowd.end()
     federation.up.signal(signal.SIGTERM)
     assert federation.up.wait() == 0
+
+
+def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None:
+    federation = Federation(shell, 2, 1, strategy="FedBuff(2)")
+    slow, fast = federation.device(0, 1), federation.device(1, 2)
+    late, early = slow.join(), fast.join()
+    assert late is not None and early is not None
+    assert early.send(update(1, 1))
+    iteration, first = fast.model(1)
+    assert iteration == 1
+    assert late.send(update(0, 1)), "an update of the iteration before counts too"
+    iteration, second = slow.model(2)
+    wanted = Accumulator(SIZE)
+    wanted.add(update(0, 1) * np.float32(2**-0.5), 1)
+    model = first["w"].reshape(-1)
+    assert np.array_equal(second["w"].reshape(-1), (model + wanted.mean()).astype(np.float32))
+    assert late.send(update(0, 1)), "counted already"
+    assert federation.instance()["counted"] == 0 and federation.instance()["currentIteration"] == 3
+
+
+def test_copies_survive_a_host_that_does_not_come_back(shell: Shell) -> None:
+    """Nobody can read the dead server's own log: its copies are what counts."""
+    federation = Federation(shell, 3, 3, apart=True, durability="host", update_model_time_window=60_000)
+    tasks = [federation.device(n, n + 1).join() for n in range(3)]
+    assert tasks[0] is not None and tasks[1] is not None and tasks[2] is not None
+    keeper = federation.others[1]
+    device = tasks[0]._device
+    device._servers, device._at = [("http", "127.0.0.1", federation.port + 2, "")], 0
+    device.close()
+    assert tasks[0].send(update(0, 1))
+    keeper.kill()
+    assert tasks[1].send(update(1, 1)) and tasks[2].send(update(2, 1))
+    iteration, weights = federation.device("x", servers=2).model(1)
+    assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 3))
 
 
 def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, str]]:

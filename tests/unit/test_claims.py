@@ -98,3 +98,17 @@ def test_late_early_and_elsewhere() -> None:
     assert claims.follow(orders(stage=Stage.SEALING), 0.0) == [Answer(5, device, Outcome.LATE)]
     claims.follow(orders(generation=2, members=(Peer("b", 1),)), 0.0)
     assert claims.came(5, device, 0.0) == [Answer(5, device, Outcome.CLOSED)]
+
+
+def test_where_updates_may_be_old_one_that_an_earlier_round_counted_is_not_counted_again() -> None:
+    claims = Claims("a")
+    plan = Plan(staleness=2)
+    claims.follow(orders(plan=plan), 0.0)
+    claims.heard("b", Held(1, 5, whole=True), 0.0)
+    device = device_of("a")
+    claims.came(5, device, 0.0)
+    claims.logged(5, device)
+    claims.follow(orders(round_number=6, plan=plan), 0.0)
+    assert claims.came(6, device, 0.0) == [Answer(6, device, Outcome.COUNTED)]
+    assert claims.heard("b", Claim(1, 6, (device,)), 0.0) == [Tell("b", Verdict(1, 6, counted=(device,)))]
+    assert claims.came(6, device_of("a", 1), 0.0) == [Store(6, device_of("a", 1))]

@@ -13,7 +13,7 @@ Being held by a server that is gone is such a case: its log decides, and when it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
@@ -160,7 +160,7 @@ class Claims:
     def came(self, round_number: int, device: str, now: float) -> list[Wish]:
         """An update was received and checked. The wishes say what becomes of it, now or later."""
         held = self.held.get(round_number, {}).get(device)
-        if held:
+        if held or self._counted_before(self.held, device):
             return [Answer(round_number, device, Outcome.COUNTED)]
         if held is False or (round_number, device) in self._pending:
             return []  # the first of the two requests decides for both
@@ -243,6 +243,10 @@ class Claims:
                 return self.greet(sender)
         return []
 
+    def _counted_before(self, rounds: Mapping[int, Mapping[str, object]], device: str) -> bool:
+        """Where updates may be some rounds old, one that an earlier round counted must not count again."""
+        return self._kept_rounds > 1 and any(device in ids for number, ids in rounds.items() if number < self.round)
+
     def _judge(self, sender: str, claim: Claim) -> Verdict:
         """As owner. What is in neither list of the verdict is not known yet."""
         verdict = Verdict(claim.generation, claim.round)
@@ -254,7 +258,7 @@ class Claims:
         late: list[str] = []
         for device in claim.ids:
             holder, is_logged = table.get(device, ("", False))
-            if holder and is_logged:
+            if (holder and is_logged) or self._counted_before(self._table, device):
                 counted.append(device)
             elif holder == sender or (not holder and claim.round == self.round and self.open):
                 table[device] = (sender, False)

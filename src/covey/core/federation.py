@@ -82,6 +82,7 @@ class Adoption(msgspec.Struct, frozen=True):
     life: Name
     folder: str
     by: Name
+    copies: bool = False  # not its own log, which lies on another host, but the copies `by` has
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -247,6 +248,7 @@ class Piece(Message, frozen=True):
 class Copy(Message, frozen=True):
     """Keep this update of mine too."""
 
+    life: Name
     round: int
     serial: int
     record: bytes
@@ -302,6 +304,13 @@ def owner(device: str, members: Sequence[Peer]) -> str:
     """Who decides whether this device's update was counted. A new generation asks everyone anew, so plain hashing will do."""
     digest = hashlib.blake2b(device.encode(), digest_size=8).digest()
     return members[int.from_bytes(digest, "big") % len(members)].node_id
+
+
+def keeper(node_id: str, members: Sequence[Peer]) -> Peer | None:
+    """Who keeps copies of a server's updates, where they are kept: the next one by rank."""
+    others = sorted((peer for peer in members if peer.node_id != node_id), key=lambda peer: peer.rank)
+    rank = next((peer.rank for peer in members if peer.node_id == node_id), -1)
+    return next((peer for peer in others if peer.rank > rank), others[0] if others else None)
 
 
 def share(seed: str, device: str) -> float:

@@ -35,6 +35,7 @@ from covey.core.federation import (
     Plan,
     Stage,
     Standing,
+    keeper,
     share,
 )
 from covey.core.messages import Goodbye, Message, Refused, Stop, StopAsked
@@ -42,6 +43,7 @@ from covey.core.model import Host
 from covey.errors import UsageError
 
 REATTACH_S = 2.0  # members of a restarted scheduler call again at once: until then nobody looks into their logs
+EVERYONE = 10**9
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -119,7 +121,7 @@ class Rounds:
         self.voids: dict[str, int] = {}
         self.best = (-1, 0.0)
         self.admitted: dict[str, None] = {}
-        self.room = plan.threshold  # devices the round may take in so far
+        self.room = _room(plan)  # devices the round may take in so far
         self.missing: tuple[str, ...] = ()
         self.missed = 0
         self.opened_at = now
@@ -311,11 +313,13 @@ class Rounds:
             by = self.servers.get(adoption.by)
             if not adoption.by or (by is not None and by.member):  # its word, or its own log, decides first
                 return
-        for other in self.servers.values():
-            able = other.host.id == server.host.id or server.durability == "host"
-            if other.alive and other.member and not other.leaving and other is not server and able and server.folder:
-                self._adoptions[server.life] = Adoption(server.node_id, server.life, server.folder, other.node_id)
-                return
+        able = [other for other in self.servers.values() if other.alive and other.member and not other.leaving]
+        near = [other for other in able if other.host.id == server.host.id and other is not server]
+        keeps = keeper(server.node_id, self._told.members) if server.durability == "host" and self._told else None
+        chosen = near or [other for other in able if keeps is not None and other.node_id == keeps.node_id]
+        if chosen and server.folder:
+            found = Adoption(server.node_id, server.life, server.folder, chosen[0].node_id, copies=not near)
+            self._adoptions[server.life] = found
 
     def _give_up(self, server: Server) -> None:
         part = self._part(server)
@@ -377,7 +381,7 @@ class Rounds:
     def _open(self, reason: str) -> None:
         self.stage = Stage.OPEN
         self.summer, self.missing, self.parts = "", (), ()
-        self.admitted, self.room = {}, self.plan.threshold
+        self.admitted, self.room = {}, _room(self.plan)
         self.opened_at, self.first_join_at, self.first_update_at = self._now, -1.0, -1.0
         self.reason = reason
         if self.instance is Instance.RUNNING and self.iteration > self.plan.iterations:
@@ -389,7 +393,7 @@ class Rounds:
 
     def _begin(self, plan: Plan) -> None:
         self.plan, self.next_plan = plan, None
-        self.base, self.instance, self.room = self.round - 1, Instance.RUNNING, plan.threshold
+        self.base, self.instance, self.room = self.round - 1, Instance.RUNNING, _room(plan)
         self.missed, self.best = 0, (-1, 0.0)
         self._say("cluster", "new instance", f"{plan.iterations} iterations from the newest model")
 
@@ -667,7 +671,7 @@ class Rounds:
             setattr(self, name, getattr(record, name))
         self.voids, self.best = dict(record.voids), record.best
         self.operation, self.wanted_before = record.operation, record.wanted_before
-        self.room = self.plan.threshold
+        self.room = _room(self.plan)
         self.stage = Stage.OPEN if record.formed else Stage.FORMING
         for kept in record.servers:
             server = Server(kept.node_id, kept.life, kept.host, kept.http, kept.peer, kept.folder, kept.rank)
@@ -678,3 +682,8 @@ class Rounds:
 
     def _say(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
         self._out.append(Publish(node if node in ("cluster", "round") else f"server:{node}", what, reason, level))
+
+
+def _room(plan: Plan) -> int:
+    """How many devices a round takes in. An asynchronous one takes all: whoever is late counts in the next."""
+    return EVERYONE if plan.staleness else plan.threshold

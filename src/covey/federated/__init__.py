@@ -14,7 +14,7 @@ from typing import Any
 
 from covey.federated.context import get_fl_context, reset_fl_context, set_fl_context
 from covey.federated.device import Device, Task
-from covey.federated.strategies import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Median, Strategy, TrimmedMean
+from covey.federated.strategies import FedAdam, FedAvg, FedAvgM, FedBuff, FedProx, FedYogi, Median, Strategy, TrimmedMean
 
 
 def run(model: Any, strategy: Strategy | None = None) -> None:
@@ -29,6 +29,7 @@ __all__ = [
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBuff",
     "FedProx",
     "FedYogi",
     "Median",

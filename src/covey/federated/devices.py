@@ -270,15 +270,33 @@ class Devices:
             return self._say(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)
         if not server.running:
             return self._say(request, Code.OUT_OF_TIME, NOT_RUNNING, retry_ms=self._pause_ms())
-        round_number = fields.iteration + orders.base
-        if fields.ticket != ticket(server.key, round_number, fields.fl_id, fields.data_size):
+        began = fields.iteration + orders.base
+        if fields.ticket != ticket(server.key, began, fields.fl_id, fields.data_size):
             sentence = "the ticket does not belong to this device, iteration and data_size: ask startFLJob for one"
             return self._say(request, Code.OUT_OF_TIME, sentence)
         server.part.check(values, fields.data_size)
-        return self._wait(request, round_number, fields, values)
+        if not server.strategy.staleness:
+            return self._wait(request, began, fields.fl_id, fields, values)
+        return self._wait_late(request, began, fields, values)
 
-    def _wait(self, request: Request, round_number: int, fields: UpdateFields, values: Floats) -> None:
-        key = (round_number, fields.fl_id)
+    def _wait_late(self, request: Request, began: int, fields: UpdateFields, values: Floats) -> None:
+        """An asynchronous strategy: an update counts in the present round, for what it adds to the model it began with."""
+        server = self._server
+        assert server.orders is not None
+        age = server.orders.round - began
+        if age > server.strategy.staleness:
+            reason = f"the update began {age} iterations ago, and {server.strategy.staleness} are allowed"
+            return self._say(request, Code.OUT_OF_TIME, reason, retry_ms=self._pause_ms())
+        model = server.models.get(began - 1)
+        if age < 0 or model is None:
+            return self._say(
+                request, Code.NOT_READY, "this server does not have that model yet: try another", retry_ms=RETRY_MS
+            )
+        added = server.strategy.contribution(values, model, age)
+        return self._wait(request, server.orders.round, f"{fields.fl_id}@{began}", fields, added)
+
+    def _wait(self, request: Request, round_number: int, device: str, fields: UpdateFields, values: Floats) -> None:
+        key = (round_number, device)
         until = time.monotonic() + max(fields.wait / 1000, WAITING_S)
         known = self.waiting.get(key)
         if known is not None:
@@ -289,10 +307,10 @@ class Devices:
         weight = fields.data_size
         told = fields.upload_loss is not None
         update = Update(
-            fields.fl_id, weight, fixed(fields.upload_loss or 0.0, weight), fixed(fields.upload_accuracy or 0.0, weight), told
+            device, weight, fixed(fields.upload_loss or 0.0, weight), fixed(fields.upload_accuracy or 0.0, weight), told
         )
         self.waiting[key] = Waiting(update, values, [request], until)
-        return self._server.came(round_number, fields.fl_id)
+        return self._server.came(round_number, device)
 
     def _answer(self, key: Key, code: Code, reason: str, retry_ms: int = 0) -> None:
         waiting = self.waiting.pop(key, None)
@@ -311,6 +329,8 @@ class Devices:
         key = (round_number, device)
         if outcome is Outcome.COUNTED:
             self._answer(key, Code.SUCCEED, "the update was counted already")
+        elif outcome is Outcome.LATE and self._server.strategy.staleness:
+            self._answer(key, Code.NOT_READY, "an iteration ended meanwhile: send it again, it counts in the next", RETRY_MS)
         elif outcome is Outcome.LATE:
             base = self._server.orders.base if self._server.orders is not None else 0
             reason = f"the update is for iteration {round_number - base}, which is closed; the present one is {self._iteration}"

@@ -50,13 +50,14 @@ class Part:
 
     def take(self, log: Logged) -> list[str]:
         """Add the updates of a log; returns the devices they came from."""
-        devices = []
+        devices: dict[str, None] = {}
         for update, values in read(log.path):
-            self.add(update, values)
-            devices.append(update.device)
+            if update.device not in devices:  # copies may have been sent twice
+                self.add(update, values)
+                devices[update.device] = None
         if log.life:
             self.adopted.append(log.life)
-        return devices
+        return list(devices)
 
     def sync(self) -> Callable[[], None] | None:
         """What makes the log so far durable on disk; None if there is nothing to do."""

@@ -102,7 +102,7 @@ class Peers:
             if len(found) >= piece.total:
                 return found
 
-    async def copy(self, node_id: str, round_number: int, record: bytes) -> None:
+    async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
         """Have a member keep a record too. Raises `PeerError`."""
         self._serial += 1
         serial = self._serial
@@ -110,7 +110,7 @@ class Peers:
         self._copies[serial] = waiting
         try:
             link = await self._linked(node_id)
-            link.send(Copy(round_number, serial, record))
+            link.send(Copy(life, round_number, serial, record))
             async with asyncio.timeout(FETCH_S):
                 await waiting
         except TimeoutError:
@@ -211,7 +211,11 @@ class Peers:
                 data = bytes(whole[message.offset : message.offset + PIECE_MAX])
                 link.send(Piece(message.what, message.round, message.offset, len(whole), data))
         elif isinstance(message, Copy):
-            self._copy(caller, message)
-            link.send(Copied(message.serial))
+            try:
+                self._copy(caller, message)
+            except PeerError as error:
+                link.close(str(error))
+            else:
+                link.send(Copied(message.serial))
         else:
             self._heard(caller, message)

@@ -203,7 +203,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy) -> int:
             wish=int(os.environ.get(INDEX_VARIABLE, "-1")),
             durability=context.text("durability"),
             fl_name=context.text("fl_name"),
-            plan=context.plan(),
+            plan=msgspec.structs.replace(context.plan(), staleness=strategy.staleness),
             server_mode=context.text("server_mode"),
             prefix=context.text("http_url_prefix"),
             replay_ms=context.number("replay_attack_time_diff"),

@@ -32,6 +32,7 @@ from covey.core.federation import (
     Stage,
     Standing,
     ToServer,
+    keeper,
 )
 from covey.core.messages import Message, Refused, Stop
 from covey.core.model import Host
@@ -43,7 +44,7 @@ from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
 from covey.federated.store import ModelStore
 from covey.federated.strategies import Strategy
-from covey.federated.updates import Folder, Update, pack
+from covey.federated.updates import Folder, Logged, Update, pack, read
 from covey.node.log import log
 from covey.node.security import Security
 from covey.wire.link import Link, connect
@@ -89,6 +90,7 @@ class Server:
         self.cluster_id = ""
         self.orders: Orders | None = None
         self.model: tuple[int, Floats, str] = (0, values, digest(values))  # round, values, digest
+        self.models: dict[int, Floats] = {0: values}  # those that devices may have begun with
         self.changed = asyncio.Event()  # replaced whenever something a device may wait for has happened
         self.joined: dict[str, None] = {}
         self.devices = Devices(self)
@@ -110,6 +112,8 @@ class Server:
         self._joins: list[str] = []
         self._work: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[int] | None = None
+        self._copying = asyncio.Lock()
+        self._copied_to = (-1, "")  # the round, and the address of who has copies of all we hold of it
 
     async def run(self, http: list[socket.socket], peer: list[socket.socket]) -> int:
         """Serve until told to stop."""
@@ -228,11 +232,12 @@ class Server:
             time.sleep(0.01)
         s = self.settings
         self._store = ModelStore(
-            self._folder.path / "models", self.layout, name=s.fl_name, keep=s.keep_models, sync=s.durability == "disk"
+            self._folder.path / "models", self.layout, name=s.fl_name, keep=self._kept, sync=s.durability == "disk"
         )
         newest = self._store.newest
         if newest is not None:
-            self.model = (newest.round, self._store.load(newest.round)[0], newest.digest)
+            for entry in self._store.entries:
+                self._has(entry.round, self._store.load(entry.round)[0], entry.digest)
         else:
             self._store.save(0, self.model[1], {}, {})
         self._folder.forget(void + 1)
@@ -240,10 +245,14 @@ class Server:
         self._new_part(logs[-1].round if logs else 0)
         assert self.part is not None
         for found in logs:
-            if found.round == self.part.round:
-                self.claims.restore(found.round, self.part.take(found))
+            self.claims.restore(found.round, self._read_log(found))
         if self.part.numbers.count:
             log.info("%d updates of round %d were read from the log", self.part.numbers.count, self.part.round)
+
+    @property
+    def _kept(self) -> int:
+        """How many models are stored: at least those that devices may have begun with; 0 is all."""
+        return max(self.settings.keep_models, self.strategy.staleness + 1) if self.settings.keep_models else 0
 
     def _new_part(self, round_number: int) -> None:
         if self.part is not None:
@@ -297,7 +306,7 @@ class Server:
         ):
             self._start("fetch", self._fetch(orders))
         elif self.model[0] >= orders.round - 1:
-            self._folder.forget(orders.round)
+            self._folder.forget(orders.round - self.strategy.staleness)
 
     def _start(self, name: str, work: Any) -> None:
         if name in self._work:
@@ -318,18 +327,26 @@ class Server:
 
     def _adopt(self, adoption: Adoption) -> None:
         assert self.part is not None
+        where = self._copies(adoption.life) if adoption.copies else Path(adoption.folder)
         try:
-            taken = self._folder.take_from(Path(adoption.folder), adoption.life, self.part.round)
+            taken = self._folder.take_from(where, adoption.life, self.part.round - self.strategy.staleness, self.part.round)
         except (OSError, StoreError) as error:
             log.info("the log of server %s cannot be taken over: %s", adoption.node_id, error)
             self._unable.add(adoption.life)
             return
         count = 0
         for found in taken:
-            devices = self.part.take(found)
-            self.claims.restore(self.part.round, devices)
-            count += len(devices)
+            devices = self._read_log(found)
+            self.claims.restore(found.round, devices)
+            count += len(devices) if found.round == self.part.round else 0
         log.info("took over %d updates of server %s", count, adoption.node_id)
+
+    def _read_log(self, found: Logged) -> list[str]:
+        """Add a log of this round; of an earlier one only the devices matter, which must not count again."""
+        assert self.part is not None
+        if found.round == self.part.round:
+            return self.part.take(found)
+        return [update.device for update, _ in read(found.path)]
 
     async def _sum(self, orders: Orders) -> None:
         """Make the model of this round."""
@@ -349,7 +366,7 @@ class Server:
         made = summing.apply(self.strategy, model, mean, state)
         self._metrics = summing.metrics(total.numbers)
         found = store.save(orders.round, made, state, self._metrics)
-        self.model = (orders.round, made, found)
+        self._has(orders.round, made, found)
         self.stand()
         self._wake()
 
@@ -367,10 +384,17 @@ class Server:
             raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
         state_bytes = await self._peers.fetch(orders.source, "state", wanted)
         store.save(wanted, values, summing.unpack_state(state_bytes), {})
-        self.model = (wanted, values.copy(), found)
-        self._folder.forget(orders.round)
+        self._has(wanted, values.copy(), found)
+        self._folder.forget(orders.round - self.strategy.staleness)
         self._wake()
         self.stand()
+
+    def _has(self, round_number: int, values: Floats, found: str) -> None:
+        """The newest model from now on; as many as devices may have begun with are kept beside it."""
+        self.model = (round_number, values, found)
+        self.models[round_number] = values
+        for old in [number for number in self.models if number < round_number - self.strategy.staleness]:
+            del self.models[old]
 
     def stand(self) -> None:
         """Tell the scheduler how this server stands, soon."""
@@ -458,11 +482,14 @@ class Server:
 
     async def _store_safely(self, part: Part, update: Update, values: Floats) -> None:
         """Durability beyond this process: the disk, or a copy at the next server."""
-        if self.settings.durability == "disk":
-            await self._sync(part)
-        else:
-            await self._copy_out(part, update, values)
-        self._stored(part, update, values)
+        try:
+            if self.settings.durability == "disk":
+                await self._sync(part)
+            else:
+                await self._copy_out(part, update, values)
+        except (OSError, StoreError) as error:  # what is on the disk is not known any more: another life reads it
+            return self.end(ExitCode.DISK, f"the log of updates cannot be kept: {error}")
+        return self._stored(part, update, values)
 
     async def _sync(self, part: Part) -> None:
         """Wait for a sync that began after the record was written; many updates share one."""
@@ -479,17 +506,23 @@ class Server:
         await asyncio.shield(self._work["sync"])
 
     async def _copy_out(self, part: Part, update: Update, values: Floats) -> None:
-        record = b"".join(bytes(piece) for piece in pack(update, values, checksum=False))
+        """Whoever keeps our copies must have all of them: a new keeper is first sent what the one before it had."""
         while True:
-            others = [peer for peer in self.claims.members if peer.node_id != self.node_id]
-            if not others:
+            peer = keeper(self.node_id, self.claims.members)
+            if peer is None:
                 return None  # alone: there is nobody to keep a copy
-            rank = next((peer.rank for peer in self.claims.members if peer.node_id == self.node_id), 0)
-            keeper = next((peer for peer in others if peer.rank > rank), others[0])
+            place = (part.round, peer.address)
             try:
-                return await self._peers.copy(keeper.node_id, part.round, record)
+                async with self._copying:
+                    if self._copied_to != place:
+                        for path in part.logs():
+                            for old, data in read(path):
+                                await self._peers.copy(peer.node_id, self._life, part.round, _record(old, data))
+                        self._copied_to = place
+                        return None
+                return await self._peers.copy(peer.node_id, self._life, part.round, _record(update, values))
             except PeerError as error:
-                log.info("%s; another is asked", error)
+                log.info("%s; it is tried again", error)
                 await asyncio.sleep(0.1)
 
     def _stored(self, part: Part, update: Update, values: Floats) -> None:
@@ -523,11 +556,19 @@ class Server:
         return summing.pack_state(state) if what == "state" else self.layout.encode(values, {})
 
     def _copy(self, node_id: str, message: Copy) -> None:
-        """Keep a copy of another server's update, under that server's name."""
-        folder = self._folder.path / f"copies_{node_id}"
+        """Keep a copy of another server's update, under the name of its life. Raises `PeerError` once those are ours."""
+        if self.part is not None and message.life in self.part.adopted:
+            raise PeerError(f"the copies of server {node_id} have been taken over")
+        folder = self._copies(message.life)
         folder.mkdir(exist_ok=True)
+        for old in folder.glob("updates-*.log"):
+            if old.name != f"updates-{message.round}.log":
+                old.unlink()
         with (folder / f"updates-{message.round}.log").open("ab") as file:
             file.write(message.record)
+
+    def _copies(self, life: str) -> Path:
+        return self._folder.path / f"copies_{life}"
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -549,3 +590,7 @@ class Server:
             if self._link is not None and now - beat_at >= BEAT_S:
                 beat_at = now
                 self._link.send(Alive())
+
+
+def _record(update: Update, values: Floats) -> bytes:
+    return b"".join(bytes(piece) for piece in pack(update, values, checksum=False))

@@ -37,6 +37,10 @@ class Strategy:
         """With `sees_all`: the aggregate of a block of all updates, one row per device, in no particular order."""
         raise NotImplementedError
 
+    def contribution(self, values: Floats, began: Floats, age: int) -> Floats:
+        """What is added of an update: of a device that began with the model `began`, `age` rounds ago. By default all of it."""
+        return values
+
     def for_devices(self) -> dict[str, float]:
         """What devices must know of it."""
         return {}
@@ -96,6 +100,25 @@ class FedYogi(FedAdam):
         return np.asarray(before - (1 - self.beta2) * square * np.sign(before - square))
 
 
+class FedBuff(Strategy):
+    """Asynchronous: every `start_fl_job_threshold` updates make a model, whenever their devices began.
+
+    What counts is the difference to the model a device began with, the less the older that is: 1 / sqrt(1 + age).
+    """
+
+    def __init__(self, staleness: int = 10, learning_rate: float = 1.0) -> None:
+        if not 1 <= staleness <= 100:
+            raise UsageError(f"FedBuff(staleness={staleness!r}) is not possible: give a whole number from 1 to 100")
+        self.staleness = staleness
+        self.learning_rate = _positive("learning_rate", learning_rate)
+
+    def contribution(self, values: Floats, began: Floats, age: int) -> Floats:
+        return (values - began) * np.float32((1 + age) ** -0.5)
+
+    def make(self, model: Floats, mean: Doubles, state: State) -> NDArray[Any]:
+        return model + self.learning_rate * mean
+
+
 class Median(Strategy):
     """The median of each value over all devices, whatever their samples."""
 
@@ -123,7 +146,7 @@ class TrimmedMean(Strategy):
 
 def named(name: str) -> Strategy:
     """A strategy by its class's name, as options give it."""
-    found = {cls.__name__.lower(): cls for cls in (FedAvg, FedProx, FedAvgM, FedAdam, FedYogi, Median, TrimmedMean)}
+    found = {cls.__name__.lower(): cls for cls in (FedAvg, FedProx, FedAvgM, FedAdam, FedYogi, FedBuff, Median, TrimmedMean)}
     if name.lower() not in found:
         raise UsageError(f"there is no strategy {name}: {', '.join(cls.__name__ for cls in found.values())} are known")
     return found[name.lower()]()

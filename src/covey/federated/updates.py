@@ -155,22 +155,22 @@ class Folder:
             if log.round < before:
                 log.path.unlink(missing_ok=True)
 
-    def take_from(self, other: Path, life: str, round_number: int) -> list[Logged]:
-        """Move another server's logs of a round in here. Raises `BlockingIOError` while that server lives."""
+    def take_from(self, other: Path, life: str, oldest: int, newest: int) -> list[Logged]:
+        """Move another server's logs of some rounds in here. Raises `BlockingIOError` while that server lives."""
         theirs = Folder(other)
         if not theirs.acquire():
             raise BlockingIOError(f"{other} is held by a process that lives")
         try:
             taken = []
             for log in theirs.logs():
-                if log.round == round_number:
-                    mine = self.path / f"updates-{round_number}-from-{log.life or life}.log"
+                if oldest <= log.round <= newest:
+                    mine = self.path / f"updates-{log.round}-from-{log.life or life}.log"
                     log.path.rename(mine)
-                    taken.append(Logged(mine, round_number, log.life or life))
-            marker = self.path / f"updates-{round_number}-from-{life}.log"
+                    taken.append(Logged(mine, log.round, log.life or life))
+            marker = self.path / f"updates-{newest}-from-{life}.log"
             if not marker.exists():  # its log was empty: that too must be known to whoever reads this folder
                 marker.touch()
-                taken.append(Logged(marker, round_number, life))
+                taken.append(Logged(marker, newest, life))
             return taken
         finally:
             theirs.release()
