@@ -152,6 +152,7 @@ class Orders(Message, frozen=True):
     instance: Instance
     plan: Plan
     digest: str = ""  # of the model of round - 1, empty until one is chosen
+    metrics: dict[str, float] = {}  # noqa: RUF012 - of that model
     source: Name = ""  # who has that model
     summer: Name = ""
     parts: tuple[tuple[Name, Numbers], ...] = ()  # what the summer must find, exactly

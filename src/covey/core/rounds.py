@@ -219,8 +219,6 @@ class Rounds:
 
     def _stands(self, server: Server, standing: Standing) -> None:
         server.standing = standing
-        if standing.model == self.round and standing.metrics:
-            self.metrics = standing.metrics
         for life in standing.adopted:
             self._adopted(life, server)
         for life in standing.unable:
@@ -469,7 +467,7 @@ class Rounds:
 
     def _judge_loss(self) -> None:
         """Remember the best round by loss; stop early where nothing has become better for long enough."""
-        loss = self.metrics.get("loss")
+        loss = self.metrics.get("central_loss", self.metrics.get("loss"))
         if loss is None:
             return
         if self.best[0] < 0 or loss < self.best[1]:
@@ -608,6 +606,7 @@ class Rounds:
             instance=self.instance,
             plan=self.plan,
             digest=self.digest,
+            metrics=self.metrics,
             source=self._source(),
             summer=self.summer,
             parts=self.parts,

@@ -15,13 +15,15 @@ from typing import Any
 from covey.federated.context import get_fl_context, reset_fl_context, set_fl_context
 from covey.federated.device import Device, Task
 from covey.federated.strategies import FedAdam, FedAvg, FedAvgM, FedBuff, FedProx, FedYogi, Median, Strategy, TrimmedMean
+from covey.federated.summing import Evaluate
+from covey.federated.torch_device import fit
 
 
-def run(model: Any, strategy: Strategy | None = None) -> None:
+def run(model: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
     """Become the scheduler or a server, as `ms_role` says: see `covey.federated.process.run`."""
     from covey.federated.process import run as run_role
 
-    run_role(model, strategy)
+    run_role(model, strategy, evaluate)
 
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Strategy",
     "Task",
     "TrimmedMean",
+    "fit",
     "get_fl_context",
     "reset_fl_context",
     "run",

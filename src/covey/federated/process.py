@@ -23,6 +23,7 @@ from covey.federated.scheduler import Scheduler, load_record
 from covey.federated.server import Server, ServerSettings
 from covey.federated.store import write_file
 from covey.federated.strategies import FedAvg, Strategy
+from covey.federated.summing import Evaluate
 from covey.node import host as hosts
 from covey.node import security
 from covey.node.log import configure, log
@@ -39,14 +40,15 @@ INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this i
 LOST_S: Final = 30.0
 
 
-def run(network: Any, strategy: Strategy | None = None) -> None:
+def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
     """Become the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
 
+    `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
     `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
     try:
         settings = load(os.environ).settings
-        code = _serve(settings, network, strategy or FedAvg())
+        code = _serve(settings, network, strategy or FedAvg(), evaluate)
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         code = int(error.exit_code)
@@ -54,7 +56,7 @@ def run(network: Any, strategy: Strategy | None = None) -> None:
         sys.exit(code)
 
 
-def _serve(settings: Settings, network: Any, strategy: Strategy) -> int:
+def _serve(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
     if not context.get_fl_context("enable_fl") and not os.environ.get(context.VARIABLE):
         raise UsageError("federated learning is not on: set_fl_context(enable_fl=True, ...) comes before run()")
     raise_file_limit()
@@ -75,7 +77,7 @@ def _serve(settings: Settings, network: Any, strategy: Strategy) -> int:
         if context.number("server_num") < 1 and not os.environ.get(context.VARIABLE):
             raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
         configure(settings, f"server:{settings.node_id}" if settings.node_id else "server")
-        return runner.run(_work(settings, network, strategy))
+        return runner.run(_work(settings, network, strategy, evaluate))
 
 
 def _loop_factory() -> Any:
@@ -181,7 +183,7 @@ def _console_modules() -> tuple[Any, Any]:
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 
-async def _work(settings: Settings, network: Any, strategy: Strategy) -> int:
+async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
     layout, values = model.take(network)
     scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
     mine = settings.worker_ip or hosts.address_towards(scheduler_ip)
@@ -215,6 +217,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy) -> int:
         layout,
         values,
         strategy,
+        evaluate,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

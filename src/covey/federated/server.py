@@ -42,7 +42,7 @@ from covey.federated.devices import Devices
 from covey.federated.model import Floats, Layout, digest
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
-from covey.federated.store import ModelStore
+from covey.federated.store import ModelStore, State
 from covey.federated.strategies import Strategy
 from covey.federated.updates import Folder, Logged, Update, pack, read
 from covey.node.log import log
@@ -81,10 +81,19 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Server:
     """One server. `run` returns the code the process should end with."""
 
-    def __init__(self, settings: ServerSettings, guard: Security, layout: Layout, values: Floats, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        guard: Security,
+        layout: Layout,
+        values: Floats,
+        strategy: Strategy,
+        evaluate: summing.Evaluate | None = None,
+    ) -> None:
         self.settings = settings
         self.layout = layout
         self.strategy = strategy
+        self._evaluate = evaluate
         self.key = b""
         self.node_id = settings.node_id
         self.cluster_id = ""
@@ -112,6 +121,7 @@ class Server:
         self._joins: list[str] = []
         self._work: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[int] | None = None
+        self._state: State = {}  # the strategy's, as it was stored with the newest model
         self._copying = asyncio.Lock()
         self._copied_to = (-1, "")  # the round, and the address of who has copies of all we hold of it
 
@@ -237,7 +247,8 @@ class Server:
         newest = self._store.newest
         if newest is not None:
             for entry in self._store.entries:
-                self._has(entry.round, self._store.load(entry.round)[0], entry.digest)
+                values, self._state = self._store.load(entry.round)
+                self._has(entry.round, values, entry.digest)
         else:
             self._store.save(0, self.model[1], {}, {})
         self._folder.forget(void + 1)
@@ -356,7 +367,7 @@ class Server:
         round_number, model, _ = self.model
         if part.round != orders.round or round_number != orders.round - 1:
             return
-        state = store.load(round_number)[1] if store.has(round_number) else {}
+        state = dict(self._state)
         if self.strategy.sees_all:
             mean = await summing.columns(
                 self.node_id, orders.parts, part, self._peers, self.strategy, self._folder.path, self.layout.size
@@ -365,7 +376,12 @@ class Server:
             mean = total.mean()
         made = summing.apply(self.strategy, model, mean, state)
         self._metrics = summing.metrics(total.numbers)
+        if self._evaluate is not None:
+            self._metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self.layout, made)
+            if self.model[0] != orders.round - 1:
+                return
         found = store.save(orders.round, made, state, self._metrics)
+        self._state = state
         self._has(orders.round, made, found)
         self.stand()
         self._wake()
@@ -383,7 +399,8 @@ class Server:
         if self.orders is None or self.orders.round - 1 != wanted or found != self.orders.digest:
             raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
         state_bytes = await self._peers.fetch(orders.source, "state", wanted)
-        store.save(wanted, values, summing.unpack_state(state_bytes), {})
+        self._state = summing.unpack_state(state_bytes)
+        store.save(wanted, values, self._state, orders.metrics)
         self._has(wanted, values.copy(), found)
         self._folder.forget(orders.round - self.strategy.staleness)
         self._wake()
@@ -396,14 +413,17 @@ class Server:
         for old in [number for number in self.models if number < round_number - self.strategy.staleness]:
             del self.models[old]
 
-    def stand(self) -> None:
-        """Tell the scheduler how this server stands, soon."""
+    def _stand_soon(self) -> None:
+        """The same when only a number has changed: not for every update."""
         if self._standing is None:
             wait = max(0.0, self._stand_at + STAND_S - time.monotonic())
-            self._standing = asyncio.get_running_loop().call_later(wait, self._stand)
+            self._standing = asyncio.get_running_loop().call_later(wait, self.stand)
 
-    def _stand(self) -> None:
-        self._standing = None
+    def stand(self) -> None:
+        """Tell the scheduler how this server stands."""
+        if self._standing is not None:
+            self._standing.cancel()
+            self._standing = None
         self._stand_at = time.monotonic()
         if self._link is None or self.part is None:
             return
@@ -530,7 +550,7 @@ class Server:
         self._carry(self.claims.logged(part.round, update.device))
         self.devices.counted(part.round, update.device)
         self._settle()
-        self.stand()
+        self._stand_soon()
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
@@ -550,10 +570,9 @@ class Server:
             if self.part is None or self.part.round != round_number:
                 return None
             return b"".join(path.read_bytes() for path in self.part.logs())
-        if self._store is None or not self._store.has(round_number):
+        if self.model[0] != round_number:
             return None
-        values, state = self._store.load(round_number)
-        return summing.pack_state(state) if what == "state" else self.layout.encode(values, {})
+        return summing.pack_state(self._state) if what == "state" else self.layout.encode(self.model[1], {})
 
     def _copy(self, node_id: str, message: Copy) -> None:
         """Keep a copy of another server's update, under the name of its life. Raises `PeerError` once those are ours."""

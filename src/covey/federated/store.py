@@ -46,8 +46,8 @@ class ModelStore:
     @property
     def best(self) -> Entry | None:
         """The one with the least loss."""
-        rated = [entry for entry in self.entries if "loss" in entry.metrics]
-        return min(rated, key=lambda entry: entry.metrics["loss"]) if rated else None
+        rated = [(_loss(entry), entry) for entry in self.entries if _loss(entry) is not None]
+        return min(rated, key=lambda pair: pair[0] or 0.0)[1] if rated else None
 
     def save(self, round_number: int, values: Floats, state: State, metrics: Mapping[str, float]) -> str:
         """Store a model and the strategy's state; returns the digest."""
@@ -121,3 +121,7 @@ def write_file(path: Path, content: bytes, *, sync: bool) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+def _loss(entry: Entry) -> float | None:
+    return entry.metrics.get("central_loss", entry.metrics.get("loss"))

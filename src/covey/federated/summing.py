@@ -6,7 +6,7 @@ Every number is whole until the last division, so whoever is chosen makes the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 from covey.core.federation import Numbers
 from covey.errors import PeerError, StoreError
 from covey.federated.accumulator import UNIT, Accumulator
-from covey.federated.model import Floats
+from covey.federated.model import Floats, Layout
 from covey.federated.part import Part
 from covey.federated.peers import Peers
 from covey.federated.store import State
 from covey.federated.strategies import Strategy
 from covey.federated.updates import unpack
+from covey.node.log import log
 
 SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
+Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
 BLOCK = 4096  # values of every update at a time
 
 
@@ -58,6 +60,15 @@ def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: S
     return made
 
 
+def judged(evaluate: Evaluate, layout: Layout, values: Floats) -> dict[str, float]:
+    """What the user's own evaluation says of a model. One that fails costs its numbers, not the round."""
+    try:
+        return {f"central_{name}": float(value) for name, value in evaluate(layout.tensors(values.copy())).items()}
+    except Exception as error:  # the user's code: anything may come out of it
+        log.error("the evaluation failed, and the round goes on without it: %s: %s", type(error).__name__, error)
+        return {}
+
+
 def metrics(numbers: Numbers) -> dict[str, float]:
     """What the devices told, weighted by their samples."""
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
@@ -86,8 +97,8 @@ async def columns(
                 else [bytes(await peers.fetch(node_id, "log", mine.round))]
             )
             before = row
-            for log in logs:
-                for update, values, _ in unpack(memoryview(log)):
+            for content in logs:
+                for update, values, _ in unpack(memoryview(content)):
                     rows[row], weights[row] = values, update.weight
                     row += 1
             if row - before != expected.count:
