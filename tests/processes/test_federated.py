@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Crowd, Federation, expected, ports, update
 from tests.processes.harness import free_port, until
 
+from covey.federated import Device, fit
 from covey.federated.accumulator import Accumulator
 from covey.federated.device import Refused, Task
 from covey.federated.model import Layout
+from covey.wire import tls
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +82,47 @@ def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None
     assert np.array_equal(second["w"].reshape(-1), (model + wanted.mean()).astype(np.float32))
     assert late.send(update(0, 1)), "counted already"
     assert federation.instance()["counted"] == 0 and federation.instance()["currentIteration"] == 3
+
+
+def test_devices_over_tls(shell: Shell) -> None:
+    folder = shell.folder / "tls"
+    assert shell.ask("tls", "init", str(folder), "--password", "pw").code == 0
+    config = folder / "config.json"
+    federation = Federation(
+        shell, 2, 1, enable_ssl=True, config_file_path=config, server_password="pw", client_password="pw", fl_iteration_num=2
+    )
+    contexts = tls.build(tls.read_config(config), server_password="pw", client_password="pw", now=datetime.now(UTC))
+    urls = [url.replace("http:", "https:") for url in federation.urls()]
+    with Device(urls, "device-0", data_size=1, context=contexts.client) as device:
+        assert [task.send(update(0, task.iteration)) for task in device.rounds()] == [True, True]
+        assert np.array_equal(device.model()[1]["w"].reshape(-1), expected(2, 1))
+
+
+def test_a_torch_module_trains_and_every_model_is_judged(shell: Shell) -> None:
+    torch = pytest.importorskip("torch")
+    federation = Federation(shell, 2, 2, strategy="FedProx(0.1), lambda model: {'loss': float(abs(model['w']).sum())}",
+                            client_epoch_num=2, client_learning_rate=0.5, fl_iteration_num=2)  # fmt: skip
+    inputs, targets = torch.eye(10), torch.arange(10)
+    modules = [torch.nn.Linear(10, SIZE // 10, bias=False) for _ in range(2)]
+
+    class Named(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.w = module.weight
+
+        def forward(self, rows: Any) -> Any:
+            return rows @ self.w.T
+
+    devices = [federation.device(n, 10) for n in range(2)]
+    for _ in range(2):
+        tasks = [device.join() for device in devices]
+        for task, module in zip(tasks, modules, strict=True):
+            assert task is not None and task.plan.settings == {"proximal_mu": 0.1}
+            assert fit(task, Named(module), inputs, targets)
+    until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the end of the training", story=federation.tails)
+    metrics = federation.instance()["metrics"]
+    assert metrics["updates"] == 2 and metrics["loss"] < 5.7 and metrics["accuracy"] == 1.0 and metrics["central_loss"] > 0
+    assert federation.instance()["bestIteration"] in (1, 2)
 
 
 def test_copies_survive_a_host_that_does_not_come_back(shell: Shell) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import os
 import sys
@@ -15,17 +14,17 @@ import click
 import msgspec
 
 from covey.cli.live import table
-from covey.cli.look import door_of, find
+from covey.cli.look import door_of
 from covey.cli.visit import look
 from covey.cli.visit import stop as ask_to_stop
-from covey.core.model import Phase
-from covey.errors import CoveyError, ExitCode, PeerError, UsageError
+from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import KEYS, Value, check
 from covey.federated.updates import DURABILITIES
 from covey.store import registry
 from covey.store.registry import Entry
 from covey.wire import address
 
+STARTED = b"Server started successfully."
 BARS = "▁▂▃▄▅▆▇█"
 MASTER = click.option(
     "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
@@ -108,27 +107,27 @@ def up(
         roles.append(Role(f"{start}server_{number}", "" if join else str(number), mine))
     command = ["-m", "covey.federated", script] if script.endswith(".safetensors") else [script, *words]
     logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
-    sys.exit(asyncio.run(_keep_up(Keeper, command, roles, logs, address.join(ip, scheduler_port), port, servers)))
+    keeper = Keeper(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
+    ports = f"{port}" if servers == 1 else f"{port} to {port + servers - 1}"
+    said = f"devices at port {ports}, scheduler at {address.join(ip, scheduler_port)}, logs in {logs}"
+    own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
+    sys.exit(asyncio.run(_keep_up(keeper, own, said)))
 
 
-async def _keep_up(kind: Any, command: list[str], roles: list[Any], logs: Path, where: str, port: int, servers: int) -> int:
-    keeper = kind(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
-    saying = asyncio.get_running_loop().create_task(_say_formed(where, logs, port, servers))
+async def _keep_up(keeper: Any, logs: list[Path], said: str) -> int:
+    before = {path: path.stat().st_size if path.exists() else 0 for path in logs}
+    saying = asyncio.get_running_loop().create_task(_say_started(before, said))
     try:
         return int(await keeper.run())
     finally:
         saying.cancel()
 
 
-async def _say_formed(where: str, logs: Path, port: int, servers: int) -> None:
-    while True:
-        with contextlib.suppress(CoveyError):
-            view = await look(find(where))
-            if view.phase is Phase.READY:
-                ports = f"{port}" if servers == 1 else f"{port} to {port + servers - 1}"
-                click.echo(f"Server started successfully.\ndevices at port {ports}, scheduler at {where}, logs in {logs}")
-                return
+async def _say_started(before: dict[Path, int], said: str) -> None:
+    """When every server of ours has said that it is in the cluster."""
+    while not all(path.exists() and STARTED in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
+    click.echo(f"{STARTED.decode()}\n{said}")
 
 
 def _setting(pair: str) -> tuple[str, Value]:

@@ -48,7 +48,7 @@ class Keeper:
         self._cluster_id = cluster_id
         self._folder = folder
         self._environ = environ
-        self._over = asyncio.Event()
+        self._over = asyncio.Event()  # bound to a loop only when it is waited for
         self._code = 0
         self._processes: dict[str, asyncio.subprocess.Process] = {}
 
