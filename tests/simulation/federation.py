@@ -28,7 +28,8 @@ from covey.core.federation import (
     Standing,
 )
 from covey.core.model import Host
-from covey.core.rounds import Effect, Keep, Limits, Rounds
+from covey.core.roster import Effect, Keep, Limits
+from covey.core.rounds import Rounds
 
 DELAY_S = (0.001, 0.02)
 

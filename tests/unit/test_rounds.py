@@ -24,7 +24,8 @@ from covey.core.federation import (
 )
 from covey.core.messages import Refused
 from covey.core.model import Host
-from covey.core.rounds import REATTACH_S, Effect, Keep, Limits, Rounds
+from covey.core.roster import Effect, Keep, Limits
+from covey.core.rounds import REATTACH_S, Rounds
 from covey.errors import UsageError
 
 PLAN = Plan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0, iterations=3)

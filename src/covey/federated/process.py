@@ -16,7 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.federation import Stage
-from covey.core.rounds import Limits, Rounds
+from covey.core.roster import Limits
+from covey.core.rounds import Rounds
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model
 from covey.federated.scheduler import Scheduler, load_record

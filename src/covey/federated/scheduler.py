@@ -19,7 +19,8 @@ from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
 from covey.core.messages import Ask, Message, Stop, Told
 from covey.core.model import Phase, Role
-from covey.core.rounds import Effect, Keep, Rounds
+from covey.core.roster import Effect, Keep
+from covey.core.rounds import Rounds
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.store import write_file
