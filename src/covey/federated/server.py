@@ -32,7 +32,6 @@ from covey.core.federation import (
     Stage,
     Standing,
     ToServer,
-    keeper,
 )
 from covey.core.messages import Message, Refused, Stop
 from covey.core.model import Host
@@ -42,9 +41,10 @@ from covey.federated.devices import Devices
 from covey.federated.model import Floats, Layout, digest
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
+from covey.federated.safekeeping import Safekeeping, copies_of, keep_copy
 from covey.federated.store import ModelStore, State
 from covey.federated.strategies import Strategy
-from covey.federated.updates import Folder, Logged, Update, pack, read
+from covey.federated.updates import Folder, Logged, Update, read
 from covey.node.log import log
 from covey.node.security import Security
 from covey.wire.link import Link, connect
@@ -106,7 +106,7 @@ class Server:
         self.claims = Claims(settings.node_id)
         self._guard = guard
         self._life = secrets.token_hex(8)
-        self._peers = Peers(guard, heard=self._heard_peer, reached=self._reached, give=self._give, copy=self._copy)
+        self._peers = Peers(guard, heard=self._heard_peer, reached=self._reached, give=self._give, copy=self._keep_copy)
         self._folder = Folder(settings.root)
         self._store: ModelStore | None = None
         self.part: Part | None = None
@@ -122,8 +122,7 @@ class Server:
         self._work: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[int] | None = None
         self._state: State = {}  # the strategy's, as it was stored with the newest model
-        self._copying = asyncio.Lock()
-        self._copied_to = (-1, "")  # the round, and the address of who has copies of all we hold of it
+        self._safe = Safekeeping(self._life, self._peers)
 
     async def run(self, http: list[socket.socket], peer: list[socket.socket]) -> int:
         """Serve until told to stop."""
@@ -338,7 +337,7 @@ class Server:
 
     def _adopt(self, adoption: Adoption) -> None:
         assert self.part is not None
-        where = self._copies(adoption.life) if adoption.copies else Path(adoption.folder)
+        where = copies_of(self._folder, adoption.life) if adoption.copies else Path(adoption.folder)
         try:
             taken = self._folder.take_from(where, adoption.life, self.part.round - self.strategy.staleness, self.part.round)
         except (OSError, StoreError) as error:
@@ -504,46 +503,12 @@ class Server:
         """Durability beyond this process: the disk, or a copy at the next server."""
         try:
             if self.settings.durability == "disk":
-                await self._sync(part)
+                await self._safe.sync(part)
             else:
-                await self._copy_out(part, update, values)
+                await self._safe.copy_out(part, update, values, self.claims)
         except (OSError, StoreError) as error:  # what is on the disk is not known any more: another life reads it
             return self.end(ExitCode.DISK, f"the log of updates cannot be kept: {error}")
         return self._stored(part, update, values)
-
-    async def _sync(self, part: Part) -> None:
-        """Wait for a sync that began after the record was written; many updates share one."""
-        sync = part.sync()
-        if sync is None:
-            return
-        running = self._work.get("sync")
-        if running is not None:
-            await asyncio.shield(running)
-        if "sync" not in self._work:
-            task = asyncio.get_running_loop().create_task(asyncio.to_thread(sync))
-            self._work["sync"] = task
-            task.add_done_callback(lambda _: self._work.pop("sync", None))
-        await asyncio.shield(self._work["sync"])
-
-    async def _copy_out(self, part: Part, update: Update, values: Floats) -> None:
-        """Whoever keeps our copies must have all of them: a new keeper is first sent what the one before it had."""
-        while True:
-            peer = keeper(self.node_id, self.claims.members)
-            if peer is None:
-                return None  # alone: there is nobody to keep a copy
-            place = (part.round, peer.address)
-            try:
-                async with self._copying:
-                    if self._copied_to != place:
-                        for path in part.logs():
-                            for old, data in read(path):
-                                await self._peers.copy(peer.node_id, self._life, part.round, _record(old, data))
-                        self._copied_to = place
-                        return None
-                return await self._peers.copy(peer.node_id, self._life, part.round, _record(update, values))
-            except PeerError as error:
-                log.info("%s; it is tried again", error)
-                await asyncio.sleep(0.1)
 
     def _stored(self, part: Part, update: Update, values: Floats) -> None:
         part.add(update, values)
@@ -574,20 +539,11 @@ class Server:
             return None
         return summing.pack_state(self._state) if what == "state" else self.layout.encode(self.model[1], {})
 
-    def _copy(self, node_id: str, message: Copy) -> None:
-        """Keep a copy of another server's update, under the name of its life. Raises `PeerError` once those are ours."""
+    def _keep_copy(self, node_id: str, message: Copy) -> None:
+        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours."""
         if self.part is not None and message.life in self.part.adopted:
             raise PeerError(f"the copies of server {node_id} have been taken over")
-        folder = self._copies(message.life)
-        folder.mkdir(exist_ok=True)
-        for old in folder.glob("updates-*.log"):
-            if old.name != f"updates-{message.round}.log":
-                old.unlink()
-        with (folder / f"updates-{message.round}.log").open("ab") as file:
-            file.write(message.record)
-
-    def _copies(self, life: str) -> Path:
-        return self._folder.path / f"copies_{life}"
+        keep_copy(self._folder, message)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -609,7 +565,3 @@ class Server:
             if self._link is not None and now - beat_at >= BEAT_S:
                 beat_at = now
                 self._link.send(Alive())
-
-
-def _record(update: Update, values: Floats) -> bytes:
-    return b"".join(bytes(piece) for piece in pack(update, values, checksum=False))
