@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import StoreError, UsageError
-from covey.federated import openapi, strategies
+from covey.federated import Device, Task, fit, openapi, strategies
 from covey.federated.accumulator import Accumulator, fixed
-from covey.federated.model import Floats, take
+from covey.federated.model import Floats, Layout, take
+from covey.federated.protocol import Answer, FlPlan
 from covey.federated.simulate import CLASSES, deal, digits, simulate
 from covey.federated.store import ModelStore
 from covey.federated.updates import Folder, Update, UpdateLog, read
@@ -165,7 +167,7 @@ def test_strategies_make_what_their_papers_say() -> None:
     rows = np.array([[0.0], [1.0], [2.0], [100.0]], np.float32)
     assert strategies.Median().column(rows, np.ones(4)).tolist() == [1.5]
     assert strategies.TrimmedMean(0.25).column(rows, np.ones(4)).tolist() == [1.5]
-    assert strategies.FedProx(0.5).for_devices() == {"proximal_mu": 0.5}
+    assert strategies.FedProx(0.5).for_devices(1) == {"proximal_mu": 0.5}
     late = strategies.FedBuff().contribution(np.array([3.0], np.float32), np.array([1.0], np.float32), 3)
     assert late.tolist() == [1.0]
 
@@ -182,6 +184,29 @@ def test_wrong_strategies() -> None:
         strategies.TrimmedMean(0.5)
     with pytest.raises(UsageError, match="mu"):
         strategies.FedProx(0)
+
+
+def test_a_torch_module_learns_as_the_plan_says() -> None:
+    torch = pytest.importorskip("torch")
+    sent: dict[str, object] = {}
+
+    class Recording(Device):
+        def update(self, layout: Layout, flat: Floats, fields: dict[str, str], iteration: int) -> bool:
+            sent.update(fields, flat=flat, iteration=iteration)
+            return True
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    layout, flat = take(module)
+    plan = FlPlan("FEDERATED_LEARNING", "", 1, epochs=20, mini_batch=4, lr=0.5, settings={"proximal_mu": 0.001})
+    answer = Answer(200, "", 0, iteration=3, ticket="t", fl_plan_config=msgspec.json.encode(plan).decode())
+    task = Task(Recording("http://127.0.0.1:1", "d", data_size=4), answer, layout, flat)
+    assert fit(task, module, torch.eye(4), torch.arange(4))
+    first = float(str(sent["upload_loss"]))
+    assert fit(task, module, torch.eye(4), torch.arange(4)), "it begins with the task's weights again"
+    assert float(str(sent["upload_loss"])) == first
+    learned = Task(task._device, answer, layout, np.asarray(sent["flat"], np.float32))
+    assert fit(learned, module, torch.eye(4), torch.arange(4))
+    assert float(str(sent["upload_loss"])) < first and sent["iteration"] == 3
 
 
 # -- simulation and schema ---------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ class Devices:
             plan.batch,
             plan.learning_rate,
             aggregation=name,
-            settings=server.strategy.for_devices(),
+            settings=server.strategy.for_devices(round_number - base),
         )
         answer = Answer(
             int(Code.SUCCEED),

@@ -163,6 +163,7 @@ class Scheduler:
             "joined": len(rounds.admitted),
             "counted": rounds.counted,
             "missed": rounds.missed,
+            "missing": list(rounds.missing),
             "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
             "metrics": rounds.metrics,
             **hyper(plan),

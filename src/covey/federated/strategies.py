@@ -41,8 +41,8 @@ class Strategy:
         """What is added of an update: of a device that began with the model `began`, `age` rounds ago. By default all of it."""
         return values
 
-    def for_devices(self) -> dict[str, float]:
-        """What devices must know of it."""
+    def for_devices(self, iteration: int) -> dict[str, float]:
+        """What devices are told in an iteration, beside the plan."""
         return {}
 
 
@@ -56,7 +56,7 @@ class FedProx(Strategy):
     def __init__(self, mu: float = 0.01) -> None:
         self.mu = _positive("mu", mu)
 
-    def for_devices(self) -> dict[str, float]:
+    def for_devices(self, iteration: int) -> dict[str, float]:
         return {"proximal_mu": self.mu}
 
 
