@@ -242,6 +242,7 @@ class SimServer:
         if orders.round != self.part_round:
             self.claims.held.pop(orders.round, None)
             self.part_round, self.sealed = orders.round, False
+        self.unable &= {adoption.life for adoption in orders.adoptions}
         for adoption in orders.adoptions:
             taken = any(life == adoption.life for (_, life) in self.logs)
             if adoption.by == self.node_id and not taken and adoption.life not in self.unable:

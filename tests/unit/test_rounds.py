@@ -147,6 +147,17 @@ def test_a_dead_servers_log_is_adopted_by_one_that_can_reach_it() -> None:
     assert bench.machine.generation == 3
 
 
+def test_a_log_that_could_not_be_taken_over_is_asked_for_again() -> None:
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
+    bench.stand(2, unable=("0",))
+    assert bench.orders().adoptions == ()
+    bench.stand(2, unable=())
+    bench.tick(1.5)
+    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+
+
 def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     bench = Bench()
     bench.come(1, "0")

@@ -52,6 +52,7 @@ class Server(msgspec.Struct):
     returned: bool = False  # it lives again and its claims are to be told to it anew
     beat_at: float = 0.0
     gone_at: float = 0.0
+    adopt_at: float = 0.0  # not before this is anyone asked to take over its log
     restarts: int = 0
     standing: Standing | None = None
     told: Orders | None = None  # the last orders it was sent over its present link
@@ -169,8 +170,10 @@ class Roster:
         adoption = self._adoptions.get(server.life)
         if adoption is not None:
             by = self.servers.get(adoption.by)
-            if not adoption.by or (by is not None and by.member):  # its word, or its own log, decides first
+            if by is not None and by.member:  # its word, or its own log, decides first
                 return
+        if self._now < server.adopt_at:
+            return
         able = [other for other in self.servers.values() if other.alive and other.member and not other.leaving]
         near = [other for other in able if other.host.id == server.host.id and other is not server]
         keeps = keeper(server.node_id, self._told.members) if server.durability == "host" and self._told else None

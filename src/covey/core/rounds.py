@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from covey.core.effects import Close, End, Level, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import (
@@ -37,6 +35,7 @@ from covey.core.messages import Goodbye, Message, Stop, StopAsked
 from covey.core.roster import Effect, Keep, Limits, Roster, Server
 from covey.errors import UsageError
 
+ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
 REATTACH_S = 2.0  # members of a restarted scheduler call again at once: until then nobody looks into their logs
 EVERYONE = 10**9
 
@@ -111,7 +110,8 @@ class Rounds(Roster):
         for life in standing.unable:
             adoption = self._adoptions.get(life)
             if adoption is not None and adoption.by == server.node_id:
-                self._adoptions[life] = msgspec.structs.replace(adoption, by="")
+                del self._adoptions[life]
+                self.servers[adoption.node_id].adopt_at = self._now + ADOPT_AGAIN_S
 
     def _tick(self) -> None:
         for server in list(self.servers.values()):
@@ -434,7 +434,7 @@ class Rounds(Roster):
             source=self._source(),
             summer=self.summer,
             parts=self.parts,
-            adoptions=tuple(a for a in self._adoptions.values() if a.by),
+            adoptions=tuple(self._adoptions.values()),
             leaving=tuple(server.node_id for server in members if server.leaving),
             missing=self.missing,
             full=len(self.admitted) >= self.room,

@@ -293,6 +293,8 @@ class Devices:
                 request, Code.NOT_READY, "this server does not have that model yet: try another", retry_ms=RETRY_MS
             )
         added = server.strategy.contribution(values, model, age)
+        assert server.part is not None
+        server.part.check(added, fields.data_size)
         return self._wait(request, server.orders.round, f"{fields.fl_id}@{began}", fields, added)
 
     def _wait(self, request: Request, round_number: int, device: str, fields: UpdateFields, values: Floats) -> None:

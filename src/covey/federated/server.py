@@ -281,6 +281,7 @@ class Server:
         if orders.round != self.part.round:
             self._new_part(orders.round)
             self.joined.clear()
+        self._unable &= {adoption.life for adoption in orders.adoptions}  # asked again later, it may be able
         for adoption in orders.adoptions:
             if adoption.by == self.node_id and adoption.life not in (*self.part.adopted, *self._unable):
                 self._adopt(adoption)
@@ -511,11 +512,14 @@ class Server:
         return self._stored(part, update, values)
 
     def _stored(self, part: Part, update: Update, values: Floats) -> None:
+        if part is not self.part:  # the cluster gave this server up meanwhile
+            return self.devices.failed(part.round, update.device, "this server's part was given up: send it again")
         part.add(update, values)
         self._carry(self.claims.logged(part.round, update.device))
         self.devices.counted(part.round, update.device)
         self._settle()
         self._stand_soon()
+        return None
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
