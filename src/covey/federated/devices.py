@@ -166,8 +166,12 @@ class Devices:
             orders = server.orders
             if orders is not None and orders.instance is Instance.FINISHED:
                 return self._say(request, Code.OUT_OF_TIME, NOT_RUNNING)
+            if orders is not None and not server.claims.is_member:
+                return self._say(
+                    request, Code.NOT_READY, "this server is not part of the cluster: ask another", retry_ms=RETRY_MS
+                )
             if orders is not None and not server.running:
-                reason = NOT_RUNNING if server.claims.is_member else "this server is not part of the cluster: ask another"
+                reason = NOT_RUNNING
             elif orders is not None and asked.iteration == orders.round - orders.base:
                 reason = f"iteration {asked.iteration} has this device's update"
             elif orders is not None and orders.stage is Stage.OPEN and server.model[0] == orders.round - 1:
