@@ -38,6 +38,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.scale $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.recovery $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.overhead $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.federated $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

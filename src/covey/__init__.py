@@ -13,6 +13,7 @@ from typing import Any
 
 from covey.context import get_ps_context, reset_ps_context, set_ps_context
 from covey.errors import CoveyError
+from covey.federated.context import get_fl_context, reset_fl_context, set_fl_context
 from covey.train.checkpoint import Checkpoint
 from covey.train.data import Data
 from covey.train.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
@@ -85,6 +86,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "get_fl_context",
     "get_group_size",
     "get_local_rank",
     "get_local_rank_size",
@@ -94,8 +96,10 @@ __all__ = [
     "is_replacement",
     "reduce",
     "report",
+    "reset_fl_context",
     "reset_ps_context",
     "restart_count",
+    "set_fl_context",
     "set_ps_context",
     "set_seed",
 ]

@@ -111,6 +111,15 @@ def check(where: str) -> None:
     sys.exit(check_verb(where))
 
 
+@verbs.command("federated", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def federated(words: tuple[str, ...]) -> None:
+    """Federated learning: `covey federated --help` lists its verbs."""
+    from covey.cli.federated import federated as federated_verbs
+
+    federated_verbs.main(list(words), prog_name="covey federated")
+
+
 @verbs.group()
 def tls() -> None:
     """Certificates to start with."""

@@ -48,39 +48,51 @@ class Source(Protocol):
     def stop(self, reason: str) -> None: ...
 
 
-def make_app(source: Source, *, token: str) -> Starlette:
-    """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback."""
+Answers = dict[str, Callable[[Request], Awaitable[Response]]]
+
+
+def make_app(
+    source: Source,
+    *,
+    token: str,
+    operations: tuple[openapi.Operation, ...] = openapi.OPERATIONS,
+    more: Answers | None = None,
+) -> Starlette:
+    """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback.
+
+    A cluster with further verbs gives its table of `operations`, and in `more` how it answers them.
+    """
     version = _version()
-    document = msgspec.json.encode(openapi.document(version))
+    document = msgspec.json.encode(openapi.document(version, operations))
 
     async def nodes(request: Request) -> Response:
-        return _json(replies.nodes(source.view()))
+        return as_json(replies.nodes(source.view()))
 
     async def state(request: Request) -> Response:
-        return _json(replies.state(source.view()))
+        return as_json(replies.state(source.view()))
 
     async def view(request: Request) -> Response:
-        return _json(source.view())
+        return as_json(source.view())
 
     async def recoveries(request: Request) -> Response:
-        return _json(replies.recoveries(source.recoveries()))
+        return as_json(replies.recoveries(source.recoveries()))
 
     async def stop(request: Request) -> Response:
-        reason = replies.stop_reason(await _body(request))
+        reason = replies.stop_reason(await whole_body(request))
         log.info("stop asked by %s: %s", request.client.host if request.client else "an unknown peer", reason)
         source.stop(reason)
-        return _json(replies.Reply("The cluster was asked to end."))
+        return as_json(replies.Reply("The cluster was asked to end."))
 
     async def numbers(request: Request) -> Response:
         return _answer(metrics.render(source.view(), version), metrics.CONTENT_TYPE)
 
     async def healthz(request: Request) -> Response:
-        return _json(replies.Reply("ok"))
+        return as_json(replies.Reply("ok"))
 
     async def described(request: Request) -> Response:
         return _answer(document, "application/json")
 
-    answers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+    answers: Answers = {
         "nodes": nodes,
         "state": state,
         "view": view,
@@ -89,9 +101,10 @@ def make_app(source: Source, *, token: str) -> Starlette:
         "metrics": numbers,
         "healthz": healthz,
         "openapi": described,
+        **(more or {}),
     }
     app = Starlette(
-        routes=[Route(op.path, answers[op.name], methods=[op.method]) for op in openapi.OPERATIONS],
+        routes=[Route(op.path, answers[op.name], methods=[op.method]) for op in operations],
         middleware=[Middleware(Gate, token=token)],
         exception_handlers={HTTPException: _refused, CoveyError: _unusable},
     )
@@ -143,7 +156,7 @@ class Gate:
         return None
 
 
-async def _body(request: Request) -> bytes:
+async def whole_body(request: Request) -> bytes:
     """The whole body, or a refusal as soon as it grows too long: a chunked one has announced no length."""
     body = bytearray()
     async for chunk in request.stream():
@@ -158,7 +171,7 @@ async def _refused(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
-        paths = ", ".join(operation.path for operation in openapi.OPERATIONS)
+        paths = ", ".join(route.path for route in request.app.routes)
         return _error(404, f"there is no {_shown(request)} here: the paths are {paths}", headers)
     if exc.status_code == 405:
         sentence = f"{_shown(request)} does not answer {request.method}: use {headers['Allow']}"
@@ -171,12 +184,12 @@ async def _unusable(request: Request, exc: Exception) -> Response:
     return _error(400, str(exc))
 
 
-def _json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def as_json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return _answer(msgspec.json.encode(reply), "application/json", status, headers)
 
 
 def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
-    return _json(replies.ErrorReply(sentence), status, headers)
+    return as_json(replies.ErrorReply(sentence), status, headers)
 
 
 def _answer(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:

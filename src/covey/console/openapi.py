@@ -55,8 +55,8 @@ _HEADERS = {
 }
 
 
-def document(version: str) -> dict[str, Any]:
-    types = {ErrorReply, *(t for op in OPERATIONS for t in (op.reply, op.body) if isinstance(t, type))}
+def document(version: str, operations: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
+    types = {ErrorReply, *(t for op in operations for t in (op.reply, op.body) if isinstance(t, type))}
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda t: t.__name__), ref_template=_REF)
     return {
         "openapi": "3.1.0",
@@ -66,7 +66,7 @@ def document(version: str) -> dict[str, Any]:
             "description": "Commands on loopback need no token. Everything else does, and so does every web page.",
         },
         "security": [{}, {"token": []}],
-        "paths": {op.path: {op.method.lower(): _operation(op)} for op in OPERATIONS},
+        "paths": {op.path: {op.method.lower(): _operation(op)} for op in operations},
         "components": {
             "schemas": schemas,
             "responses": {str(status): _error(status) for status in ERRORS},

@@ -217,8 +217,17 @@ def tune(sock: Any) -> None:
 class Listener:
     """Accepts links on bound sockets until closed."""
 
-    def __init__(self, sockets: list[socket.socket], secret: str, context: ssl.SSLContext | None, **calls: Any) -> None:
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        secret: str,
+        context: ssl.SSLContext | None,
+        *,
+        decoder: Any = from_node,
+        **calls: Any,
+    ) -> None:
         self._sockets = sockets
+        self._decoder = decoder
         self._secret = secret
         self._context = context
         self._calls = calls
@@ -240,7 +249,7 @@ class Listener:
             task.cancel()
 
     def _link(self) -> Link:
-        return Link(ServerGreeting(self._secret), from_node, **self._calls)
+        return Link(ServerGreeting(self._secret), self._decoder, **self._calls)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -279,6 +288,7 @@ async def connect(
     context: ssl.SSLContext | None,
     *,
     insist: Any = False,
+    decoder: Any = from_scheduler,
     **calls: Any,
 ) -> Link:
     """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted.
@@ -289,7 +299,7 @@ async def connect(
     try:
         async with asyncio.timeout(CONNECT_S):
             _, link = await loop.create_connection(
-                lambda: Link(ClientGreeting(secret, insist=insist), from_scheduler, **calls), host, port, ssl=context
+                lambda: Link(ClientGreeting(secret, insist=insist), decoder, **calls), host, port, ssl=context
             )
     except TimeoutError:
         raise PeerError(f"no answer within {CONNECT_S:g} s") from None

@@ -1,0 +1,240 @@
+"""How many updates a server takes per second of its CPU, how long the framework's part of a round is, a thousand devices.
+
+Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' own CPU time is
+read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
+persistent gRPC path (`start_server`, `start_client`) with the same clients, where FLWR_PYTHON names an interpreter that has
+it. Its deployment path takes seconds per round by construction (polls of 3 s) and is not run here. Simulated: `covey
+federated simulate`'s rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+from safetensors.numpy import save_file
+
+from bench.report import Aim, aims_table, machine, publish, spread, table
+from covey.federated import FedAvg
+from covey.federated.device import Device
+from covey.federated.model import raw
+from covey.federated.simulate import simulate
+from covey.wire.address import free_port
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SIZES = {"62 k": 62_006, "1 M": 1_000_000}
+CONNECTIONS = 4
+
+
+class Running(msgspec.Struct):
+    """A cluster that is up."""
+
+    urls: list[str]
+    servers: list[Any]
+
+
+@contextmanager
+def cluster(size: int, servers: int, threshold: int, durability: str) -> Iterator[Running]:
+    """`covey federated up` with a model of so many values."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"w": np.zeros(size, np.float32)}, f"{folder}/model.safetensors")
+        first = _ports(servers)
+        words = ["--servers", servers, "--threshold", threshold, "--iterations", 1_000_000, "--durability", durability]
+        words += ["--port", first, "--scheduler-port", free_port("127.0.0.1"), "--manage-port", 0, "--dir", folder]
+        windows = ["start_fl_job_time_window", "update_model_time_window"]
+        words += [word for name in windows for word in ("--set", f"{name}=3600000")]
+        command = [sys.executable, "-m", "covey.cli.main", "federated", "up", *map(str, words), f"{folder}/model.safetensors"]
+        up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            assert up.stdout is not None and "started" in up.stdout.readline(), "the cluster did not start"
+            children = psutil.Process(up.pid).children()
+            chosen = [p for p in children if '"MS_SERVER"' in p.environ().get("COVEY_FL_CONTEXT", "")]
+            yield Running([f"http://127.0.0.1:{first + n}" for n in range(servers)], chosen)
+        finally:
+            up.terminate()
+            up.wait()
+
+
+def _ports(count: int) -> int:
+    while True:
+        first = free_port("127.0.0.1")
+        try:
+            for number in range(1, count):
+                with socket.socket() as sock:
+                    sock.bind(("127.0.0.1", first + number))
+            return first
+        except OSError:
+            continue
+
+
+def measure_updates(size: int, servers: int, durability: str, count: int) -> dict[str, Any]:
+    """Updates per second of the servers' CPU, and per second of the clock."""
+    with cluster(size, servers, count + 1, durability) as running:
+        sent = [_prepare(running.urls[n % servers], n) for n in range(count)]
+        before = [_cpu(process) for process in running.servers]
+        started = time.perf_counter()
+        threads = [
+            threading.Thread(target=_send, args=(running.urls[n % servers], sent[n :: CONNECTIONS * servers]))
+            for n in range(CONNECTIONS * servers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wall = time.perf_counter() - started
+        cpu = sum(_cpu(process) - was for process, was in zip(running.servers, before, strict=True))
+    return {"per_cpu_second": count / cpu, "per_second": count / wall, "us": 1e6 * cpu / count}
+
+
+def _prepare(url: str, number: int) -> bytes:
+    """Join, and make the head of the update."""
+    with Device(url, f"device-{number}", data_size=10) as device:
+        task = device.join()
+        assert task is not None
+        fields = {"fl_id": device.fl_id, "iteration": str(task.iteration), "ticket": task.ticket, "data_size": "10"}
+        head = task._layout.head({**fields, "timestamp": str(int(1000 * time.time()))})
+        length = len(head) + raw(task.flat).nbytes
+        _prepare.data = raw(task.flat)  # type: ignore[attr-defined]
+        return b"POST /updateModel HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length + head
+
+
+def _send(url: str, heads: list[bytes]) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    data = _prepare.data  # type: ignore[attr-defined]
+    with socket.create_connection((host, int(port))) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for head in heads:
+            sock.sendmsg([head])
+            sock.sendall(data)
+            answer = sock.recv(4096)
+            assert b'"retcode":200' in answer, answer
+
+
+def _cpu(process: Any) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def measure_rounds(size: int, clients: int, rounds: int) -> dict[str, float]:
+    """Milliseconds per round as the first client saw them."""
+    with cluster(size, 1, clients, "process") as running:
+        words = [sys.executable, str(SCRIPTS / "federated_device.py"), ",".join(running.urls)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started = [
+            subprocess.Popen([*words, f"d{n}", str(rounds)], stdout=subprocess.PIPE, text=True, env=environ)
+            for n in range(clients)
+        ]
+        out = [process.communicate()[0] for process in started]
+    stamps = [float(line.split()[1]) for line in out[0].splitlines()]
+    steps = sorted(1000 * (b - a) for a, b in pairwise(stamps[2:]))
+    return {"median": statistics.median(steps), "p95": steps[int(0.95 * len(steps))]}
+
+
+def measure_flower(size: int, clients: int, rounds: int, python: str) -> dict[str, float] | None:
+    """The same with Flower's persistent path."""
+    done = subprocess.run(
+        [python, str(SCRIPTS / "federated_flower.py"), str(size), str(clients), str(rounds)], capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, float] | None = json.loads(lines[-1]) if lines else None
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small numbers, about a minute")
+    options = parser.parse_args()
+    about = machine()
+    python = os.environ.get("FLWR_PYTHON", "")
+    few = options.quick
+    updates = {
+        (label, servers, durability): measure_updates(
+            size, servers, durability, (300 if few else 2000) if size < 10**6 else 100
+        )
+        for label, size in SIZES.items()
+        for servers, durability in ((1, "none"), (1, "process"), (1, "disk"), (2, "process"), (2, "host"))
+        if not (few and label == "1 M" and durability != "process")
+    }
+    cases = [(label, size, clients) for label, size in SIZES.items() for clients in (4, 10) if not (few and size >= 10**6)]
+    rounds = {(label, clients): measure_rounds(size, clients, 20 if few else 100) for label, size, clients in cases}
+    peer = {
+        (label, clients): measure_flower(size, clients, 20 if few else 50, python) if python else None
+        for label, size, clients in cases
+    }
+    simulated = spread([one.framework_s for one in simulate(1000, 3 if few else 10, FedAvg())])
+    one, none = updates[("62 k", 1, "process")], updates[("62 k", 1, "none")]
+    two = updates[("62 k", 2, "process")]
+    aims = [
+        _aim("updates of 250 KB per CPU-second, durability process", 1500, one["per_cpu_second"]),
+        _aim("the same with durability none", 2500, none["per_cpu_second"]),
+        Aim("1,000 simulated devices, framework per round", "at most 1 s", simulated.show(" s", 3), simulated.median <= 1),
+        Aim(
+            "two servers against one, updates per second",
+            "at least 1.6 x where two cores are free (the clients need one of this machine's)",
+            f"{two['per_second'] / one['per_second']:.2f} x",
+            two["per_second"] >= 1.6 * one["per_second"],
+        ),
+    ]
+    for key, flower in peer.items():
+        if flower is not None:
+            ours, theirs = rounds[key]["median"], flower["median"]
+            what = f"a round of {key[1]} clients, {key[0]}, against Flower's persistent path"
+            aims.append(Aim(what, f"at most {theirs:.1f} ms", f"{ours:.1f} ms", ours <= theirs))
+    update_rows = [
+        [label, str(servers), durability, f"{row['per_cpu_second']:.0f}", f"{row['us']:.0f}", f"{row['per_second']:.0f}"]
+        for (label, servers, durability), row in updates.items()
+    ]
+    round_rows = [
+        [label, str(clients), f"{row['median']:.1f}", f"{row['p95']:.1f}", _shown(peer[(label, clients)])]
+        for (label, clients), row in rounds.items()
+    ]
+    sections = [
+        aims_table(aims),
+        table(["model", "servers", "durability", "updates per CPU-second", "CPU us each", "per second"], update_rows),
+        table(["model", "clients", "covey, ms per round", "p95", "Flower start_server, ms per round"], round_rows),
+        "" if python else "Flower was not there (FLWR_PYTHON names an interpreter that has it), so its column is empty.",
+    ]
+    data = {
+        "machine": about,
+        "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in updates.items()],
+        "rounds": [{"model": k[0], "clients": k[1], **v, "flower": peer[k]} for k, v in rounds.items()],
+        "simulated_s": simulated._asdict(),
+        "aims": [aim._asdict() for aim in aims],
+    }
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        names = [f"{label}, {servers} x {durability}" for label, servers, durability in updates]
+        axes.barh(names, [row["per_cpu_second"] for row in updates.values()])
+        axes.set_xlabel("updates per second of the servers' CPU")
+        axes.invert_yaxis()
+
+    publish("federated-quick" if options.quick else "federated", data, sections, draw)
+
+
+def _aim(what: str, least: float, found: float) -> Aim:
+    return Aim(what, f"at least {least:g}", f"{found:.0f}", found >= least)
+
+
+def _shown(row: dict[str, float] | None) -> str:
+    return f"{row['median']:.1f} (p95 {row['p95']:.1f})" if row is not None else ""
+
+
+if __name__ == "__main__":
+    main()

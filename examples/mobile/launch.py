@@ -1,0 +1,55 @@
+"""What the three scripts share: starting a role in the background, and remembering its process until it is to be ended."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+STARTED = "Server started successfully."
+
+
+def pid_file(scheduler_port):
+    """One line per process of a cluster on this host: its pid, and when it started, since pids are used again."""
+    return Path.cwd() / f"pids_{scheduler_port}"
+
+
+def launch(role, folder, log, options, node_id=None, index=0):
+    """Run the training script in a role, in a folder of its own; returns the process, its log, and how long that was."""
+    Path(folder).mkdir(exist_ok=True)
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    environ = {**os.environ, "COVEY_FL_INDEX": str(index)}
+    if node_id is not None:
+        environ["MS_NODE_ID"] = str(node_id)
+    path = Path(folder) / log
+    before = path.stat().st_size if path.exists() else 0
+    with path.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "test_mobile_lenet.py"), f"--ms_role={role}", *words],
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    with pid_file(options["scheduler_port"]).open("a") as file:
+        file.write(f"{process.pid} {psutil.Process(process.pid).create_time()}\n")
+    return process, path, before
+
+
+def wait_until_started(started, limit_s=15.0):
+    """Say so when every server of this call is in the cluster; the others may be yet to come, so not for ever."""
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit:
+        for process, path, _ in started:
+            if process.poll() is not None:
+                sys.exit(f"a server ended with code {process.returncode}: {path.read_text().splitlines()[-1]}")
+        if all(STARTED in path.read_text()[before:] for _, path, before in started):
+            print(STARTED)
+            return
+        time.sleep(0.05)
+    print(f"waiting for the other servers: {', '.join(str(path) for _, path, _ in started)} will say '{STARTED}'")

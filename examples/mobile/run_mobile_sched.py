@@ -1,0 +1,23 @@
+"""Starts the scheduler in the background; its log is scheduler/scheduler.log."""
+
+import argparse
+from pathlib import Path
+
+from launch import launch
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--device_target", default="CPU")
+parser.add_argument("--server_mode", default="FEDERATED_LEARNING")
+parser.add_argument("--worker_num", type=int, default=0)
+parser.add_argument("--server_num", type=int, default=2)
+parser.add_argument("--scheduler_ip", default="127.0.0.1")
+parser.add_argument("--scheduler_port", type=int, default=8113)
+parser.add_argument("--fl_server_port", type=int, default=6666)
+parser.add_argument("--scheduler_manage_port", type=int, default=11202)
+parser.add_argument("--config_file_path", default="")
+options, more = parser.parse_known_args()
+
+given = vars(options)
+given.update(word.removeprefix("--").split("=", 1) for word in more if "=" in word)
+given.setdefault("checkpoint_dir", str(Path.cwd()))
+launch("MS_SCHED", "scheduler", "scheduler.log", given, node_id=20)

@@ -1,0 +1,50 @@
+"""Starts servers in the background; their logs are server_PORT/server.log.
+
+A server's id is the scheduler's to give, so ids differ also on several hosts and when servers are added. A server that is
+started again at the same host and port gets the id it had; MS_NODE_ID, where set, is taken as it is.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from launch import launch, wait_until_started
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--device_target", default="CPU")
+parser.add_argument("--server_mode", default="FEDERATED_LEARNING")
+parser.add_argument("--worker_num", type=int, default=0)
+parser.add_argument("--server_num", type=int, default=2)
+parser.add_argument("--scheduler_ip", default="127.0.0.1")
+parser.add_argument("--scheduler_port", type=int, default=8113)
+parser.add_argument("--fl_server_port", type=int, default=6666)
+parser.add_argument("--start_fl_job_threshold", type=int, default=1)
+parser.add_argument("--start_fl_job_time_window", type=int, default=3000)
+parser.add_argument("--update_model_ratio", type=float, default=1.0)
+parser.add_argument("--update_model_time_window", type=int, default=3000)
+parser.add_argument("--fl_name", default="Lenet")
+parser.add_argument("--fl_iteration_num", type=int, default=25)
+parser.add_argument("--client_epoch_num", type=int, default=20)
+parser.add_argument("--client_batch_size", type=int, default=32)
+parser.add_argument("--client_learning_rate", type=float, default=0.1)
+parser.add_argument("--local_server_num", type=int, default=-1)
+parser.add_argument("--config_file_path", default="")
+options, more = parser.parse_known_args()
+
+given = vars(options)
+given.update(word.removeprefix("--").split("=", 1) for word in more if "=" in word)
+given.setdefault("checkpoint_dir", str(Path.cwd()))
+local = given.pop("local_server_num")
+local = given["server_num"] if local == -1 else local
+if not 0 < local <= given["server_num"]:
+    sys.exit(f"local_server_num={local} is not possible: 1 to server_num={given['server_num']} are")
+if local > 1 and os.environ.get("MS_NODE_ID"):
+    sys.exit("MS_NODE_ID names one server, and more are to be started: unset it, or start one at a time")
+
+first = given.pop("fl_server_port")
+started = []
+for port in range(first, first + local):
+    options = {**given, "fl_server_port": port}
+    started.append(launch("MS_SERVER", f"server_{port}", "server.log", options, index=port - first))
+wait_until_started(started)

@@ -1,0 +1,243 @@
+"""The verbs of `covey federated`: up, stop, status, simulate."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from covey.cli.live import table
+from covey.cli.look import door_of
+from covey.cli.visit import look
+from covey.cli.visit import stop as ask_to_stop
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.federated.context import KEYS, Value, check
+from covey.federated.updates import DURABILITIES
+from covey.store import registry
+from covey.store.registry import Entry
+from covey.wire import address
+
+STARTED = b"Server started successfully."
+BARS = "▁▂▃▄▅▆▇█"
+MASTER = click.option(
+    "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
+)
+
+
+@click.group()
+def federated() -> None:
+    """Federated learning: a scheduler, servers and devices.
+
+    \b
+    covey federated up --servers 4 --port 6668 --threshold 8 model.py
+    covey federated status
+    covey federated stop
+    covey federated simulate --devices 1000 --rounds 20
+    """
+
+
+@federated.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--servers", default=1, show_default=True, help="How many servers to start on this host.")
+@click.option("--server-num", default=0, help="How many the whole cluster has, if more hosts bring some.")
+@click.option("--join", "join", metavar="HOST:PORT", default="", help="Bring the servers to the cluster of this scheduler.")
+@click.option("--ip", default="127.0.0.1", show_default=True, help="Where the scheduler listens.")
+@click.option("--scheduler-port", default=6667, show_default=True, help="The scheduler's port.")
+@click.option("--port", default=6668, show_default=True, help="The first server's port for devices; the others follow.")
+@click.option("--manage-port", default=11202, show_default=True, help="The scheduler's REST port; 0: none.")
+@click.option("--threshold", default=1, show_default=True, help="Devices per iteration.")
+@click.option("--iterations", default=20, show_default=True, help="Iterations until the training is finished.")
+@click.option(
+    "--durability", type=click.Choice(DURABILITIES), default="process", show_default=True, help="What an update survives."
+)
+@click.option("--name", default="", help="The job's name, which devices may check.")
+@click.option("--dir", "folder", default="", help="Where state and logs lie; else ./federated_PORT.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other key of set_fl_context; may be repeated.")
+@click.argument("script")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def up(
+    servers: int,
+    server_num: int,
+    join: str,
+    ip: str,
+    scheduler_port: int,
+    port: int,
+    manage_port: int,
+    threshold: int,
+    iterations: int,
+    durability: str,
+    name: str,
+    folder: str,
+    settings: tuple[str, ...],
+    script: str,
+    words: tuple[str, ...],
+) -> None:
+    """Start a federated cluster and keep it alive: for a script that calls `covey.federated.run`, or a .safetensors file."""
+    from covey.federated.keeper import Keeper, Role
+
+    if not Path(script).is_file():
+        raise UsageError(f"there is no file {script}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
+    if join:
+        ip, scheduler_port = address.split(join, scheduler_port)
+    shared: dict[str, Any] = {
+        "enable_fl": True,
+        "server_num": server_num or servers,
+        "scheduler_ip": ip,
+        "scheduler_port": scheduler_port,
+        "scheduler_manage_port": manage_port,
+        "start_fl_job_threshold": threshold,
+        "fl_iteration_num": iterations,
+        "durability": durability,
+        "fl_name": name,
+        "checkpoint_dir": str(Path(folder or ".").absolute()),
+        **dict(_setting(pair) for pair in settings),
+    }
+    for key, value in shared.items():
+        check(key, value)
+    start = f"{os.getpid()}_" if join else ""
+    roles = [] if join else [Role("scheduler", "20", {**shared, "ms_role": "MS_SCHED"})]
+    for number in range(servers):
+        mine = {**shared, "ms_role": "MS_SERVER", "fl_server_port": port + number}
+        roles.append(Role(f"{start}server_{number}", "" if join else str(number), mine))
+    command = ["-m", "covey.federated", script] if script.endswith(".safetensors") else [script, *words]
+    logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
+    keeper = Keeper(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
+    ports = f"{port}" if servers == 1 else f"{port} to {port + servers - 1}"
+    said = f"devices at port {ports}, scheduler at {address.join(ip, scheduler_port)}, logs in {logs}"
+    own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
+    sys.exit(asyncio.run(_keep_up(keeper, own, said)))
+
+
+async def _keep_up(keeper: Any, logs: list[Path], said: str) -> int:
+    before = {path: path.stat().st_size if path.exists() else 0 for path in logs}
+    saying = asyncio.get_running_loop().create_task(_say_started(before, said))
+    try:
+        return int(await keeper.run())
+    finally:
+        saying.cancel()
+
+
+async def _say_started(before: dict[Path, int], said: str) -> None:
+    """When every server of ours has said that it is in the cluster."""
+    while not all(path.exists() and STARTED in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    click.echo(f"{STARTED.decode()}\n{said}")
+
+
+def _setting(pair: str) -> tuple[str, Value]:
+    key, equals, text = pair.partition("=")
+    if not equals:
+        raise UsageError(f"--set {pair} is not KEY=VALUE")
+    if key not in KEYS:
+        check(key, text)
+    wanted = type(KEYS[key].default)
+    try:
+        value: Value = text.lower() in ("1", "true") if wanted is bool else wanted(text)
+    except ValueError:
+        value = text
+    return key, check(key, value)
+
+
+@federated.command()
+@MASTER
+def stop(master: str) -> None:
+    """End the whole cluster."""
+    entry = _entry(master)
+    asyncio.run(ask_to_stop(door_of(entry), "asked by covey federated stop"))
+    click.echo(f"the cluster at {entry.address} ends")
+
+
+@federated.command()
+@MASTER
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(master: str, as_json: bool) -> None:
+    """Show the servers, and where the training stands."""
+    entry = _entry(master)
+    view = asyncio.run(look(door_of(entry)))
+    instance = _query(entry) if entry.manage and not entry.tls else {}
+    if as_json:
+        click.echo(msgspec.json.encode({"cluster": view, "instance": instance}).decode())
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(table(view))
+    if instance:
+        done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
+        console.print(f"{done}: {instance['counted']} updates counted, {instance['joined']} devices; {instance['reason']}")
+
+
+def _entry(master: str) -> Entry:
+    """The federated cluster that is meant."""
+    running = [entry for entry in registry.running() if entry.job.startswith("federated")]
+    if master:
+        running = [entry for entry in running if entry.address == master]
+    if not running:
+        raise UsageError(
+            "no federated cluster of yours runs on this host: start one with covey federated up", ExitCode.UNREACHABLE
+        )
+    if len(running) > 1:
+        listed = "\n".join(f"  --master {entry.address}   {entry.job}" for entry in running)
+        raise UsageError(f"several federated clusters of yours run on this host, choose one:\n{listed}")
+    return running[0]
+
+
+def _query(entry: Entry) -> dict[str, Any]:
+    host, port = address.split(entry.manage)
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    try:
+        connection.request("GET", "/queryInstance", headers={"Authorization": f"Bearer {entry.token}"})
+        answer = msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
+    except OSError as error:
+        raise PeerError(f"{entry.manage} cannot be asked: {error}", ExitCode.UNREACHABLE) from None
+    finally:
+        connection.close()
+    result: dict[str, Any] = answer.get("result", {})
+    return result
+
+
+@federated.command()
+@click.option("--devices", default=1000, show_default=True, help="How many devices share the digits.")
+@click.option("--rounds", default=20, show_default=True, help="How many rounds.")
+@click.option("--strategy", default="FedAvg", show_default=True, help="How updates become a model.")
+@click.option("--alpha", default=0.3, show_default=True, help="How even the devices' labels are: small is uneven.")
+@click.option("--sample", default=1.0, show_default=True, help="The share of devices in each round.")
+@click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
+@click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
+def simulate(
+    devices: int, rounds: int, strategy: str, alpha: float, sample: float, epochs: int, lr: float, seed: int, picture: str
+) -> None:
+    """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from covey.federated import simulate as simulation
+    from covey.federated.strategies import named
+
+    for name, value in (("--devices", devices), ("--rounds", rounds), ("--epochs", epochs), ("--alpha", alpha), ("--lr", lr)):
+        if not value > 0:
+            raise UsageError(f"{name} {value} is not possible: give a number above 0")
+    if not 0 < sample <= 1:
+        raise UsageError(f"--sample {sample} is not possible: give a number above 0, up to 1")
+    run = simulation.simulate(devices, rounds, named(strategy), alpha=alpha, sample=sample, epochs=epochs, rate=lr, seed=seed)
+    columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    found = []
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=rounds)
+        for one in run:
+            found.append(one)
+            progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
+    simulation.plot(found, Path(picture))
+    click.echo("".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found))
+    last = found[-1]
+    framework = sum(one.framework_s for one in found) / len(found)
+    click.echo(f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})")
+    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's; the plot is {picture}")

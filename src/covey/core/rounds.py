@@ -1,0 +1,509 @@
+"""The scheduler's side of a federated cluster: when a round opens, closes and is done, and what people may ask for.
+
+Theory of operation. Servers say how they stand (`Standing`), the scheduler says what is to be (`Orders`), both whole and
+again whenever they change; `step` takes what was heard and moves as far as it can. A round is open until enough updates are
+counted, then every server seals its part, one of them (not always the same) adds the parts up and makes the next model, and
+the number goes up. A window that ends too early for that is *missed*: the round stays open, keeps what it has, and takes
+further devices instead of those that did not deliver. Nothing is thrown away and no number is used up.
+
+Who the servers are is the other half, in `roster`. Coming, going and scaling all end in the same way: a new generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from covey.core.effects import Close, End, Level, Send
+from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.federation import (
+    Alive,
+    Enlist,
+    FederationRecord,
+    Instance,
+    Joined,
+    Joining,
+    MemberKept,
+    Numbers,
+    Orders,
+    Peer,
+    Plan,
+    Stage,
+    Standing,
+    share,
+)
+from covey.core.messages import Goodbye, Message, Stop, StopAsked
+from covey.core.roster import Effect, Keep, Limits, Roster, Server
+from covey.errors import UsageError
+
+ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
+REATTACH_S = 2.0  # members of a restarted scheduler call again at once: until then nobody looks into their logs
+EVERYONE = 10**9
+
+
+Event = Heard | LinkLost | Ticked
+
+
+class Rounds(Roster):
+    """The machine. `step` is the only mutator; what it returns is carried out in order."""
+
+    def __init__(
+        self, *, cluster_id: str, key: bytes, server_num: int, plan: Plan, limits: Limits, now: float, job: str = ""
+    ) -> None:
+        super().__init__(cluster_id=cluster_id, key=key, server_num=server_num, limits=limits, now=now, job=job)
+        self.generation = 0
+        self.wanted_before = server_num
+        self.base = 0
+        self.instance = Instance.RUNNING
+        self.plan = plan
+        self.next_plan: Plan | None = None  # a new instance begins at the end of this round
+        self.digest = ""
+        self.source = ""
+        self.summer = ""
+        self.parts: tuple[tuple[str, Numbers], ...] = ()
+        self.operation = ""
+        self.best = (-1, 0.0)
+        self.room = _room(plan)  # devices the round may take in so far
+        self.missed = 0
+        self.opened_at = now
+        self.first_join_at = -1.0
+        self.first_update_at = -1.0
+        self.metrics: dict[str, float] = {}
+        self.reason = "waiting for servers"
+        self._started_at = now
+
+    # -- the one door ------------------------------------------------------------------------------------------------
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        """Take one fact; return what is to be done about it, in order."""
+        self._now, self._out = now, []
+        if isinstance(event, Heard):
+            self._heard(event.link, event.message)
+        elif isinstance(event, LinkLost):
+            for server in self._by_link(event.link):
+                self._gone(server, event.reason)
+        else:
+            self._tick()
+        self._advance()
+        return self._out
+
+    def _heard(self, link: int, message: Message) -> None:
+        if isinstance(message, Enlist):
+            return self._enlist(link, message)
+        if isinstance(message, StopAsked):
+            return self._stop(message.reason, link)
+        for server in self._by_link(link):
+            server.beat_at = self._now
+            if isinstance(message, Standing):
+                self._stands(server, message)
+            elif isinstance(message, Joining):
+                self._out.append(Send(self._join(message), link))
+            elif isinstance(message, Alive):
+                self._out.append(Send(Alive(), link))
+        return None
+
+    # -- servers come and go -----------------------------------------------------------------------------------------
+
+    def _stands(self, server: Server, standing: Standing) -> None:
+        server.standing = standing
+        for life in standing.adopted:
+            self._adopted(life, server)
+        for life in standing.unable:
+            adoption = self._adoptions.get(life)
+            if adoption is not None and adoption.by == server.node_id:
+                del self._adoptions[life]
+                self.servers[adoption.node_id].adopt_at = self._now + ADOPT_AGAIN_S
+
+    def _tick(self) -> None:
+        for server in list(self.servers.values()):
+            if server.link and self._now - server.beat_at > self.limits.silence_s:
+                self._out.append(Close(server.link))
+                self._gone(server, f"silent for {self.limits.silence_s:g} s")
+        if self.stage is Stage.FORMING and self._now - self._started_at > self.limits.form_s:
+            here = sum(server.alive for server in self.servers.values())
+            reason = f"{here} of {self.wanted} servers came within {self.limits.form_s:g} s"
+            self._stop(reason, 0, code=20)
+
+    # -- what is to be -----------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Move as far as what is known allows, then tell everyone what changed."""
+        if self.stage is Stage.FORMING:
+            self._form()
+        else:
+            if self._told is None:
+                self._told = self.orders()
+            self._resolve()
+            self._regroup(self._told)
+            while self._move():
+                pass
+        self._tell()
+
+    def _form(self) -> None:
+        ready = [server for server in self.servers.values() if server.alive]
+        if len(ready) < self.wanted or not ready:
+            return
+        chosen = ready[: self.wanted]
+        first = max(chosen, key=lambda server: server.standing.model if server.standing else -1)
+        assert first.standing is not None
+        for server in chosen:
+            server.member = True
+        self._seat()
+        self.generation, self.source, self.digest = 1, first.node_id, first.standing.digest
+        self.round = first.standing.model + 1
+        self.job, self.plan = first.fl_name or self.job, first.plan or self.plan
+        for server in chosen:
+            if server.plan is not None and server.plan != self.plan:
+                self._say(
+                    server.node_id, "differs", f"server {first.node_id}'s settings of rounds hold, not its own", Level.WARNING
+                )
+        self._open(f"{len(chosen)} servers are here")
+
+    def _regroup(self, before: Orders) -> None:
+        """A new generation, if its servers are not the ones they should be."""
+        members = [server for server in self.servers.values() if server.member]
+        told = {peer.node_id for peer in before.members}
+        for server in self.servers.values():
+            room = len([s for s in self.servers.values() if s.member and not s.leaving]) < self.wanted
+            if server.alive and not server.member and not server.leaving and room:
+                server.member = True
+                members.append(server)
+                self._say(server.node_id, "joined", "the cluster has a place for it")
+        changed = told != {server.node_id for server in members}
+        if not changed and not any(server.returned and server.alive for server in members):
+            return
+        self._seat()
+        for server in members:
+            server.returned = server.returned and not server.alive
+        self.generation += 1
+        if self.stage is Stage.SUMMING:  # the parts may have other holders now
+            self.stage, self.summer, self.parts = Stage.SEALING, "", ()
+        self._settle_operation()
+        self._keep()
+
+    def _settle_operation(self) -> None:
+        members = [server for server in self.servers.values() if server.member]
+        if self.operation == "out" and len(members) >= self.wanted:
+            self.operation = ""
+            self._say("cluster", "scaled out", f"{len(members)} servers")
+        elif self.operation == "in" and not any(server.leaving for server in members):
+            self.operation = ""
+            self._say("cluster", "scaled in", f"{len(members)} servers")
+
+    # -- the round ---------------------------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        return self.round - self.base
+
+    @property
+    def counted(self) -> int:
+        """Updates of this round, as far as the servers have told."""
+        return sum(self._part(server).count for server in self.servers.values() if server.member)
+
+    def _open(self, reason: str) -> None:
+        self.stage = Stage.OPEN
+        self.summer, self.missing, self.parts = "", (), ()
+        self.admitted, self.room = {}, _room(self.plan)
+        self.opened_at, self.first_join_at, self.first_update_at = self._now, -1.0, -1.0
+        self.reason = reason
+        if self.instance is Instance.RUNNING and self.iteration > self.plan.iterations:
+            self.instance = Instance.FINISHED
+            self._say("cluster", "finished", f"all {self.plan.iterations} iterations are done; the model is still served")
+        if self.next_plan is not None:
+            self._begin(self.next_plan)
+        self._keep()
+
+    def _begin(self, plan: Plan) -> None:
+        self.plan, self.next_plan = plan, None
+        self.base, self.instance, self.room = self.round - 1, Instance.RUNNING, _room(plan)
+        self.missed, self.best = 0, (-1, 0.0)
+        self._say("cluster", "new instance", f"{plan.iterations} iterations from the newest model")
+
+    def _move(self) -> bool:
+        """One step of the round, if it can be taken; says whether it was."""
+        members = [server for server in self.servers.values() if server.member]
+        if self.stage is Stage.OPEN:
+            if any(s.standing and s.standing.round == self.round and s.standing.sealed for s in members if s.alive):
+                self.stage, self.reason = Stage.SEALING, "a server had sealed before the scheduler came back"
+                return True
+            return self.instance is Instance.RUNNING and self._enough()
+        if not members or any(not s.alive or s.returned or (s.leaving and self._adopting(s)) for s in members):
+            return False
+        standings = [(server, server.standing) for server in members if server.standing is not None]
+        done = next(
+            (s for s, st in standings if st.model == self.round and (s.node_id == self.summer or not self.summer)), None
+        )
+        if done is not None:
+            return self._finish(done)
+        sealed = all(st.round == self.round and st.sealed and st.generation == self.generation for _, st in standings)
+        able = [server for server, st in standings if st.model == self.round - 1]
+        if self.stage is Stage.SEALING and sealed and able:
+            self.stage, self.summer = Stage.SUMMING, able[self.round % len(able)].node_id
+            self.parts = tuple((server.node_id, st.numbers) for server, st in standings)
+        return False
+
+    def _adopting(self, server: Server) -> bool:
+        return server.life in self._adoptions
+
+    def _enough(self) -> bool:
+        counted, plan = self.counted, self.plan
+        if self.admitted and self.first_join_at < 0:
+            self.first_join_at = self._now
+        if counted and self.first_update_at < 0:
+            self.first_update_at = self._now
+        if counted >= plan.needed:
+            return self._seal(f"{counted} updates of {plan.needed} needed")
+        if counted and self._now - self.first_update_at >= plan.update_window_s:
+            if 0 < plan.update_min <= counted:
+                return self._seal(f"{counted} updates when the window ended, {plan.update_min} are enough")
+            self.first_update_at = self._now
+            self._miss(f"{counted} of {plan.needed} updates came within {plan.update_window_s:g} s", plan.needed - counted)
+        elif self.admitted and len(self.admitted) < plan.threshold and self._now - self.first_join_at >= plan.start_window_s:
+            self.first_join_at = self._now
+            self._miss(f"{len(self.admitted)} of {plan.threshold} devices came within {plan.start_window_s:g} s", 0)
+        elif self._now - self.opened_at >= plan.iteration_window_s:
+            self.opened_at = self._now
+            self._miss(f"the iteration took longer than {plan.iteration_window_s:g} s", max(0, plan.needed - counted))
+        return False
+
+    def _seal(self, reason: str) -> bool:
+        self.stage, self.reason = Stage.SEALING, reason
+        return True
+
+    def _miss(self, reason: str, more: int) -> None:
+        """The round stays open, keeps what it has, and takes so many more devices."""
+        self.missed += 1
+        self.reason = f"missed: {reason}"
+        if len(self.admitted) >= self.room:
+            self.room = len(self.admitted) + more
+        self._say("round", "missed", f"iteration {self.iteration} stays open: {reason}", Level.WARNING)
+
+    def _finish(self, summer: Server) -> bool:
+        assert summer.standing is not None
+        self.digest, self.source, self.metrics = summer.standing.digest, summer.node_id, summer.standing.metrics
+        counted = int(self.metrics.get("updates", self.counted))
+        without = f", without the part of server {', '.join(self.missing)}" if self.missing else ""
+        self._say("round", "done", f"iteration {self.iteration} with {counted} updates{without}")
+        self._judge_loss()
+        self.round += 1
+        self._open(f"iteration {self.iteration - 1} is done with {counted} updates{without}")
+        return True
+
+    def _judge_loss(self) -> None:
+        """Remember the best round by loss; stop early where nothing has become better for long enough."""
+        loss = self.metrics.get("central_loss", self.metrics.get("loss"))
+        if loss is None:
+            return
+        if self.best[0] < 0 or loss < self.best[1]:
+            self.best = (self.round, loss)
+        elif self.plan.patience and self.round - self.best[0] >= self.plan.patience:
+            self.instance = Instance.FINISHED
+            self._say("cluster", "stopped early", f"no better loss than {self.best[1]:g} for {self.plan.patience} iterations")
+
+    def _join(self, asked: Joining) -> Joined:
+        """Who may take part. The same device may ask again."""
+        if asked.round != self.round or self.stage is not Stage.OPEN or self.instance is not Instance.RUNNING:
+            return Joined(asked.round, (), asked.ids, "the round is not open")
+        admitted, refused, reason = [], [], ""
+        for device in asked.ids:
+            if device in self.admitted:
+                admitted.append(device)
+            elif len(self.admitted) >= self.room:
+                refused.append(device)
+                reason = f"iteration {self.iteration} has reached the threshold of {self.plan.threshold} devices"
+            elif self.plan.sample < 1.0 and share(f"{self.cluster_id}/{self.round}", device) >= self.plan.sample:
+                refused.append(device)
+                reason = reason or f"iteration {self.iteration} samples {self.plan.sample:g} of the devices, and not this one"
+            else:
+                self.admitted[device] = None
+                admitted.append(device)
+        return Joined(asked.round, tuple(admitted), tuple(refused), reason)
+
+    # -- what people ask for -----------------------------------------------------------------------------------------
+
+    def scale_out(self, more: int, now: float) -> list[Effect]:
+        """Room for more servers; whoever waits, or comes, takes it."""
+        self._ask(now)
+        self._need_ready()
+        if more < 1:
+            raise UsageError("The value should not be less than 0.")
+        self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
+        self._say("cluster", "scale out", f"{more} servers are to come")
+        return self._done()
+
+    def roll_back(self, now: float) -> list[Effect]:
+        """Take back a scale-out that has not come to its end; servers that came already stay."""
+        self._ask(now)
+        if self.operation != "out":
+            raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
+        here = len([server for server in self.servers.values() if server.member])
+        self.operation, self.wanted = "", max(self.wanted_before, here)
+        self._say("cluster", "rolled back", f"{self.wanted} servers, as before")
+        return self._done()
+
+    def scale_in(self, node_ids: Iterable[str], now: float) -> list[Effect]:
+        """Let servers go; each hands over what it holds first."""
+        self._ask(now)
+        self._need_ready()
+        chosen = list(dict.fromkeys(node_ids))
+        if not chosen:
+            raise UsageError("The node ids should not be empty.")
+        for node_id in chosen:
+            if node_id not in self.servers or not self.servers[node_id].member:
+                raise UsageError(f"The node id:{node_id} is illegal.")
+        members = [server for server in self.servers.values() if server.member]
+        if len(chosen) >= len(members):
+            raise UsageError(f"The cluster has {len(members)} servers, and one has to stay.")
+        for node_id in chosen:
+            self.servers[node_id].leaving = True
+        self.operation, self.wanted_before, self.wanted = "in", self.wanted, self.wanted - len(chosen)
+        self._say("cluster", "scale in", f"server {', '.join(chosen)} is to go")
+        return self._done()
+
+    def new_instance(self, plan: Plan, now: float) -> list[Effect]:
+        """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round."""
+        self._ask(now)
+        self._need_ready()
+        if self.stage is Stage.OPEN and not self.counted:
+            self._begin(plan)
+            self.admitted = {}
+            self._keep()
+        else:
+            self.next_plan = plan
+        return self._done()
+
+    def set_enabled(self, enabled: bool, now: float) -> list[Effect]:
+        """Serve devices or rest. What was counted stays."""
+        self._ask(now)
+        if self.stage is Stage.FORMING:
+            raise UsageError("The cluster is not ready.")
+        if self.instance is not Instance.FINISHED:
+            self.instance = Instance.RUNNING if enabled else Instance.DISABLED
+        self._say("cluster", "enabled" if enabled else "disabled", "asked for")
+        self._keep()
+        return self._done()
+
+    def _ask(self, now: float) -> None:
+        self._now, self._out = now, []
+
+    def _done(self) -> list[Effect]:
+        self._keep()
+        self._advance()
+        return self._out
+
+    def _need_ready(self) -> None:
+        if self.state != "CLUSTER_READY":
+            raise UsageError(f"The cluster is not ready: it is in {self.state}.")
+
+    @property
+    def state(self) -> str:
+        """The seeds' word for the whole."""
+        if self.stage is Stage.FORMING:
+            return "CLUSTER_STARTING"
+        if self.operation:
+            return {"out": "CLUSTER_SCALE_OUT", "in": "CLUSTER_SCALE_IN"}[self.operation]
+        if any(server.member and not server.alive for server in self.servers.values()):
+            return "NODE_TIMEOUT"
+        if self.next_plan is not None:
+            return "CLUSTER_NEW_INSTANCE"
+        return "CLUSTER_DISABLE_FLS" if self.instance is Instance.DISABLED else "CLUSTER_READY"
+
+    def _stop(self, reason: str, link: int, code: int = 0) -> None:
+        if link:
+            self._out.append(Send(Goodbye(), link))
+        for server in self.servers.values():
+            if server.link:
+                self._out.append(Send(Stop(reason, code), server.link))
+        self._out.append(End(code, reason))
+
+    # -- small moves -------------------------------------------------------------------------------------------------
+
+    def orders(self) -> Orders:
+        """What every server must know now."""
+        members = sorted((server for server in self.servers.values() if server.member), key=lambda server: server.rank)
+        return Orders(
+            generation=self.generation,
+            members=tuple(Peer(server.node_id, server.rank, server.peer, server.http) for server in members),
+            round=self.round,
+            base=self.base,
+            stage=self.stage,
+            instance=self.instance,
+            plan=self.plan,
+            digest=self.digest,
+            metrics=self.metrics,
+            source=self._source(),
+            summer=self.summer,
+            parts=self.parts,
+            adoptions=tuple(self._adoptions.values()),
+            leaving=tuple(server.node_id for server in members if server.leaving),
+            missing=self.missing,
+            full=len(self.admitted) >= self.room,
+        )
+
+    def _source(self) -> str:
+        """Who has the newest model: its maker, or anyone who fetched it."""
+        having = [s for s in self.servers.values() if s.alive and s.standing and s.standing.model == self.round - 1]
+        right = [s.node_id for s in having if s.standing and s.standing.digest == self.digest]
+        return self.source if self.source in right or not right else right[0]
+
+    def _tell(self) -> None:
+        """Orders to whoever has not had these. Nothing is told before the cluster has formed."""
+        if self.stage is Stage.FORMING:
+            return
+        orders = self.orders()
+        if orders != self._told or self._told is None:
+            self._told = orders
+        for server in self.servers.values():
+            if server.alive and server.told is not self._told:
+                server.told = self._told
+                self._out.append(Send(self._told, server.link))
+
+    def _keep(self) -> None:
+        kept = tuple(
+            MemberKept(s.node_id, s.life, s.rank, s.host, s.http, s.peer, s.folder, s.member, s.leaving)
+            for s in self.servers.values()
+            if s.rank >= 0
+        )
+        self._out.append(
+            Keep(
+                FederationRecord(
+                    cluster_id=self.cluster_id,
+                    key=self.key,
+                    generation=self.generation,
+                    servers=kept,
+                    wanted=self.wanted,
+                    round=self.round,
+                    base=self.base,
+                    instance=self.instance,
+                    plan=self.plan,
+                    digest=self.digest,
+                    source=self.source,
+                    formed=self.stage is not Stage.FORMING,
+                    voids=dict(self.voids),
+                    best=self.best,
+                    operation=self.operation,
+                    wanted_before=self.wanted_before,
+                )
+            )
+        )
+
+    def restore(self, record: FederationRecord, now: float) -> None:
+        """What the scheduler before this one knew. Its members are gone until they are heard."""
+        self._now = now
+        for name in ("cluster_id", "key", "generation", "wanted", "round", "base", "instance", "plan", "digest", "source"):
+            setattr(self, name, getattr(record, name))
+        self.voids, self.best = dict(record.voids), record.best
+        self.operation, self.wanted_before = record.operation, record.wanted_before
+        self.room = _room(self.plan)
+        self.stage = Stage.OPEN if record.formed else Stage.FORMING
+        for kept in record.servers:
+            server = Server(kept.node_id, kept.life, kept.host, kept.http, kept.peer, kept.folder, kept.rank)
+            server.member, server.leaving = kept.member, kept.leaving
+            server.gone_at = self._now + REATTACH_S
+            self.servers[server.node_id] = server
+        self.reason = "the scheduler is back"
+
+
+def _room(plan: Plan) -> int:
+    """How many devices a round takes in. An asynchronous one takes all: whoever is late counts in the next."""
+    return EVERYONE if plan.staleness else plan.threshold

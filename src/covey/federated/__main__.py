@@ -1,0 +1,28 @@
+"""`python -m covey.federated MODEL.safetensors`: a role of the cluster for a model that needs no script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    from covey.errors import ExitCode
+    from covey.federated.process import run
+    from covey.federated.strategies import named
+
+    path = Path(sys.argv[1])
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        network = load_file(path)
+    except (OSError, SafetensorError) as error:
+        print(f"covey: {path} cannot be read as safetensors: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(int(ExitCode.BAD_SCRIPT))
+    run(network, named(os.environ.get("COVEY_FL_STRATEGY", "FedAvg")))
+
+
+if __name__ == "__main__":
+    main()

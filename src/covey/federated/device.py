@@ -1,0 +1,228 @@
+"""A device in Python: joins a round at any server, sends its update, gets the model. It needs numpy and no torch.
+
+    device = Device("http://10.0.0.1:6668,http://10.0.0.2:6668", "phone-17", data_size=600)
+    for task in device.rounds():                     # one per iteration this device is admitted to
+        weights = train(task.weights, task.plan)     # dicts of numpy arrays
+        task.send(weights, loss=0.3)
+
+A server that does not answer, or says "try again", costs a moment: the next one is asked, with the same update, which is
+counted once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import secrets
+import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.federated.model import Floats, Layout, raw, read_head
+from covey.federated.protocol import JSON, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob
+
+WAIT_MS: Final = 20_000  # how long a server may hold a request
+SLACK_S: Final = 20.0
+Weights = dict[str, Any]
+
+
+class Refused(PeerError):
+    """The server's verdict on a request that must not be repeated as it is."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason, ExitCode.REFUSED)
+        self.code = code
+
+
+class Task:
+    """One round this device takes part in."""
+
+    def __init__(self, device: Device, answer: Answer, layout: Layout, flat: Floats) -> None:
+        self._device = device
+        self._layout = layout
+        self.iteration = answer.iteration
+        self.ticket = answer.ticket
+        self.plan = msgspec.json.decode(answer.fl_plan_config, type=FlPlan)
+        self.flat = flat
+        self.weights = layout.tensors(flat)
+
+    def send(self, weights: Mapping[str, Any] | Floats, *, loss: float | None = None, accuracy: float | None = None) -> bool:
+        """Send the update until a server has counted it; False if the round closed before."""
+        flat = weights if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
+        fields = {"fl_id": self._device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
+        fields |= {"data_size": str(self._device.data_size), "fl_name": self._device.fl_name}
+        if loss is not None:
+            fields["upload_loss"] = repr(float(loss))
+        if accuracy is not None:
+            fields["upload_accuracy"] = repr(float(accuracy))
+        return self._device.update(self._layout, flat, fields, self.iteration)
+
+
+class Device:
+    """One device. Not for several threads at once."""
+
+    def __init__(
+        self,
+        servers: str | Sequence[str],
+        fl_id: str = "",
+        *,
+        data_size: int,
+        fl_name: str = "",
+        context: ssl.SSLContext | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        listed = servers.split(",") if isinstance(servers, str) else list(servers)
+        self._servers = [_split(server.strip()) for server in listed if server.strip()]
+        if not self._servers:
+            raise UsageError("a device needs the address of at least one server: http://HOST:PORT")
+        if data_size < 1:
+            raise UsageError(f"data_size={data_size} is not possible: a device needs at least one sample")
+        self.fl_id = fl_id or f"device-{secrets.token_hex(8)}"
+        self.data_size = data_size
+        self.fl_name = fl_name
+        self._context = context
+        self._patience_s = patience_s
+        self._at = random.randrange(len(self._servers))
+        self._connection: http.client.HTTPConnection | None = None
+        self._done = 0  # the last iteration in which an update of this device was counted
+
+    # -- what a program calls ----------------------------------------------------------------------------------------
+
+    def rounds(self) -> Iterator[Task]:
+        """Every round this device is admitted to, until the training is finished."""
+        while True:
+            task = self.join()
+            if task is None:
+                return
+            yield task
+
+    def join(self) -> Task | None:
+        """Wait to be admitted to a round; None when the training is disabled or finished."""
+        while True:
+            asked = StartJob(self.fl_id, _now_ms(), self.data_size, self.fl_name, self._done, wait=WAIT_MS)
+            answer, body, start = self._ask("startFLJob", [msgspec.json.encode(asked)], JSON)
+            if answer.retcode == Code.SUCCEED:
+                layout, flat = _model(body, start)
+                return Task(self, answer, layout, flat)
+            if "disabled or finished" in answer.reason:
+                return None
+            if answer.retcode == Code.REQUEST_ERROR:
+                raise Refused(answer.retcode, answer.reason)
+            self._move_on() if "another" in answer.reason else self._pause(answer)
+
+    def model(self, iteration: int = -1, wait_ms: int = WAIT_MS) -> tuple[int, Weights]:
+        """The newest model, or that of an iteration once it is finished; and its iteration."""
+        while True:
+            asked = GetModel(_now_ms(), iteration, self.fl_name, wait_ms)
+            answer, body, start = self._ask("getModel", [msgspec.json.encode(asked)], JSON)
+            if answer.retcode == Code.SUCCEED:
+                layout, flat = _model(body, start)
+                return answer.iteration, layout.tensors(flat)
+            if answer.retcode != Code.NOT_READY:
+                raise Refused(answer.retcode, answer.reason)
+            self._pause(answer)
+
+    def update(self, layout: Layout, flat: Floats, fields: dict[str, str], iteration: int) -> bool:
+        """Send an update until it is counted; False when the round has closed."""
+        limit = time.monotonic() + self._patience_s
+        while True:
+            head = layout.head({**fields, "timestamp": str(_now_ms())})
+            answer, _, _ = self._ask("updateModel", [head, raw(np.ascontiguousarray(flat))], SAFETENSORS)
+            if answer.retcode == Code.SUCCEED:
+                self._done = iteration
+                return True
+            if answer.retcode == Code.OUT_OF_TIME:
+                return False
+            if answer.retcode == Code.REQUEST_ERROR or time.monotonic() > limit:
+                raise Refused(answer.retcode, answer.reason)
+            self._move_on()
+            self._pause(answer)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def _ask(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[Answer, memoryview, int]:
+        """Ask one server, and the next if it cannot be reached. Raises `PeerError` when none answered for long enough."""
+        limit = time.monotonic() + self._patience_s
+        while True:
+            try:
+                kind, body = self._request(path, pieces, content_type)
+            except (OSError, http.client.HTTPException) as error:
+                where = self._servers[self._at]
+                self._move_on()
+                if time.monotonic() > limit:
+                    raise PeerError(f"no server answered ({where[1]}:{where[2]}: {error})", ExitCode.UNREACHABLE) from None
+                time.sleep(random.uniform(0.02, 0.1))
+                continue
+            if kind != SAFETENSORS:
+                return msgspec.json.decode(body, type=Answer), body, 0
+            _, metadata, start = read_head(body)
+            return msgspec.convert(metadata, Answer, strict=False), body, start
+
+    def _request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
+        connection = self._connected()
+        prefix = self._servers[self._at][3]
+        connection.putrequest("POST", f"{prefix}/{path}")
+        connection.putheader("content-type", content_type)
+        connection.putheader("content-length", str(sum(len(piece) for piece in pieces)))
+        connection.endheaders()
+        for piece in pieces:
+            connection.send(piece)
+        with connection.getresponse() as response:
+            return response.headers.get_content_type(), memoryview(response.read())
+
+    def _connected(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            scheme, host, port, _ = self._servers[self._at]
+            timeout = WAIT_MS / 1000 + SLACK_S
+            if scheme == "https":
+                context = self._context or ssl.create_default_context()
+                self._connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+            else:
+                self._connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        return self._connection
+
+    def _move_on(self) -> None:
+        """To the next server."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._at = (self._at + 1) % len(self._servers)
+
+    def _pause(self, answer: Answer) -> None:
+        """Until the server's `next_req_time`, by its own clock."""
+        wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000
+        time.sleep(min(max(wait, 0.01), 5.0))
+
+
+def _model(body: memoryview, start: int) -> tuple[Layout, Floats]:
+    tensors, _, _ = read_head(body)
+    layout = Layout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
+    return layout, layout.decode(body)[1]
+
+
+def _split(url: str) -> tuple[str, str, int, str]:
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{url} is not a server's address: http://HOST:PORT is")
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")
+
+
+def _now_ms() -> int:
+    return int(1000 * time.time())

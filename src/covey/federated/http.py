@@ -1,0 +1,237 @@
+"""HTTP for many devices with large bodies: a body is received straight into the memory it will be read from.
+
+Only what devices need: HTTP/1.1, keep-alive, Content-Length. A request is handed over whole; its answer may be given at once
+or later. Heads are read by httptools. Limits: head, body, time per request, connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import httptools
+import numpy as np
+
+HEAD_MAX: Final = 16 * 1024
+REQUEST_S: Final = 60.0  # from its first byte to its last
+IDLE_S: Final = 600.0
+SWEEP_S: Final = 5.0
+_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 411: "Length Required"}
+_REASONS_MORE: Final = {413: "Content Too Large", 431: "Request Header Fields Too Large", 500: "Internal Server Error"}
+_PHRASES: Final = {**_REASONS, **_REASONS_MORE, 503: "Service Unavailable"}
+
+Piece = bytes | memoryview
+
+
+class Request:
+    """One request. Answer it exactly once."""
+
+    __slots__ = ("_connection", "accept", "at", "body", "content_type", "method", "path")
+
+    def __init__(
+        self, connection: Connection, method: str, path: str, content_type: str, accept: str, body: memoryview
+    ) -> None:
+        self._connection = connection
+        self.method = method
+        self.path = path
+        self.content_type = content_type
+        self.accept = accept
+        self.body = body
+        self.at = time.time()
+
+    def reply(self, pieces: Sequence[Piece], content_type: str = "application/json", status: int = 200) -> None:
+        """Send the answer; a device that is gone does not hear it."""
+        self._connection.answer(status, content_type, pieces)
+
+    @property
+    def gone(self) -> bool:
+        return self._connection.closed
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One device's connection."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._transport: Any = None
+        self._head = bytearray(HEAD_MAX)
+        self._view = memoryview(self._head)
+        self._filled = 0
+        self._body: memoryview | None = None
+        self._received = 0
+        self._busy = False
+        self._close_after = False
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._method = ""
+        self.since = time.monotonic()
+        self.closed = False
+
+    # -- asyncio's calls ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._site.connections.add(self)
+        if len(self._site.connections) > self._site.connections_max:
+            self._refuse(503, "there are too many connections: try again")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._site.connections.discard(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._body is not None and not self._busy:
+            return self._body[self._received :]
+        return self._view[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._body is not None and not self._busy:
+            self._received += nbytes
+            if self._received == len(self._body):
+                self._complete()
+            return
+        if not self._filled and not self._busy:
+            self.since = time.monotonic()
+        self._filled += nbytes
+        if not self._busy:
+            self._look()
+        elif self._filled == HEAD_MAX:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        return False
+
+    # -- httptools' calls --------------------------------------------------------------------------------------------
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Read a head, if it is complete."""
+        end = self._head.find(b"\r\n\r\n", 0, self._filled)
+        if end < 0:
+            if self._filled == HEAD_MAX:
+                self._refuse(431, f"the headers are longer than {HEAD_MAX} bytes")
+            return None
+        self._url, self._headers = b"", {}
+        parser = httptools.HttpRequestParser(self)
+        try:
+            parser.feed_data(bytes(self._view[: end + 4]))
+            self._method = parser.get_method().decode()
+            self._close_after = not parser.should_keep_alive()
+            length = int(self._headers.get(b"content-length", b"0"))
+        except (httptools.HttpParserError, ValueError):
+            return self._refuse(400, "this is not a request that HTTP/1.1 allows")
+        if b"transfer-encoding" in self._headers:
+            return self._refuse(411, "send a Content-Length: chunked bodies are not taken")
+        if not 0 <= length <= self._site.body_max:
+            return self._refuse(413, f"the body has {length} bytes, and {self._site.body_max} is the limit")
+        return self._start_body(end + 4, length)
+
+    def _start_body(self, start: int, length: int) -> None:
+        body = np.empty(length, np.uint8).data if length else memoryview(b"")
+        early = min(length, self._filled - start)
+        body[:early] = self._view[start : start + early]
+        rest = self._filled - start - early
+        self._view[:rest] = bytes(self._view[start + early : self._filled])
+        self._filled, self._body, self._received = rest, body, early
+        if early < length and self._headers.get(b"expect", b"").lower() == b"100-continue":
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if early == length:
+            self._complete()
+
+    def _complete(self) -> None:
+        assert self._body is not None
+        self._busy = True
+        get = self._headers.get
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        content_type = get(b"content-type", b"").partition(b";")[0].strip().decode("latin-1")
+        request = Request(self, self._method, path, content_type, get(b"accept", b"").decode("latin-1"), self._body)
+        self._site.receive(request)
+
+    def answer(self, status: int, content_type: str, pieces: Sequence[Piece]) -> None:
+        if self.closed:
+            return
+        length = sum(len(piece) for piece in pieces)
+        close = "connection: close\r\n" if self._close_after else ""
+        head = (
+            f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n{close}\r\n"
+        )
+        self._transport.writelines([head.encode(), *pieces])
+        self._body, self._busy = None, False
+        self.since = time.monotonic()
+        if self._close_after:
+            self._transport.close()
+        elif self._filled:
+            self._transport.resume_reading()
+            asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        if not self.closed and not self._busy and self._body is None and self._filled:
+            self._look()
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        self._close_after = True
+        self.answer(status, "application/json", [self._site.refusal(status, sentence)])
+
+    def sweep(self, now: float) -> None:
+        """Cut off a device that takes too long for its request, or has been silent for long."""
+        if self._busy:
+            return
+        limit = REQUEST_S if self._filled or self._body is not None else IDLE_S
+        if now - self.since > limit:
+            self._transport.abort()
+
+
+class Site:
+    """The device port of a server."""
+
+    def __init__(
+        self,
+        receive: Callable[[Request], None],
+        refusal: Callable[[int, str], bytes],
+        *,
+        body_max: int,
+        connections_max: int = 10_000,
+    ) -> None:
+        self.receive = receive
+        self.refusal = refusal
+        self.body_max = body_max
+        self.connections_max = connections_max
+        self.connections: set[Connection] = set()
+        self._servers: list[asyncio.Server] = []
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def open(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            self._servers.append(await loop.create_server(lambda: Connection(self), sock=sock, ssl=context, backlog=4096))
+        self._sweeper = loop.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for connection in list(self.connections):
+                connection.sweep(now)
+
+    def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            if connection._transport is not None:
+                connection._transport.close()

@@ -1,0 +1,142 @@
+"""The processes of a federated cluster on this host, started together, kept alive and ended together.
+
+`covey federated up` in the foreground: a scheduler and its servers, each the user's own script in another role. One that dies
+is started again with the same id and port; when the scheduler ends by itself, the cluster has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from covey.errors import ExitCode
+from covey.federated.context import VARIABLE, Value
+from covey.federated.process import CLUSTER_VARIABLE
+from covey.node import kernel
+from covey.node.log import log
+
+QUICK_MAX: Final = 5  # deaths in a row, each within a moment of its start
+STEADY_S: Final = 2.0
+GRACE_S: Final = 10.0
+RESTART_S: Final = 0.1
+
+
+class Role(msgspec.Struct, frozen=True):
+    """One process to keep."""
+
+    name: str
+    node_id: str
+    context: dict[str, Value]
+
+
+class Keeper:
+    """Keeps roles alive. `run` returns the code to end with."""
+
+    def __init__(
+        self, command: list[str], roles: list[Role], *, cluster_id: str, folder: Path, environ: Mapping[str, str]
+    ) -> None:
+        self._command = command
+        self._roles = roles
+        self._cluster_id = cluster_id
+        self._folder = folder
+        self._environ = environ
+        self._over = asyncio.Event()  # bound to a loop only when it is waited for
+        self._code = 0
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.end)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        keeping = [loop.create_task(self._keep(role)) for role in self._roles]
+        await self._over.wait()
+        await self._stop()
+        for task in keeping:
+            task.cancel()
+        return self._code
+
+    def end(self, code: int = 0) -> None:
+        if not self._over.is_set():
+            self._code = code
+            self._over.set()
+
+    async def _keep(self, role: Role) -> None:
+        """Start it, again and again, until the cluster is over or it cannot be kept."""
+        loop = asyncio.get_running_loop()
+        quick = 0
+        while not self._over.is_set():
+            started = loop.time()
+            process = await self._spawn(role)
+            code = await process.wait()
+            if self._over.is_set():
+                return None
+            if code == 0 and "scheduler" in role.name:
+                return self.end()
+            if code == 0:
+                return None  # scaled in, or told to stop
+            if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
+                log.error("%s ended with code %d: see %s", role.name, code, self._log(role))
+                return self.end(code)
+            quick = quick + 1 if loop.time() - started < STEADY_S else 1
+            if quick > QUICK_MAX:
+                log.error("%s died %d times: see %s", role.name, quick, self._log(role))
+                return self.end(int(ExitCode.PEER_FAILED))
+            log.warning("%s ended (%s) and is started again", role.name, f"signal {-code}" if code < 0 else f"code {code}")
+            await asyncio.sleep(RESTART_S)
+        return None
+
+    def _log(self, role: Role) -> Path:
+        return self._folder / f"{role.name}.log"
+
+    async def _spawn(self, role: Role) -> asyncio.subprocess.Process:
+        keeper = os.getpid()
+        environ = {
+            **self._environ,
+            "MS_NODE_ID": role.node_id,
+            VARIABLE: msgspec.json.encode(role.context).decode(),
+            CLUSTER_VARIABLE: self._cluster_id,
+        }
+
+        def in_child() -> None:
+            os.setpgrp()  # Ctrl-C is the keeper's to hear
+            kernel.die_with(keeper)
+
+        with self._log(role).open("ab") as file:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self._command,
+                env=environ,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                preexec_fn=in_child,
+            )
+        self._processes[role.name] = process
+        return process
+
+    async def _stop(self) -> None:
+        """Ask the scheduler first: it tells its servers. Whoever is still there after the grace is made to end."""
+        for name in sorted(self._processes, key=lambda name: "scheduler" not in name):
+            process = self._processes[name]
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+        alive = [process for process in self._processes.values() if process.returncode is None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                for process in alive:
+                    await process.wait()
+        for process in alive:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()

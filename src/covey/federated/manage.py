@@ -1,0 +1,130 @@
+"""The management port of a federated cluster: the seeds' JSON and paths over the console's own.
+
+Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, and mean what the original's mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from covey.console import api
+from covey.console.openapi import OPERATIONS, Operation
+from covey.console.replies import Reply, StateReply
+from covey.errors import UsageError
+from covey.federated.scheduler import Scheduler, changed
+
+
+class ResultReply(msgspec.Struct, frozen=True):
+    """It went well, and this came out."""
+
+    message: str
+    result: dict[str, Any] = {}
+    code: str = "0"
+
+
+class ScaleOutBody(msgspec.Struct, frozen=True):
+    """How many more of each; cloud workers are none."""
+
+    worker_num: int
+    server_num: int
+
+
+class ScaleInBody(msgspec.Struct, frozen=True):
+    """Who is to go."""
+
+    node_ids: list[str]
+
+
+FEDERATED = (
+    Operation("scaleout", "POST", "/scaleout", "Room for more servers.", Reply, ScaleOutBody),
+    Operation("scalein", "POST", "/scalein", "Let servers go.", Reply, ScaleInBody),
+    Operation("rollback", "POST", "/scaleoutRollback", "Take back a scale-out.", Reply),
+    Operation("new_instance", "POST", "/newInstance", "Begin again at iteration 1 from the newest model.", ResultReply),
+    Operation("query", "GET", "/queryInstance", "Where the present instance stands.", ResultReply),
+    Operation("enable", "POST", "/enableFLS", "Serve devices.", ResultReply),
+    Operation("disable", "POST", "/disableFLS", "Let devices rest; the model is still served.", ResultReply),
+)
+
+
+def make_app(scheduler: Scheduler, *, token: str) -> Any:
+    """The application for `covey.console.server.Server`."""
+    rounds = scheduler.rounds
+
+    async def state(request: Request) -> Response:
+        return api.as_json(StateReply("Get cluster state successful.", rounds.state))
+
+    async def scaleout(request: Request) -> Response:
+        asked = _object(await api.whole_body(request))
+        workers, servers = _count(asked, "worker_num"), _count(asked, "server_num")
+        if workers:
+            raise UsageError("The Worker does not currently support scale out.")
+        scheduler.carry(rounds.scale_out(servers, scheduler.now()))
+        return api.as_json(Reply("Cluster begin to scale out."))
+
+    async def scalein(request: Request) -> Response:
+        asked = _object(await api.whole_body(request))
+        if "node_ids" not in asked:
+            raise UsageError("The json is not contain the key:node_ids")
+        ids = asked["node_ids"]
+        if not isinstance(ids, list) or not all(isinstance(node_id, str) for node_id in ids):
+            raise UsageError("The node ids should be a list of texts.")
+        if scheduler.node_id in ids:
+            raise UsageError(f"The node id:{scheduler.node_id} is illegal: it is the scheduler.")
+        scheduler.carry(rounds.scale_in(ids, scheduler.now()))
+        return api.as_json(Reply("Cluster begin to scale in."))
+
+    async def rollback(request: Request) -> Response:
+        scheduler.carry(rounds.roll_back(scheduler.now()))
+        return api.as_json(Reply("Cluster scale out rollback success."))
+
+    async def new_instance(request: Request) -> Response:
+        body = await api.whole_body(request)
+        plan = changed(rounds.plan, _object(body) if body else {})
+        scheduler.carry(rounds.new_instance(plan, scheduler.now()))
+        return api.as_json(ResultReply("Start new instance successful.", scheduler.query()))
+
+    async def query(request: Request) -> Response:
+        return api.as_json(ResultReply("Query Instance successful.", scheduler.query()))
+
+    async def enable(request: Request) -> Response:
+        scheduler.carry(rounds.set_enabled(True, scheduler.now()))
+        return api.as_json(ResultReply("start enabling FL-Server successful.", scheduler.query()))
+
+    async def disable(request: Request) -> Response:
+        scheduler.carry(rounds.set_enabled(False, scheduler.now()))
+        return api.as_json(ResultReply("start disabling FL-Server successful.", scheduler.query()))
+
+    answers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "state": state,
+        "scaleout": scaleout,
+        "scalein": scalein,
+        "rollback": rollback,
+        "new_instance": new_instance,
+        "query": query,
+        "enable": enable,
+        "disable": disable,
+    }
+    return api.make_app(scheduler, token=token, operations=OPERATIONS + FEDERATED, more=answers)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    if not body:
+        raise UsageError("The post message size is invalid.")
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"Illegal JSON format:{error}") from None
+
+
+def _count(asked: dict[str, Any], key: str) -> int:
+    if key not in asked:
+        raise UsageError(f"The json is not contain the key:{key}")
+    value = asked[key]
+    if type(value) is not int or value < 0:
+        raise UsageError("The value should not be less than 0.")
+    return value

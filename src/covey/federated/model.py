@@ -1,0 +1,144 @@
+"""A model as servers and devices see it: names and shapes, and all values in one flat float32 array.
+
+On the wire and on disk it is safetensors. Names are sorted, which is also safetensors' own order for one type, so the bytes
+behind the header are the flat array itself and nothing needs to be copied. torch is never imported here: a module is known by
+what it offers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.errors import UsageError
+
+Floats = NDArray[np.float32]
+HEADER_MAX = 16 * 1024 * 1024
+FLOAT_KINDS = "f"
+
+
+class Layout:
+    """Names, shapes and places of a model's tensors."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = {name: tuple(int(n) for n in shapes[name]) for name in sorted(shapes)}
+        self.places: dict[str, tuple[int, int]] = {}
+        self._tensors: dict[str, Any] = {}
+        end = 0
+        for name, shape in self.shapes.items():
+            start, end = end, end + int(np.prod(shape, dtype=np.int64))
+            self.places[name] = (start, end)
+            self._tensors[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [4 * start, 4 * end]}
+        self.size = end
+        self.fingerprint = hashlib.blake2b(msgspec.json.encode(self._tensors), digest_size=8).hexdigest()
+
+    def head(self, metadata: Mapping[str, str]) -> bytes:
+        """What comes before the values in a safetensors file."""
+        text = msgspec.json.encode({"__metadata__": dict(metadata), **self._tensors})
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
+        """A whole safetensors file."""
+        return self.head(metadata) + values.tobytes()
+
+    def decode(self, body: memoryview) -> tuple[dict[str, str], Floats]:
+        """The metadata and the values of a safetensors body of exactly this layout. Raises `ValueError` with a sentence."""
+        tensors, metadata, start = read_head(body)
+        data = body[start:]
+        if tensors == self._tensors:
+            if len(data) != 4 * self.size:
+                raise ValueError(f"the tensors take {4 * self.size} bytes, and {len(data)} came")
+            if start % 4:
+                return metadata, np.frombuffer(bytes(data), np.float32)
+            return metadata, np.frombuffer(data, np.float32)
+        return metadata, self._gather(tensors, data)
+
+    def _gather(self, tensors: dict[str, Any], data: memoryview) -> Floats:
+        """The same tensors in another order; anything else is named."""
+        missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
+        if missing or unknown:
+            wrong = f"{min(missing)} is missing" if missing else f"{min(unknown)} is not in the model"
+            raise ValueError(f"the names do not match the model: {wrong}")
+        flat = np.empty(self.size, np.float32)
+        for name, (start, end) in self.places.items():
+            tensor = tensors[name]
+            if tensor.get("dtype") != "F32" or tuple(tensor.get("shape", ())) != self.shapes[name]:
+                said = f"{tensor.get('dtype')} {tensor.get('shape')}"
+                raise ValueError(f"{name} is F32 {list(self.shapes[name])} in the model, and {said} came")
+            low, high = tensor["data_offsets"]
+            if not 0 <= low <= high <= len(data) or high - low != 4 * (end - start):
+                raise ValueError(f"{name} does not lie where the header says")
+            flat[start:end] = np.frombuffer(bytes(data[low:high]), np.float32)
+        return flat
+
+    def tensors(self, values: Floats) -> dict[str, Floats]:
+        """The values by name, as views."""
+        return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.places.items()}
+
+    def flatten(self, tensors: Mapping[str, Any]) -> Floats:
+        """The values of tensors by name in one array. Raises `UsageError` for a name or shape of another model."""
+        flat = np.empty(self.size, np.float32)
+        for name, (start, end) in self.places.items():
+            if name not in tensors:
+                raise UsageError(f"the model's {name} is missing: give every tensor of the model")
+            array = as_numpy(tensors[name])
+            if array.shape != self.shapes[name]:
+                raise UsageError(f"{name} has shape {array.shape}, and the model's has {self.shapes[name]}")
+            flat[start:end] = array.reshape(-1)
+        return flat
+
+
+def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The tensors and the metadata of a safetensors header, and where the values begin. Raises `ValueError`."""
+    if len(body) < 8:
+        raise ValueError("the body is not safetensors: it is shorter than a header")
+    length = int.from_bytes(body[:8], "little")
+    if not 2 <= length <= min(HEADER_MAX, len(body) - 8):
+        raise ValueError("the body is not safetensors: its header does not fit")
+    try:
+        tensors = msgspec.json.decode(body[8 : 8 + length], type=dict[str, dict[str, Any]])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the body is not safetensors: {error}") from None
+    metadata = tensors.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("the body is not safetensors: its metadata are not texts")
+    return tensors, metadata, 8 + length
+
+
+def raw(values: Floats) -> memoryview:
+    """The bytes of an array, not copied."""
+    return values.data.cast("B")
+
+
+def as_numpy(value: Any) -> NDArray[Any]:
+    """A numpy array of an array or of something torch-like."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def take(model: Any) -> tuple[Layout, Floats]:
+    """The layout and values of a torch module, or of a mapping of names to arrays. Only floating tensors take part."""
+    tensors = model.state_dict() if hasattr(model, "state_dict") else model
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"a model is a torch module or a dict of numpy arrays, and this is a {type(model).__name__}")
+    arrays = {str(name): as_numpy(value) for name, value in tensors.items()}
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind in FLOAT_KINDS}
+    if not floats:
+        raise UsageError("the model has no floating tensors: there is nothing to learn")
+    layout = Layout({name: array.shape for name, array in floats.items()})
+    values = layout.flatten(floats)
+    if not np.isfinite(values).all():
+        raise UsageError("the model has values that are not finite: start from finite ones")
+    return layout, values
+
+
+def digest(values: Floats) -> str:
+    """Which model this is, bit for bit."""
+    return hashlib.blake2b(values.tobytes(), digest_size=12).hexdigest()

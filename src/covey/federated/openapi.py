@@ -1,0 +1,67 @@
+"""The OpenAPI 3.1 document of the device port, made from the types of `protocol`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob, UpdateFields
+
+_REF = "#/components/schemas/{name}"
+_TENSORS = "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as text."
+
+
+def document(prefix: str = "") -> dict[str, Any]:
+    """Paths, bodies and answers."""
+    types = (Answer, FlPlan, GetModel, StartJob, UpdateFields)
+    _, schemas = msgspec.json.schema_components(types, ref_template=_REF)
+    codes = ", ".join(f"{code.value} {code.name}" for code in Code)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "covey: the device port",
+            "version": "1",
+            "description": f"HTTP says 200 also for a refusal; the verdict is retcode: {codes}.",
+        },
+        "paths": {
+            f"{prefix}/startFLJob": _operation("startFLJob", StartJob, gives_model=True),
+            f"{prefix}/updateModel": _operation("updateModel", UpdateFields, gives_model=False),
+            f"{prefix}/getModel": _operation("getModel", GetModel, gives_model=True),
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def encoded(prefix: str) -> bytes:
+    return msgspec.json.encode(document(prefix))
+
+
+def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool) -> dict[str, Any]:
+    summary = (body.__doc__ or "").strip()
+    fields = {"schema": {"$ref": _REF.format(name=body.__name__)}}
+    if body is UpdateFields:
+        content: dict[str, Any] = {SAFETENSORS: _binary(body.__name__)}
+    else:
+        content = {JSON: fields, MSGPACK: fields}
+    answer = {"schema": {"$ref": _REF.format(name="Answer")}}
+    answers: dict[str, Any] = {JSON: answer, MSGPACK: answer}
+    if gives_model:
+        answers[SAFETENSORS] = _binary("Answer")
+    refused = {"description": "The request cannot be read.", "content": {JSON: answer}}
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": {
+                "200": {"description": "The verdict is retcode.", "content": answers},
+                "413": refused,
+                "405": refused,
+            },
+        }
+    }
+
+
+def _binary(name: str) -> dict[str, Any]:
+    return {"schema": {"type": "string", "format": "binary", "description": _TENSORS.format(name=name)}}

@@ -1,0 +1,221 @@
+"""Links between servers: each calls each other, says who it is, and sends; what is asked for comes back the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.federation import BetweenServers, Copied, Copy, Fetch, Hello, Peer, Piece
+from covey.core.messages import Message
+from covey.errors import PeerError
+from covey.node.security import Security
+from covey.wire import address
+from covey.wire.link import Link, Listener, connect
+
+PIECE_MAX: Final = 4 * 1024 * 1024
+FETCH_S: Final = 30.0  # for one piece
+RETRY_S: Final = 0.1
+_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(BetweenServers)
+
+Bytes = bytes | memoryview
+
+
+class Peers:
+    """The other servers. What cannot be sent is dropped: whoever says something that matters says it again."""
+
+    def __init__(
+        self,
+        guard: Security,
+        *,
+        heard: Callable[[str, Message], None],
+        reached: Callable[[str], None],
+        give: Callable[[str, int], Bytes | None],
+        copy: Callable[[str, Copy], None],
+    ) -> None:
+        self._guard = guard
+        self._heard = heard
+        self._reached = reached
+        self._give = give
+        self._copy = copy
+        self._me = ""
+        self._members: dict[str, Peer] = {}
+        self._links: dict[str, Link] = {}  # called by us, greeted
+        self._callers: dict[int, str] = {}  # by the identity of a link: who called
+        self._calling: dict[str, asyncio.Task[None]] = {}
+        self._pieces: dict[tuple[str, str, int, int], asyncio.Future[Piece]] = {}
+        self._copies: dict[int, asyncio.Future[None]] = {}
+        self._listener: Listener | None = None
+        self._serial = 0
+
+    async def open(self, sockets: list[socket.socket]) -> None:
+        self._listener = Listener(
+            sockets,
+            self._guard.secret,
+            self._guard.server,
+            decoder=_decoder,
+            on_open=lambda link: None,
+            on_message=self._from_caller,
+            on_close=lambda link, reason: self._callers.pop(id(link), None),
+        )
+        await self._listener.open()
+
+    def close(self) -> None:
+        for task in self._calling.values():
+            task.cancel()
+        for link in list(self._links.values()):
+            link.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def follow(self, me: str, members: tuple[Peer, ...]) -> None:
+        """Whom to know from now on."""
+        self._me = me
+        for peer in members:
+            old = self._members.get(peer.node_id)
+            if old is not None and old.address != peer.address and peer.node_id in self._links:
+                self._links.pop(peer.node_id).close("it has another address now")
+        self._members = {peer.node_id: peer for peer in members if peer.node_id != me}
+
+    def tell(self, node_id: str, message: Message) -> None:
+        """Send to a member, calling it first where there is no link yet: then the message is lost, and said again."""
+        link = self._links.get(node_id)
+        if link is not None:
+            link.send(message)
+        elif node_id in self._members and node_id not in self._calling:
+            task = asyncio.get_running_loop().create_task(self._call(node_id))
+            self._calling[node_id] = task
+            task.add_done_callback(lambda _: self._calling.pop(node_id, None))
+
+    async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
+        """The whole of something a member has. Raises `PeerError`."""
+        found = bytearray()
+        while True:
+            piece = await self._piece(node_id, what, round_number, len(found))
+            if piece.total < 0:
+                raise PeerError(f"server {node_id} has no {what} of round {round_number}")
+            found += piece.data
+            if len(found) >= piece.total:
+                return found
+
+    async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
+        """Have a member keep a record too. Raises `PeerError`."""
+        self._serial += 1
+        serial = self._serial
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._copies[serial] = waiting
+        try:
+            link = await self._linked(node_id)
+            link.send(Copy(life, round_number, serial, record))
+            async with asyncio.timeout(FETCH_S):
+                await waiting
+        except TimeoutError:
+            raise PeerError(f"server {node_id} did not keep a copy within {FETCH_S:g} s") from None
+        finally:
+            self._copies.pop(serial, None)
+
+    async def _piece(self, node_id: str, what: str, round_number: int, offset: int) -> Piece:
+        key = (node_id, what, round_number, offset)
+        waiting = self._pieces.get(key)
+        if waiting is None:
+            waiting = self._pieces[key] = asyncio.get_running_loop().create_future()
+            link = await self._linked(node_id)
+            link.send(Fetch(what, round_number, offset))
+        try:
+            async with asyncio.timeout(FETCH_S):
+                return await asyncio.shield(waiting)
+        except TimeoutError:
+            raise PeerError(f"server {node_id} did not give its {what} within {FETCH_S:g} s") from None
+        finally:
+            self._pieces.pop(key, None)
+
+    async def _linked(self, node_id: str) -> Link:
+        for _ in range(20):
+            if node_id in self._links:
+                return self._links[node_id]
+            self.tell(node_id, Hello(self._me))
+            task = self._calling.get(node_id)
+            if task is not None:
+                with contextlib.suppress(PeerError):
+                    await asyncio.shield(task)
+            if node_id not in self._links:
+                await asyncio.sleep(RETRY_S)
+        raise PeerError(f"server {node_id} cannot be reached")
+
+    async def _call(self, node_id: str) -> None:
+        host, port = address.split(self._members[node_id].address)
+        opened: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+
+        def closed(link: Link, reason: str) -> None:
+            if not opened.done():
+                opened.set_exception(PeerError(reason))
+            self._lost(node_id, link, reason)
+
+        try:
+            await connect(
+                host,
+                port,
+                self._guard.secret,
+                self._guard.client,
+                decoder=_decoder,
+                on_open=lambda link: None if opened.done() else opened.set_result(link),
+                on_message=lambda _, message: self._from_called(node_id, message),
+                on_close=closed,
+            )
+            link = await opened
+        except PeerError:
+            return  # the tick calls again
+        link.send(Hello(self._me))
+        self._links[node_id] = link
+        self._reached(node_id)
+
+    def _lost(self, node_id: str, link: Link, reason: str) -> None:
+        if self._links.get(node_id) is link:
+            del self._links[node_id]
+        error = PeerError(f"server {node_id} went away ({reason})")
+        for key, waiting in self._pieces.items():
+            if key[0] == node_id and not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # it may be that nobody waits any more
+        for copied in self._copies.values():  # the record is sent again to whoever follows
+            if not copied.done():
+                copied.set_exception(error)
+                copied.exception()
+
+    def _from_called(self, node_id: str, message: Message) -> None:
+        if isinstance(message, Piece):
+            waiting = self._pieces.get((node_id, message.what, message.round, message.offset))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
+        elif isinstance(message, Copied):
+            copied = self._copies.get(message.serial)
+            if copied is not None and not copied.done():
+                copied.set_result(None)
+
+    def _from_caller(self, link: Link, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._callers[id(link)] = message.node_id
+            return
+        caller = self._callers.get(id(link))
+        if caller is None:
+            link.close("it did not say who it is")
+        elif isinstance(message, Fetch):
+            whole = self._give(message.what, message.round)
+            if whole is None:
+                link.send(Piece(message.what, message.round, message.offset, -1))
+            else:
+                data = bytes(whole[message.offset : message.offset + PIECE_MAX])
+                link.send(Piece(message.what, message.round, message.offset, len(whole), data))
+        elif isinstance(message, Copy):
+            try:
+                self._copy(caller, message)
+            except PeerError as error:
+                link.close(str(error))
+            else:
+                link.send(Copied(message.serial))
+        else:
+            self._heard(caller, message)

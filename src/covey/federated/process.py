@@ -1,0 +1,240 @@
+"""A federated scheduler or server as a process, from the context alone: `run(model)` becomes what `ms_role` says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.federation import Stage
+from covey.core.roster import Limits
+from covey.core.rounds import Rounds
+from covey.errors import CoveyError, UsageError
+from covey.federated import context, model
+from covey.federated.scheduler import Scheduler, load_record
+from covey.federated.server import Server, ServerSettings
+from covey.federated.store import write_file
+from covey.federated.strategies import FedAvg, Strategy
+from covey.federated.summing import Evaluate
+from covey.node import host as hosts
+from covey.node import security
+from covey.node.log import configure, log
+from covey.node.scheduler import raise_file_limit
+from covey.node.serve import bind_manage
+from covey.settings import Settings, load
+from covey.store import registry
+from covey.wire import address
+
+CLUSTER_VARIABLE: Final = (
+    "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again
+)
+INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
+LOST_S: Final = 30.0
+
+
+def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
+    """Become the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
+
+    `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
+    `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
+    """
+    try:
+        settings = load(os.environ).settings
+        code = _serve(settings, network, strategy or FedAvg(), evaluate)
+    except CoveyError as error:
+        print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        code = int(error.exit_code)
+    if code:
+        sys.exit(code)
+
+
+def _serve(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
+    if not context.get_fl_context("enable_fl") and not os.environ.get(context.VARIABLE):
+        raise UsageError("federated learning is not on: set_fl_context(enable_fl=True, ...) comes before run()")
+    raise_file_limit()
+    if context.get_fl_context("enable_ssl"):
+        config = context.text("config_file_path")
+        if not config:
+            raise UsageError("enable_ssl needs config_file_path: a config.json that names the certificates")
+        settings = msgspec.structs.replace(
+            settings,
+            tls_config=config,
+            tls_server_password=settings.tls_server_password or context.text("server_password"),
+            tls_client_password=settings.tls_client_password or context.text("client_password"),
+        )
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        if context.text("ms_role") == "MS_SCHED":
+            configure(settings, "scheduler")
+            return runner.run(_schedule(settings))
+        if context.number("server_num") < 1 and not os.environ.get(context.VARIABLE):
+            raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
+        configure(settings, f"server:{settings.node_id}" if settings.node_id else "server")
+        return runner.run(_work(settings, network, strategy, evaluate))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # an accelerator, never required
+        return None
+    return uvloop.Loop
+
+
+# -- the scheduler -----------------------------------------------------------------------------------------------------
+
+
+def _cluster_id(root: Path) -> str:
+    """The cluster to go on with: named by its keeper, else the one that recovery finds, else a new one."""
+    named = os.environ.get(CLUSTER_VARIABLE, "")
+    current = root / "current"
+    if not named and context.recovery() is not None and current.exists():
+        named = current.read_text().strip()
+    named = named or uuid.uuid4().hex[:12]
+    (root / named).mkdir(parents=True, exist_ok=True)
+    write_file(current, named.encode(), sync=False)
+    return named
+
+
+async def _schedule(settings: Settings) -> int:
+    loop = asyncio.get_running_loop()
+    where = context.text("scheduler_ip")
+    sockets = address.listen(where, context.number("scheduler_port"), "scheduler_ip")
+    manage = bind_manage(context.number("scheduler_manage_port"), where, strict=True)
+    guard = security.find(settings, listens_at=where)
+    root = context.root()
+    cluster_id = _cluster_id(root)
+    file = root / cluster_id / "scheduler.record"
+    record = load_record(file)
+    plan = context.plan()
+    rounds = Rounds(
+        cluster_id=cluster_id,
+        key=secrets.token_bytes(32),
+        server_num=context.number("server_num"),
+        plan=plan,
+        limits=Limits(return_s=context.number("server_return_time_window") / 1000),
+        now=loop.time(),
+        job=context.text("fl_name"),
+    )
+    if record is not None:
+        rounds.restore(record, loop.time())
+    port = int(manage[0].getsockname()[1]) if manage else 0
+    here = address.join(*sockets[0].getsockname()[:2])
+    scheduler = Scheduler(
+        rounds,
+        file=file,
+        sync=context.text("durability") == "disk",
+        address=here,
+        manage_port=port,
+        node_id=settings.node_id or "sched",
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, scheduler.stop, f"the scheduler received {number.name}")
+    token = settings.token or secrets.token_urlsafe(24)
+    entry = registry.add(
+        registry.Entry(
+            cluster_id=cluster_id,
+            address=here,
+            pid=os.getpid(),
+            created=registry.process_started(os.getpid()),
+            secret=guard.secret,
+            token=token,
+            manage=address.join("127.0.0.1", port) if manage else "",
+            job=f"federated {context.text('fl_name')}".strip(),
+            tls=settings.tls_config,
+        )
+    )
+    log.info("federated scheduler of cluster %s at %s, REST at port %d", cluster_id, here, port)
+    console = loop.create_task(_console(scheduler, manage, token, guard)) if manage else None
+    try:
+        return await scheduler.run(sockets, guard)
+    finally:
+        entry.unlink(missing_ok=True)
+        if console is not None:
+            console.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await console
+
+
+async def _console(scheduler: Scheduler, sockets: list[socket.socket], token: str, guard: security.Security) -> None:
+    manage, console = await asyncio.to_thread(_console_modules)
+    server = console.Server(manage.make_app(scheduler, token=token), sockets, guard.server)
+    await server.start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()
+
+
+def _console_modules() -> tuple[Any, Any]:
+    from covey.console import server
+    from covey.federated import manage
+
+    return manage, server
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
+    layout, values = model.take(network)
+    scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
+    mine = settings.worker_ip or hosts.address_towards(scheduler_ip)
+    http = address.listen(mine, context.number("fl_server_port"), "fl_server_port")
+    peer = address.listen(mine, 0, "fl_server_port")
+    listens = security.find(settings, listens_at=mine)
+    reaches = security.find(settings, reaches=scheduler_ip)
+    guard = security.Security(reaches.secret or listens.secret, listens.server, reaches.client)
+    comes_back = context.recovery() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
+    return_s = context.number("server_return_time_window") / 1000
+    server = Server(
+        ServerSettings(
+            scheduler=(scheduler_ip, context.number("scheduler_port")),
+            host=hosts.here(settings.host_id, mine),
+            http=address.join(*http[0].getsockname()[:2]),
+            peer=address.join(*peer[0].getsockname()[:2]),
+            root=context.root(),
+            node_id=settings.node_id,
+            wish=int(os.environ.get(INDEX_VARIABLE, "-1")),
+            durability=context.text("durability"),
+            fl_name=context.text("fl_name"),
+            plan=msgspec.structs.replace(context.plan(), staleness=strategy.staleness),
+            server_mode=context.text("server_mode"),
+            prefix=context.text("http_url_prefix"),
+            replay_ms=context.number("replay_attack_time_diff"),
+            keep_models=context.number("keep_models"),
+            lease_s=return_s / 2,
+            patience_s=-1.0 if comes_back else LOST_S,
+        ),
+        guard,
+        layout,
+        values,
+        strategy,
+        evaluate,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.end, 0, f"it received {number.name}")
+    saying = loop.create_task(_say_started(server))
+    try:
+        return await server.run(http, peer)
+    finally:
+        saying.cancel()
+
+
+async def _say_started(server: Server) -> None:
+    """The line that the seeds look for."""
+    while server.orders is None or server.orders.stage is Stage.FORMING or not server.claims.is_member:
+        changed = server.changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await changed.wait()
+    print("Server started successfully.", flush=True)  # noqa: T201

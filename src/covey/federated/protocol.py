@@ -1,0 +1,121 @@
+"""What devices and servers say: paths, codes, fields. The OpenAPI document is made from these types.
+
+The original's paths and codes. A request without tensors is JSON or msgpack (by Content-Type); an answer without tensors
+comes in the same way; whatever carries tensors is safetensors, its other fields in the header's metadata, each as text. HTTP
+says 200 also for a refusal: the verdict is `retcode`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from covey.core.federation import DEVICE_ID_MAX
+
+JSON: Final = "application/json"
+MSGPACK: Final = "application/msgpack"
+SAFETENSORS: Final = "application/x-safetensors"
+WAIT_MAX_MS: Final = 60_000
+NOT_RUNNING: Final = "The server's training job is disabled or finished."
+SAFEMODE: Final = "The cluster is in safemode."
+
+DeviceName = Annotated[str, Meta(min_length=1, max_length=DEVICE_ID_MAX)]
+Wait = Annotated[int, Meta(ge=0, le=WAIT_MAX_MS, description="How long the server may wait for a better answer, in ms.")]
+
+
+class Code(IntEnum):
+    """`retcode`."""
+
+    SUCCEED = 200
+    NOT_READY = 201  # ask again: nothing is wrong
+    OUT_OF_TIME = 300  # not in this round
+    REQUEST_ERROR = 400
+    SYSTEM_ERROR = 500
+
+
+class StartJob(msgspec.Struct, frozen=True):
+    """POST /startFLJob: may I take part in the present iteration?"""
+
+    fl_id: DeviceName
+    timestamp: Annotated[int, Meta(description="Milliseconds since 1970.")]
+    data_size: Annotated[int, Meta(description="How many samples this device trains on.")]
+    fl_name: str = ""
+    iteration: Annotated[int, Meta(description="The last one this device's update was counted in: the next is wanted.")] = 0
+    eval_data_size: int = 0
+    wait: Wait = 0
+
+
+class GetModel(msgspec.Struct, frozen=True):
+    """POST /getModel: the newest model, or that of an iteration."""
+
+    timestamp: Annotated[int, Meta(description="Milliseconds since 1970.")]
+    iteration: Annotated[int, Meta(description="The one whose model is wanted; -1 for the newest.")] = -1
+    fl_name: str = ""
+    wait: Wait = 0
+
+
+class UpdateFields(msgspec.Struct, frozen=True):
+    """POST /updateModel: the metadata of the safetensors body, each as text."""
+
+    fl_id: DeviceName
+    iteration: int
+    timestamp: int
+    data_size: int
+    ticket: Annotated[str, Meta(max_length=64, description="From the answer to startFLJob.")]
+    fl_name: str = ""
+    upload_loss: float | None = None
+    upload_accuracy: float | None = None
+    wait: Wait = 0
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields of every answer. With a model they are the metadata of safetensors, each as text."""
+
+    retcode: int
+    reason: str
+    timestamp: int
+    iteration: int = 0
+    is_selected: bool = False
+    next_req_time: Annotated[str, Meta(description="Milliseconds since 1970: when to ask again.")] = ""
+    ticket: str = ""
+    fl_plan_config: str = ""
+
+    def texts(self) -> dict[str, str]:
+        """As metadata."""
+        fields = msgspec.to_builtins(self)
+        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
+
+
+class FlPlan(msgspec.Struct, frozen=True):
+    """`fl_plan_config`: what a device needs for its training."""
+
+    server_mode: str
+    fl_name: str
+    iterations: int
+    epochs: int
+    mini_batch: int
+    lr: float
+    aggregation: str = "FedAvg"
+    settings: dict[str, Any] = {}
+
+
+def ticket(key: bytes, round_number: int, device: str, size: int) -> str:
+    """Proof that a device was admitted to a round with so many samples: any server can check it, and none has to remember."""
+    words = f"{round_number}/{size}/{device}".encode()
+    return hashlib.blake2b(words, key=key, digest_size=12).hexdigest()
+
+
+def read_fields(kind: Any, body: memoryview, content_type: str) -> Any:
+    """A request of JSON or msgpack. Raises `msgspec.MsgspecError`."""
+    if content_type == MSGPACK:
+        return msgspec.msgpack.decode(body, type=kind)
+    return msgspec.json.decode(body, type=kind)
+
+
+def read_metadata(metadata: dict[str, str]) -> UpdateFields:
+    """The fields of an update. Raises `msgspec.MsgspecError`."""
+    return msgspec.convert(metadata, UpdateFields, strict=False)

@@ -1,0 +1,86 @@
+"""Durability beyond the process: an update on the disk, or at a second server, before it is acknowledged.
+
+A sync serves every update that was written before it began. Copies lie at the next server by rank, in a folder named after
+the life of the server they belong to; a new keeper is first sent what the one before it had, so whoever keeps them has all of
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from covey.core.claims import Claims
+from covey.core.federation import Copy, Peer, keeper
+from covey.errors import PeerError
+from covey.federated.model import Floats
+from covey.federated.part import Part
+from covey.federated.peers import Peers
+from covey.federated.updates import Folder, Update, pack, read
+from covey.node.log import log
+
+RETRY_S = 0.1
+
+
+class Safekeeping:
+    """One server's."""
+
+    def __init__(self, life: str, peers: Peers) -> None:
+        self._life = life
+        self._peers = peers
+        self._syncing: asyncio.Task[None] | None = None
+        self._copying = asyncio.Lock()
+        self._copied_to = (-1, "")  # the round, and the address of who has copies of all we hold of it
+
+    async def sync(self, part: Part) -> None:
+        """Wait for a sync that began after the record was written. Raises `OSError`."""
+        if self._syncing is not None and not self._syncing.done():
+            await asyncio.wait([self._syncing])  # it began before: what it says is for others
+        sync = part.sync()
+        if sync is None:
+            return
+        if self._syncing is None or self._syncing.done():
+            self._syncing = asyncio.get_running_loop().create_task(asyncio.to_thread(sync))
+        await asyncio.shield(self._syncing)
+
+    async def copy_out(self, part: Part, update: Update, values: Floats, claims: Claims) -> None:
+        """Have the next server keep it too; alone there is nobody, and that is all that can be done."""
+        while True:
+            peer = keeper(claims.node_id, claims.members)
+            if peer is None:
+                return None
+            place = (part.round, peer.address)
+            try:
+                async with self._copying:
+                    if self._copied_to != place:
+                        await self._copy_all(part, peer)
+                        self._copied_to = place
+                        return None
+                return await self._peers.copy(peer.node_id, self._life, part.round, _record(update, values))
+            except PeerError as error:
+                log.info("%s; it is tried again", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _copy_all(self, part: Part, peer: Peer) -> None:
+        for path in part.logs():
+            for update, values in read(path):
+                await self._peers.copy(peer.node_id, self._life, part.round, _record(update, values))
+
+
+def keep_copy(folder: Folder, message: Copy) -> None:
+    """Keep a copy of another server's update; those of earlier rounds are over."""
+    path = copies_of(folder, message.life)
+    path.mkdir(exist_ok=True)
+    for old in path.glob("updates-*.log"):
+        if old.name != f"updates-{message.round}.log":
+            old.unlink()
+    with (path / f"updates-{message.round}.log").open("ab") as file:
+        file.write(message.record)
+
+
+def copies_of(folder: Folder, life: str) -> Path:
+    return folder.path / f"copies_{life}"
+
+
+def _record(update: Update, values: Floats) -> bytes:
+    return b"".join(bytes(piece) for piece in pack(update, values, checksum=False))

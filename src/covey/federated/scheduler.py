@@ -1,0 +1,264 @@
+"""The scheduler of a federated cluster: sockets, a file and a clock around `core.rounds.Rounds`.
+
+What must outlive the process is one small record; it is written in one move, before anything that depends on it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.effects import Close, End, Publish, Send
+from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
+from covey.core.incidents import Incident
+from covey.core.messages import Ask, Message, Stop, Told
+from covey.core.model import Phase, Role
+from covey.core.roster import Effect, Keep
+from covey.core.rounds import Rounds
+from covey.core.view import ClusterView, NodeView
+from covey.errors import ExitCode, StoreError, UsageError
+from covey.federated.store import write_file
+from covey.node.log import log, tell
+from covey.node.security import Security
+from covey.wire.link import Link, Listener
+
+TICK_S: Final = 0.05
+GOODBYE_S: Final = 5.0
+STORY_MAX: Final = 1000
+_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
+_record: Final = msgspec.msgpack.Decoder(FederationRecord)
+
+_PHASES: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Phase.HEALING}
+
+
+class Scheduler:
+    """One federated cluster's scheduler. `run` returns the code the process should end with."""
+
+    def __init__(self, rounds: Rounds, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str) -> None:
+        self.rounds = rounds
+        self.node_id = node_id
+        self._file = file
+        self._sync = sync
+        self._address = address
+        self._manage_port = manage_port
+        self._started_at = time.time()
+        self._links: dict[int, Link] = {}
+        self._last_link = 0
+        self._ended: asyncio.Future[End] | None = None
+        self._followers: set[int] = set()
+        self.story: list[Publish] = []
+
+    async def run(self, sockets: list[socket.socket], guard: Security) -> int:
+        """Serve until the cluster has ended."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        listener = Listener(sockets, guard.secret, guard.server, decoder=_decoder, **calls)
+        await listener.open()
+        ticker = loop.create_task(self._tick())
+        try:
+            end = await self._ended
+            for _ in range(int(100 * GOODBYE_S)):
+                if not any(server.link in self._links for server in self.rounds.servers.values()):
+                    break
+                await asyncio.sleep(0.01)
+        finally:
+            ticker.cancel()
+            listener.close()
+            for link in list(self._links.values()):
+                link.close("the scheduler ended")
+        log.info("the cluster has ended: %s", end.reason)
+        return end.code
+
+    # -- facts in, wishes out ----------------------------------------------------------------------------------------
+
+    def _opened(self, link: Link) -> None:
+        self._last_link += 1
+        link.id = self._last_link
+        self._links[link.id] = link
+
+    def _heard(self, link: Link, message: Message) -> None:
+        if isinstance(message, Ask):
+            link.send(Told(msgspec.json.encode(self.view())))
+            if message.follow:
+                self._followers.add(link.id)
+            return
+        self.carry(self.rounds.step(Heard(message, link.id), asyncio.get_running_loop().time()))
+
+    def _closed(self, link: Link, reason: str) -> None:
+        if not link.id:
+            log.warning("a connection from %s was turned away: %s", link.peer, reason)
+            return
+        del self._links[link.id]
+        self._followers.discard(link.id)
+        self.carry(self.rounds.step(LinkLost(reason, link.id), asyncio.get_running_loop().time()))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.carry(self.rounds.step(Ticked(), asyncio.get_running_loop().time()))
+
+    def carry(self, wishes: list[Effect]) -> None:
+        """Carry out wishes, in order. A record that cannot be written ends the process: nothing after it may be said."""
+        for wish in wishes:
+            if isinstance(wish, Keep):
+                self._keep(wish.record)
+            elif isinstance(wish, Send):
+                link = self._links.get(wish.link)
+                if link is not None:
+                    link.send(wish.message)
+            elif isinstance(wish, Close):
+                link = self._links.get(wish.link)
+                if link is not None:
+                    link.close()
+            elif isinstance(wish, Publish):
+                tell(wish)
+                self.story = [*self.story[1 - STORY_MAX :], wish]
+            else:
+                assert isinstance(wish, End)
+                if self._ended is not None and not self._ended.done():
+                    self._ended.set_result(wish)
+        if self._followers and any(isinstance(wish, Keep) for wish in wishes):
+            told = Told(msgspec.json.encode(self.view()))
+            for link_id in self._followers & self._links.keys():
+                self._links[link_id].send(told)
+
+    def _keep(self, record: FederationRecord) -> None:
+        try:
+            write_file(self._file, msgspec.msgpack.encode(record), sync=self._sync)
+        except OSError as error:
+            log.error("%s cannot be written (%s): free the disk or make it writable", self._file, error.strerror)
+            os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
+
+    # -- what people see and ask for ---------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """End the cluster in order."""
+        for server in self.rounds.servers.values():
+            link = self._links.get(server.link)
+            if link is not None:
+                link.send(Stop(reason))
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(End(0, reason))
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def query(self) -> dict[str, Any]:
+        """The present instance, for /queryInstance."""
+        rounds, plan = self.rounds, self.rounds.plan
+        return {
+            "flName": rounds.job,
+            "instanceStatus": str(rounds.instance),
+            "currentIteration": rounds.iteration,
+            "flIterationNum": plan.iterations,
+            "stage": str(rounds.stage),
+            "reason": rounds.reason,
+            "joined": len(rounds.admitted),
+            "counted": rounds.counted,
+            "missed": rounds.missed,
+            "missing": list(rounds.missing),
+            "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
+            "metrics": rounds.metrics,
+            **hyper(plan),
+        }
+
+    def recoveries(self) -> list[Incident]:
+        """None: a round takes a death in its stride."""
+        return []
+
+    def view(self) -> ClusterView:
+        """The cluster in the words of `covey status`."""
+        rounds, now = self.rounds, time.monotonic()
+        here = NodeView(Role.SCHEDULER, self.node_id, 0, socket.gethostname(), self._address, "alive", True, pid=os.getpid())
+        nodes = [here]
+        for server in sorted(rounds.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
+            state = "alive" if server.alive else "dead"
+            if server.alive and not server.member:
+                state = "left" if server.leaving else "waiting"
+            phase = str(rounds.stage) if rounds.instance is Instance.RUNNING else str(rounds.instance)
+            nodes.append(
+                NodeView(
+                    Role.SERVER,
+                    server.node_id,
+                    server.rank,
+                    server.host.name,
+                    server.http,
+                    state,
+                    server.alive,
+                    step=rounds.iteration if rounds.stage is not Stage.FORMING else -1,
+                    phase=phase,
+                    beat_age_s=max(0.0, now - server.beat_at) if server.link else -1.0,
+                    restarts=server.restarts,
+                    pid=server.pid,
+                )
+            )
+        counters = {"round": float(rounds.round), "counted": float(rounds.counted), "missed": float(rounds.missed)}
+        return ClusterView(
+            cluster_id=rounds.cluster_id,
+            phase=_PHASES.get(rounds.state, Phase.READY),
+            reason=rounds.reason,
+            generation=rounds.generation,
+            worker_num=0,
+            server_num=rounds.wanted,
+            started_at=self._started_at,
+            now=time.time(),
+            nodes=nodes,
+            address=self._address,
+            manage_port=self._manage_port,
+            counters=counters,
+        )
+
+
+def load_record(file: Path) -> FederationRecord | None:
+    """What an earlier scheduler wrote, if there is any. Raises `StoreError` for what cannot be understood."""
+    try:
+        return _record.decode(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(
+            f"{file} cannot be read ({error}): move it away to start a new cluster", ExitCode.BAD_JOURNAL
+        ) from None
+
+
+# The keys of /newInstance, and what of a plan they are.
+HYPER: Final = {
+    "start_fl_job_threshold": ("threshold", 1),
+    "start_fl_job_time_window": ("start_window_s", 1000),
+    "update_model_ratio": ("ratio", 1),
+    "update_model_time_window": ("update_window_s", 1000),
+    "fl_iteration_num": ("iterations", 1),
+    "client_epoch_num": ("epochs", 1),
+    "client_batch_size": ("batch", 1),
+    "client_learning_rate": ("learning_rate", 1),
+    "global_iteration_time_window": ("iteration_window_s", 1000),
+}
+
+
+def hyper(plan: Plan) -> dict[str, Any]:
+    """A plan in the seeds' words."""
+    found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPER.items()}
+    return {key: int(value) if HYPER[key][1] == 1000 else value for key, value in found.items()}
+
+
+def changed(plan: Plan, asked: dict[str, Any]) -> Plan:
+    """A plan with some of its keys changed, each checked as `set_fl_context` does."""
+    from covey.federated.context import check
+
+    new: dict[str, Any] = {}
+    for key, value in asked.items():
+        if key not in HYPER:
+            raise UsageError(f"The key {key} is not one of a new instance: {', '.join(HYPER)} are.")
+        field, factor = HYPER[key]
+        checked = check(key, value)
+        assert isinstance(checked, int | float)
+        new[field] = checked / factor if factor != 1 else checked
+    return msgspec.structs.replace(plan, **new)

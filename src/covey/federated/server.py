@@ -1,0 +1,571 @@
+"""A server: takes updates from devices, has them granted, logs and adds them, and does its share at the end of a round.
+
+The shell around `core.claims.Claims`. The scheduler's orders are followed as they come; how this server stands is said
+whenever it changes. Everything runs in one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.claims import Answer, Claims, Store, Tell, Wish
+from covey.core.federation import (
+    BATCH_MAX,
+    Admitted,
+    Adoption,
+    Alive,
+    Copy,
+    Enlist,
+    Instance,
+    Joined,
+    Joining,
+    Orders,
+    Plan,
+    Stage,
+    Standing,
+    ToServer,
+)
+from covey.core.messages import Message, Refused, Stop
+from covey.core.model import Host
+from covey.errors import CoveyError, ExitCode, PeerError, StoreError
+from covey.federated import summing
+from covey.federated.devices import Devices
+from covey.federated.model import Floats, Layout, digest
+from covey.federated.part import Part
+from covey.federated.peers import Bytes, Peers
+from covey.federated.safekeeping import Safekeeping, copies_of, keep_copy
+from covey.federated.store import ModelStore, State
+from covey.federated.strategies import Strategy
+from covey.federated.updates import Folder, Logged, Update, read
+from covey.node.log import log
+from covey.node.security import Security
+from covey.wire.link import Link, connect
+
+BEAT_S: Final = 1.0
+TICK_S: Final = 0.05
+STAND_S: Final = 0.001  # at most so often is the scheduler told how many were counted
+RECONNECT_S: Final = (0.05, 0.5)
+LOCK_S: Final = 10.0  # for whoever looks into our folder to let go of it
+_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server must know before it calls its scheduler."""
+
+    scheduler: tuple[str, int]
+    host: Host
+    http: str  # HOST:PORT for devices
+    peer: str  # HOST:PORT for servers
+    root: Path
+    node_id: str = ""
+    wish: int = -1  # the number it would like for an id
+    durability: str = "process"
+    fl_name: str = ""
+    plan: Plan = Plan()
+    server_mode: str = "FEDERATED_LEARNING"
+    prefix: str = ""
+    replay_ms: int = 600_000
+    keep_models: int = 3
+    lease_s: float = 15.0  # without a word from the scheduler, after which nothing is acknowledged any more
+    patience_s: float = -1.0  # how long a lost scheduler is waited for; negative: for ever
+
+
+class Server:
+    """One server. `run` returns the code the process should end with."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        guard: Security,
+        layout: Layout,
+        values: Floats,
+        strategy: Strategy,
+        evaluate: summing.Evaluate | None = None,
+    ) -> None:
+        self.settings = settings
+        self.layout = layout
+        self.strategy = strategy
+        self._evaluate = evaluate
+        self.key = b""
+        self.node_id = settings.node_id
+        self.cluster_id = ""
+        self.orders: Orders | None = None
+        self.model: tuple[int, Floats, str] = (0, values, digest(values))  # round, values, digest
+        self.models: dict[int, Floats] = {0: values}  # those that devices may have begun with
+        self.changed = asyncio.Event()  # replaced whenever something a device may wait for has happened
+        self.joined: dict[str, None] = {}
+        self.devices = Devices(self)
+        self.claims = Claims(settings.node_id)
+        self._guard = guard
+        self._life = secrets.token_hex(8)
+        self._peers = Peers(guard, heard=self._heard_peer, reached=self._reached, give=self._give, copy=self._keep_copy)
+        self._folder = Folder(settings.root)
+        self._store: ModelStore | None = None
+        self.part: Part | None = None
+        self._link: Link | None = None
+        self._heard_at = time.monotonic()
+        self._lost_at = time.monotonic()
+        self._drained = False
+        self._unable: set[str] = set()
+        self._metrics: dict[str, float] = {}
+        self._stand_at = 0.0
+        self._standing: asyncio.TimerHandle | None = None
+        self._joins: list[str] = []
+        self._work: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Future[int] | None = None
+        self._state: State = {}  # the strategy's, as it was stored with the newest model
+        self._safe = Safekeeping(self._life, self._peers)
+
+    async def run(self, http: list[socket.socket], peer: list[socket.socket]) -> int:
+        """Serve until told to stop."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        await self._peers.open(peer)
+        await self.devices.open(http, self._guard.server)
+        tasks = [loop.create_task(self._keep_link()), loop.create_task(self._tick())]
+        try:
+            return await self._ended
+        finally:
+            for task in [*tasks, *self._work.values()]:
+                task.cancel()
+            self.devices.close()
+            self._peers.close()
+
+    def end(self, code: int, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            log.info("server %s ends: %s", self.node_id, reason)
+            self._ended.set_result(code)
+
+    # -- the scheduler -----------------------------------------------------------------------------------------------
+
+    async def _keep_link(self) -> None:
+        wait = RECONNECT_S[0]
+        host, port = self.settings.scheduler
+        while True:
+            over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            calls = {
+                "on_open": self._opened,
+                "on_message": self._heard,
+                "on_close": lambda link, reason, over=over: over.done() or over.set_result(reason),
+            }
+            try:
+                link = await connect(host, port, self._guard.secret, self._guard.client, decoder=_decoder, **calls)
+                reason = await over
+                if link.turned_away:
+                    return self.end(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
+                wait = RECONNECT_S[0] if self._link is not None else wait
+            except PeerError as error:
+                reason = str(error)
+            if self._link is not None:
+                self._link, self._lost_at = None, time.monotonic()
+                log.warning("the scheduler is out of reach (%s); devices are served on", reason)
+            patience = self.settings.patience_s
+            if patience >= 0 and time.monotonic() - self._lost_at > patience:
+                return self.end(ExitCode.SCHEDULER_LOST, f"the scheduler did not come back within {patience:g} s ({reason})")
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, RECONNECT_S[1])
+
+    def _opened(self, link: Link) -> None:
+        self._link = link
+        s = self.settings
+        folder = str(self._folder.path) if self.cluster_id else ""
+        round_number = self.orders.round if self.orders is not None else 0
+        link.send(
+            Enlist(
+                self.node_id,
+                self._life,
+                s.host,
+                s.http,
+                s.peer,
+                folder=folder,
+                pid=os.getpid(),
+                cluster_id=self.cluster_id,
+                durability=s.durability,
+                wish=s.wish,
+                fl_name=s.fl_name,
+                plan=s.plan,
+                round=round_number,
+                joined=tuple(self.joined)[:BATCH_MAX],
+            )
+        )
+
+    def _heard(self, link: Link, message: Message) -> None:
+        if link is not self._link:
+            return
+        self._heard_at = time.monotonic()
+        try:
+            if isinstance(message, Orders):
+                self._follow(message)
+            elif isinstance(message, Joined):
+                self.devices.joined(message)
+            elif isinstance(message, Admitted):
+                self._admitted(message)
+            elif isinstance(message, Refused):
+                self.end(ExitCode.REFUSED, message.reason)
+            elif isinstance(message, Stop):
+                self.end(message.code, message.reason)
+        except CoveyError as error:
+            log.error("%s", error)
+            self.end(error.exit_code, str(error))
+
+    def _admitted(self, message: Admitted) -> None:
+        self.key = message.key
+        if not self.cluster_id:
+            self.node_id, self.cluster_id = message.node_id, message.cluster_id
+            self.claims.node_id = message.node_id
+            self._folder = Folder(self.settings.root / message.cluster_id / f"server_{message.node_id}")
+            self._open_folder(message.void)
+            if self._link is not None:
+                self._opened(self._link)  # say again who we are, now with a folder
+            log.info("server %s of cluster %s, for devices at %s", self.node_id, self.cluster_id, self.settings.http)
+        elif self.part is not None and message.void >= self.part.round:
+            log.warning("the cluster gave up this server's part of round %d: it begins anew", self.part.round)
+            self._new_part(self.part.round)
+            self._folder.forget(message.void + 1)
+        self.stand()
+
+    def _open_folder(self, void: int) -> None:
+        """What an earlier life left: its models, and its part of a round."""
+        limit = time.monotonic() + LOCK_S
+        while not self._folder.acquire():
+            if time.monotonic() > limit:
+                raise StoreError(f"{self._folder.path} is held by another process: give each server its own MS_NODE_ID")
+            time.sleep(0.01)
+        s = self.settings
+        self._store = ModelStore(
+            self._folder.path / "models", self.layout, name=s.fl_name, keep=self._kept, sync=s.durability == "disk"
+        )
+        newest = self._store.newest
+        if newest is not None:
+            for entry in self._store.entries:
+                values, self._state = self._store.load(entry.round)
+                self._has(entry.round, values, entry.digest)
+        else:
+            self._store.save(0, self.model[1], {}, {})
+        self._folder.forget(void + 1)
+        logs = self._folder.logs()
+        self._new_part(logs[-1].round if logs else 0)
+        assert self.part is not None
+        for found in logs:
+            self.claims.restore(found.round, self._read_log(found))
+        if self.part.numbers.count:
+            log.info("%d updates of round %d were read from the log", self.part.numbers.count, self.part.round)
+
+    @property
+    def _kept(self) -> int:
+        """How many models are stored: at least those that devices may have begun with; 0 is all."""
+        return max(self.settings.keep_models, self.strategy.staleness + 1) if self.settings.keep_models else 0
+
+    def _new_part(self, round_number: int) -> None:
+        if self.part is not None:
+            self.part.close()
+            self.claims.held.pop(round_number, None)
+        self.part = Part(self._folder, round_number, self.layout.size, self.settings.durability)
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, orders: Orders) -> None:
+        if self.part is None:
+            return
+        was_member = self.claims.is_member
+        self.orders = orders
+        self._peers.follow(self.node_id, orders.members)
+        if orders.round != self.part.round:
+            self._new_part(orders.round)
+            self.joined.clear()
+        self._unable &= {adoption.life for adoption in orders.adoptions}  # asked again later, it may be able
+        for adoption in orders.adoptions:
+            if adoption.by == self.node_id and adoption.life not in (*self.part.adopted, *self._unable):
+                self._adopt(adoption)
+        self._carry(self.claims.follow(orders, time.monotonic()))
+        if was_member and not self.claims.is_member:
+            self._new_part(orders.round)  # what it held has another keeper, or was given up
+        self._settle()
+        self._begin_work(orders)
+        self._wake()
+        self.stand()
+
+    def _settle(self) -> None:
+        """Seal and drain, once nothing is being written any more."""
+        orders, part = self.orders, self.part
+        if orders is None or part is None or not self.claims.settled(part.round) or orders.round != part.round:
+            return
+        if orders.stage in (Stage.SEALING, Stage.SUMMING) and not part.sealed:
+            part.sealed = True
+            self.stand()
+        if self.node_id in orders.leaving and not self._drained:
+            part.close()
+            self._folder.release()
+            self._drained = True
+            self.stand()
+
+    def _begin_work(self, orders: Orders) -> None:
+        if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model[0] < orders.round:
+            self._start("sum", self._sum(orders))
+        if (
+            orders.digest
+            and (self.model[0], self.model[2]) != (orders.round - 1, orders.digest)
+            and self.model[0] < orders.round
+        ):
+            self._start("fetch", self._fetch(orders))
+        elif self.model[0] >= orders.round - 1:
+            self._folder.forget(orders.round - self.strategy.staleness)
+
+    def _start(self, name: str, work: Any) -> None:
+        if name in self._work:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._safely(work))
+        self._work[name] = task
+        task.add_done_callback(lambda _: self._work.pop(name, None))
+
+    async def _safely(self, work: Any) -> None:
+        try:
+            await work
+        except PeerError as error:
+            log.info("%s; it is tried again", error)
+        except CoveyError as error:
+            log.error("%s", error)
+            self.end(error.exit_code, str(error))
+
+    def _adopt(self, adoption: Adoption) -> None:
+        assert self.part is not None
+        where = copies_of(self._folder, adoption.life) if adoption.copies else Path(adoption.folder)
+        try:
+            taken = self._folder.take_from(where, adoption.life, self.part.round - self.strategy.staleness, self.part.round)
+        except (OSError, StoreError) as error:
+            log.info("the log of server %s cannot be taken over: %s", adoption.node_id, error)
+            self._unable.add(adoption.life)
+            return
+        count = 0
+        for found in taken:
+            devices = self._read_log(found)
+            self.claims.restore(found.round, devices)
+            count += len(devices) if found.round == self.part.round else 0
+        log.info("took over %d updates of server %s", count, adoption.node_id)
+
+    def _read_log(self, found: Logged) -> list[str]:
+        """Add a log of this round; of an earlier one only the devices matter, which must not count again."""
+        assert self.part is not None
+        if found.round == self.part.round:
+            return self.part.take(found)
+        return [update.device for update, _ in read(found.path)]
+
+    async def _sum(self, orders: Orders) -> None:
+        """Make the model of this round."""
+        part, store = self.part, self._store
+        assert part is not None and store is not None
+        total = await summing.gather(self.node_id, orders.parts, part, self._peers)
+        round_number, model, _ = self.model
+        if part.round != orders.round or round_number != orders.round - 1:
+            return
+        state = dict(self._state)
+        if self.strategy.sees_all:
+            mean = await summing.columns(
+                self.node_id, orders.parts, part, self._peers, self.strategy, self._folder.path, self.layout.size
+            )
+        else:
+            mean = total.mean()
+        made = summing.apply(self.strategy, model, mean, state)
+        self._metrics = summing.metrics(total.numbers)
+        if self._evaluate is not None:
+            self._metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self.layout, made)
+            if self.model[0] != orders.round - 1:
+                return
+        found = store.save(orders.round, made, state, self._metrics)
+        self._state = state
+        self._has(orders.round, made, found)
+        self.stand()
+        self._wake()
+
+    async def _fetch(self, orders: Orders) -> None:
+        """The newest model, from whoever has it."""
+        wanted = orders.round - 1
+        store = self._store
+        assert store is not None
+        if orders.source == self.node_id or not orders.source:
+            return
+        content = await self._peers.fetch(orders.source, "model", wanted)
+        _, values = self.layout.decode(memoryview(content))
+        found = digest(values)
+        if self.orders is None or self.orders.round - 1 != wanted or found != self.orders.digest:
+            raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
+        state_bytes = await self._peers.fetch(orders.source, "state", wanted)
+        self._state = summing.unpack_state(state_bytes)
+        store.save(wanted, values, self._state, orders.metrics)
+        self._has(wanted, values.copy(), found)
+        self._folder.forget(orders.round - self.strategy.staleness)
+        self._wake()
+        self.stand()
+
+    def _has(self, round_number: int, values: Floats, found: str) -> None:
+        """The newest model from now on; as many as devices may have begun with are kept beside it."""
+        self.model = (round_number, values, found)
+        self.models[round_number] = values
+        for old in [number for number in self.models if number < round_number - self.strategy.staleness]:
+            del self.models[old]
+
+    def _stand_soon(self) -> None:
+        """The same when only a number has changed: not for every update."""
+        if self._standing is None:
+            wait = max(0.0, self._stand_at + STAND_S - time.monotonic())
+            self._standing = asyncio.get_running_loop().call_later(wait, self.stand)
+
+    def stand(self) -> None:
+        """Tell the scheduler how this server stands."""
+        if self._standing is not None:
+            self._standing.cancel()
+            self._standing = None
+        self._stand_at = time.monotonic()
+        if self._link is None or self.part is None:
+            return
+        self._link.send(
+            Standing(
+                generation=self.claims.generation,
+                round=self.part.round,
+                numbers=self.part.numbers,
+                sealed=self.part.sealed,
+                model=self.model[0],
+                digest=self.model[2],
+                adopted=tuple(self.part.adopted),
+                unable=tuple(self._unable),
+                drained=self._drained,
+                metrics=self._metrics,
+            )
+        )
+
+    # -- devices -----------------------------------------------------------------------------------------------------
+
+    @property
+    def accepts(self) -> bool:
+        """Whether an update may be acknowledged: not when the scheduler may have given this server up."""
+        return time.monotonic() - self._heard_at < self.settings.lease_s
+
+    @property
+    def running(self) -> bool:
+        return self.orders is not None and self.orders.instance is Instance.RUNNING and self.claims.is_member
+
+    def ask_to_join(self, device: str) -> None:
+        """Ask the scheduler, together with whoever else asks in this turn."""
+        if not self._joins:
+            asyncio.get_running_loop().call_soon(self._send_joins)
+        self._joins.append(device)
+
+    def _send_joins(self) -> None:
+        joins, self._joins = self._joins, []
+        if self._link is None or self.orders is None:
+            return
+        for start in range(0, len(joins), BATCH_MAX):
+            self._link.send(Joining(self.orders.round, tuple(joins[start : start + BATCH_MAX])))
+
+    def came(self, round_number: int, device: str) -> None:
+        """An update waits for its verdict."""
+        self._carry(self.claims.came(round_number, device, time.monotonic()))
+
+    def _carry(self, wishes: list[Wish]) -> None:
+        for wish in wishes:
+            if isinstance(wish, Tell):
+                self._peers.tell(wish.node_id, wish.message)
+            elif isinstance(wish, Store):
+                self._store_update(wish.round, wish.device)
+            else:
+                assert isinstance(wish, Answer)
+                self.devices.answered(wish.round, wish.device, wish.outcome)
+
+    def _store_update(self, round_number: int, device: str) -> None:
+        """Granted: log, add, acknowledge, in this order."""
+        waiting = self.devices.waiting.get((round_number, device))
+        part = self.part
+        if waiting is None or part is None or part.round != round_number or not self.accepts:
+            return self._carry(self.claims.failed(round_number, device))
+        update, values = waiting.update, waiting.values
+        try:
+            part.append(update, values)
+        except StoreError as error:
+            log.error("%s", error)
+            self._carry(self.claims.failed(round_number, device))
+            return self.devices.failed(round_number, device, str(error))
+        if self.settings.durability in ("disk", "host"):
+            task = asyncio.get_running_loop().create_task(self._store_safely(part, update, values))
+            self._work[f"{round_number}/{device}"] = task
+            task.add_done_callback(lambda _: self._work.pop(f"{round_number}/{device}", None))
+            return None
+        return self._stored(part, update, values)
+
+    async def _store_safely(self, part: Part, update: Update, values: Floats) -> None:
+        """Durability beyond this process: the disk, or a copy at the next server."""
+        try:
+            if self.settings.durability == "disk":
+                await self._safe.sync(part)
+            else:
+                await self._safe.copy_out(part, update, values, self.claims)
+        except (OSError, StoreError) as error:  # what is on the disk is not known any more: another life reads it
+            return self.end(ExitCode.DISK, f"the log of updates cannot be kept: {error}")
+        return self._stored(part, update, values)
+
+    def _stored(self, part: Part, update: Update, values: Floats) -> None:
+        if part is not self.part:  # the cluster gave this server up meanwhile
+            return self.devices.failed(part.round, update.device, "this server's part was given up: send it again")
+        part.add(update, values)
+        self._carry(self.claims.logged(part.round, update.device))
+        self.devices.counted(part.round, update.device)
+        self._settle()
+        self._stand_soon()
+        return None
+
+    # -- servers -----------------------------------------------------------------------------------------------------
+
+    def _heard_peer(self, node_id: str, message: Message) -> None:
+        self._carry(self.claims.heard(node_id, message, time.monotonic()))
+
+    def _reached(self, node_id: str) -> None:
+        self._carry(self.claims.greet(node_id))
+
+    def _give(self, what: str, round_number: int) -> Bytes | None:
+        """What another server may fetch."""
+        if what == "part":
+            return (
+                self.part.encoded() if self.part is not None and self.part.round == round_number and self.part.sealed else None
+            )
+        if what == "log":
+            if self.part is None or self.part.round != round_number:
+                return None
+            return b"".join(path.read_bytes() for path in self.part.logs())
+        if self.model[0] != round_number:
+            return None
+        return summing.pack_state(self._state) if what == "state" else self.layout.encode(self.model[1], {})
+
+    def _keep_copy(self, node_id: str, message: Copy) -> None:
+        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours."""
+        if self.part is not None and message.life in self.part.adopted:
+            raise PeerError(f"the copies of server {node_id} have been taken over")
+        keep_copy(self._folder, message)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def _tick(self) -> None:
+        beat_at = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            self._carry(self.claims.tick(now))
+            for peer in self.claims.members if not self.claims.ready else ():
+                self._carry(self.claims.greet(peer.node_id))
+            self.devices.expire(now)
+            if self.orders is not None:
+                self._begin_work(self.orders)
+            if self._link is not None and now - beat_at >= BEAT_S:
+                beat_at = now
+                self._link.send(Alive())

@@ -1,0 +1,127 @@
+"""The models: every round's, as safetensors with a manifest. The newest few and the best are kept, and found on restart."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from covey.errors import ExitCode, StoreError
+from covey.federated.model import Floats, Layout, digest
+
+State = dict[str, NDArray[Any]]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One stored model."""
+
+    round: int
+    file: str
+    digest: str
+    metrics: dict[str, float] = {}
+
+
+class ModelStore:
+    """A folder of models. `sync`: they are on the disk before anyone hears of them."""
+
+    def __init__(self, folder: Path, layout: Layout, *, name: str, keep: int, sync: bool) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._name = re.sub(r"[^\w.-]", "_", name) or "model"
+        self._keep = keep
+        self._sync = sync
+        self.entries: list[Entry] = self._read_manifest()
+
+    @property
+    def newest(self) -> Entry | None:
+        return self.entries[-1] if self.entries else None
+
+    @property
+    def best(self) -> Entry | None:
+        """The one with the least loss."""
+        rated = [(_loss(entry), entry) for entry in self.entries if _loss(entry) is not None]
+        return min(rated, key=lambda pair: pair[0] or 0.0)[1] if rated else None
+
+    def save(self, round_number: int, values: Floats, state: State, metrics: Mapping[str, float]) -> str:
+        """Store a model and the strategy's state; returns the digest."""
+        found = digest(values)
+        file = f"{self._name}_iteration_{round_number}.safetensors"
+        entry = Entry(round_number, file, found, dict(metrics))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            metadata = {"round": str(round_number), "digest": found}
+            write_file(self._folder / file, self._layout.encode(values, metadata), sync=self._sync)
+            if state:
+                temporary = self._folder / f"{file}.state.new"
+                save_file({key: np.ascontiguousarray(array) for key, array in state.items()}, temporary)
+                temporary.rename(self._folder / f"{file}.state")
+            self.entries = [old for old in self.entries if old.round < round_number] + [entry]
+            gone = self._thin()
+            write_file(self._folder / "manifest.json", msgspec.json.encode(self.entries), sync=self._sync)
+            for name in gone:
+                (self._folder / name).unlink(missing_ok=True)
+                (self._folder / f"{name}.state").unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"the model of round {round_number} cannot be stored in {self._folder}: {error.strerror}"
+            ) from None
+        return found
+
+    def load(self, round_number: int) -> tuple[Floats, State]:
+        """A stored model, checked against its digest, and the strategy's state."""
+        entry = next(entry for entry in self.entries if entry.round == round_number)
+        path = self._folder / entry.file
+        try:
+            _, values = self._layout.decode(memoryview(path.read_bytes()))
+            state_file = self._folder / f"{entry.file}.state"
+            state = load_file(state_file) if state_file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise StoreError(f"the model {path} cannot be read: {error}", ExitCode.BAD_JOURNAL) from None
+        if digest(values) != entry.digest:
+            raise StoreError(f"the model {path} is damaged: move its folder away to begin anew", ExitCode.BAD_JOURNAL)
+        return values, state
+
+    def has(self, round_number: int) -> bool:
+        return any(entry.round == round_number for entry in self.entries)
+
+    def _thin(self) -> list[str]:
+        kept = self.entries[-self._keep :] if self._keep else self.entries
+        best = self.best
+        gone = [entry for entry in self.entries if entry not in kept and entry is not best]
+        self.entries = [entry for entry in self.entries if entry not in gone]
+        return [entry.file for entry in gone]
+
+    def _read_manifest(self) -> list[Entry]:
+        path = self._folder / "manifest.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=list[Entry])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StoreError(f"{path} cannot be read ({error}): move it away to begin anew", ExitCode.BAD_JOURNAL) from None
+
+
+def write_file(path: Path, content: bytes, *, sync: bool) -> None:
+    """In one move: whoever looks sees the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.rename(path)
+    if sync:
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def _loss(entry: Entry) -> float | None:
+    return entry.metrics.get("central_loss", entry.metrics.get("loss"))

@@ -1,0 +1,125 @@
+"""The end of a round on the server that was chosen for it: parts become a sum, the sum becomes the next model.
+
+Every number is whole until the last division, so whoever is chosen makes the same model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.core.federation import Numbers
+from covey.errors import PeerError, StoreError
+from covey.federated.accumulator import UNIT, Accumulator
+from covey.federated.model import Floats, Layout
+from covey.federated.part import Part
+from covey.federated.peers import Peers
+from covey.federated.store import State
+from covey.federated.strategies import Strategy
+from covey.federated.updates import unpack
+from covey.node.log import log
+
+SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
+Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
+BLOCK = 4096  # values of every update at a time
+
+
+async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Accumulator:
+    """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
+    total = mine.accumulator()
+    for node_id, expected in parts:
+        if node_id == me:
+            found = mine.numbers
+        else:
+            found, values = decode(await peers.fetch(node_id, "part", mine.round))
+            if found == expected:
+                total.merge(values, found)
+        if found != expected:
+            raise PeerError(f"server {node_id} holds {found.count} updates, and {expected.count} were sealed")
+    return total
+
+
+def decode(content: bytearray) -> tuple[Numbers, NDArray[np.int64]]:
+    """A part as it was fetched."""
+    size = int.from_bytes(content[:4], "little")
+    numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=Numbers)
+    return numbers, np.frombuffer(bytes(content[4 + size :]), np.int64)
+
+
+def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: State) -> Floats:
+    """The next model. One that is not finite is refused: the round before it would be lost for good."""
+    made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
+    if made.shape != model.shape or not np.isfinite(made).all():
+        name = type(strategy).__name__
+        raise StoreError(f"{name} made a model of {made.shape} values that cannot be used: the model stays as it was")
+    return made
+
+
+def judged(evaluate: Evaluate, layout: Layout, values: Floats) -> dict[str, float]:
+    """What the user's own evaluation says of a model. One that fails costs its numbers, not the round."""
+    try:
+        return {f"central_{name}": float(value) for name, value in evaluate(layout.tensors(values.copy())).items()}
+    except Exception as error:  # the user's code: anything may come out of it
+        log.error("the evaluation failed, and the round goes on without it: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def metrics(numbers: Numbers) -> dict[str, float]:
+    """What the devices told, weighted by their samples."""
+    found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
+    if numbers.told:
+        found["loss"] = numbers.loss / UNIT / numbers.told
+        found["accuracy"] = numbers.accuracy / UNIT / numbers.told
+    return found
+
+
+async def columns(
+    me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers, strategy: Strategy, folder: Path, size: int
+) -> NDArray[np.float64]:
+    """For strategies that see every update: spool them all to disk as rows, then go through them by columns."""
+    count = sum(numbers.count for _, numbers in parts)
+    if 4 * size * count > SPOOL_MAX:
+        raise StoreError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_MAX} bytes holds")
+    path = folder / "spool.f32"
+    weights = np.empty(count, np.float64)
+    try:
+        rows = np.memmap(path, np.float32, "w+", shape=(count, size))
+        row = 0
+        for node_id, expected in parts:
+            logs = (
+                [p.read_bytes() for p in mine.logs()]
+                if node_id == me
+                else [bytes(await peers.fetch(node_id, "log", mine.round))]
+            )
+            before = row
+            for content in logs:
+                for update, values, _ in unpack(memoryview(content)):
+                    rows[row], weights[row] = values, update.weight
+                    row += 1
+            if row - before != expected.count:
+                raise PeerError(f"server {node_id} gave {row - before} updates, and {expected.count} were sealed")
+        made = np.empty(size, np.float64)
+        for start in range(0, size, BLOCK):
+            made[start : start + BLOCK] = strategy.column(np.ascontiguousarray(rows[:, start : start + BLOCK]), weights)
+        return made
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def pack_state(state: State) -> bytes:
+    """A strategy's arrays for another server."""
+    from safetensors.numpy import save
+
+    return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else b"-"
+
+
+def unpack_state(content: bytearray) -> State:
+    from safetensors.numpy import load
+
+    return load(bytes(content)) if len(content) > 1 else {}

@@ -1,0 +1,167 @@
+"""A federated cluster for tests: `covey federated up`, devices with known updates, and the model they must make."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import psutil
+from tests.processes.command import Shell
+from tests.processes.harness import Process, free_port, until
+
+from covey.federated import Device
+from covey.federated.accumulator import Accumulator
+from covey.federated.model import Floats
+
+SIZE = 3000
+MODEL = f"""
+import numpy as np
+import covey.federated
+
+covey.federated.run({{"w": np.zeros(({SIZE // 10}, 10), np.float32)}}, covey.federated.STRATEGY)
+"""
+
+
+class Federation:
+    """A cluster, its REST port, and devices as threads."""
+
+    def __init__(
+        self, shell: Shell, servers: int, threshold: int, *, apart: bool = False, strategy: str = "FedAvg()", **settings: Any
+    ) -> None:
+        """`apart`: each server believes to be on a host of its own, with a keeper of its own."""
+        self.shell = shell
+        self.servers = servers
+        self.threshold = threshold
+        self.port, self.manage, self.scheduler = ports(servers + 4), free_port(), free_port()
+        self.script = shell.script(MODEL.replace("STRATEGY", strategy), "model.py")
+        self._more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        numbers = ["--servers", "1" if apart else str(servers), "--server-num", str(servers), "--threshold", str(threshold)]
+        words: list[str | Path] = [*numbers, *self._where(self.port), "--dir", shell.folder / "state", *self._more, self.script]
+        self.up = shell.covey("federated", "up", *words, env={"COVEY_HOST_ID": "host-0" if apart else None})
+        self.others = [self.join(1, self.port + n, f"host-{n}") for n in range(1, servers)] if apart else []
+        self.up.wait_for("Server started successfully.")
+
+    def _where(self, port: int) -> list[str]:
+        ports = {"--port": port, "--scheduler-port": self.scheduler, "--manage-port": self.manage}
+        return [word for name, value in ports.items() for word in (name, str(value))]
+
+    def join(self, servers: int, port: int, host: str | None = None) -> Process:
+        """More servers for the same cluster."""
+        where = ["--join", f"127.0.0.1:{self.scheduler}", "--servers", str(servers), *self._where(port)]
+        name = f"joining-{port}"
+        words: list[str | Path] = [*where, "--dir", self.shell.folder / "state", *self._more, self.script]
+        return self.shell.covey("federated", "up", *words, name=name, env={"COVEY_HOST_ID": host})
+
+    def urls(self, servers: int = 0) -> list[str]:
+        return [f"http://127.0.0.1:{self.port + number}" for number in range(servers or self.servers)]
+
+    def device(self, name: int | str, size: int = 1, servers: int = 0) -> Device:
+        return Device(self.urls(servers), f"device-{name}", data_size=size)
+
+    def ask(self, path: str, body: Any = None, *, get: bool = False) -> dict[str, Any]:
+        """A management request; its JSON."""
+        url = f"http://127.0.0.1:{self.manage}{path}"
+        answer = httpx2.get(url) if get else httpx2.post(url, json=body)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def instance(self) -> dict[str, Any]:
+        result: dict[str, Any] = self.ask("/queryInstance", get=True)["result"]
+        return result
+
+    def state(self) -> str:
+        return str(self.ask("/state", get=True)["cluster_state"])
+
+    def until_ready(self) -> None:
+        until(lambda: self.state() == "CLUSTER_READY", "CLUSTER_READY", story=self.tails)
+
+    def processes(self, role: str) -> list[psutil.Process]:
+        """The living processes of a role: MS_SCHED or MS_SERVER."""
+        return [p for p in self.shell.mine() if f'"{role}"' in p.environ().get("COVEY_FL_CONTEXT", "")]
+
+    def some(self, role: str) -> list[psutil.Process]:
+        """As soon as there are any."""
+        found: list[psutil.Process] = until(lambda: self.processes(role), f"a process with the role {role}", story=self.tails)
+        return found
+
+    def tails(self) -> str:
+        logs = (self.shell.folder / "state").glob("federated_*/logs/*.log")
+        return self.shell.tails() + "".join(f"\n--- {p.name}\n{_end(p)}" for p in sorted(logs))
+
+
+class Crowd:
+    """Devices that send updates everyone can compute, in every round, and check each model against them, bit for bit."""
+
+    def __init__(self, federation: Federation, servers: int = 0) -> None:
+        self.federation = federation
+        self.rounds: set[int] = set()
+        self.wrong: list[str] = []
+        self.over = threading.Event()
+        number = federation.threshold
+        self._threads = [threading.Thread(target=self._live, args=(n, servers), daemon=True) for n in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def _live(self, number: int, servers: int) -> None:
+        try:
+            with self.federation.device(number, number + 1, servers) as device:
+                for task in device.rounds():
+                    if task.iteration > 1 and not np.array_equal(task.flat, expected(task.iteration - 1, len(self._threads))):
+                        self.wrong.append(f"the model of iteration {task.iteration - 1}")
+                    task.send(update(number, task.iteration))
+                    self.rounds.add(task.iteration)
+                    if self.over.is_set():
+                        return
+        except Exception as error:  # a thread's own end must reach the test
+            self.wrong.append(repr(error))
+
+    def until_round(self, number: int) -> None:
+        def there() -> bool:
+            assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
+            return max(self.rounds, default=0) >= number
+
+        until(there, f"iteration {number}", story=self.federation.tails)
+
+    def end(self) -> None:
+        """Let every device finish what it does."""
+        self.over.set()
+        self.until_over()
+
+    def until_over(self) -> None:
+        for thread in self._threads:
+            thread.join(30)
+        assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
+
+
+def update(number: int, iteration: int) -> Floats:
+    """What a device sends in an iteration."""
+    return np.random.default_rng(1000 * iteration + number).standard_normal(SIZE).astype(np.float32)
+
+
+def expected(iteration: int, devices: int) -> Floats:
+    """What all of them make together."""
+    total = Accumulator(SIZE)
+    for number in range(devices):
+        total.add(update(number, iteration), number + 1)
+    return total.mean().astype(np.float32)
+
+
+def ports(count: int) -> int:
+    """The first of several free ports in a row."""
+    while True:
+        first = free_port()
+        if all(_free(first + number) for number in range(1, count)):
+            return first
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _end(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-15:])

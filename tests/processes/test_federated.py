@@ -1,0 +1,271 @@
+"""Federated clusters of real processes: rounds, refusals, kill -9, scaling, the seeds' example."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import psutil
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.federation import SIZE, Crowd, Federation, expected, ports, update
+from tests.processes.harness import free_port, until
+
+from covey.federated import Device
+from covey.federated.accumulator import Accumulator
+from covey.federated.device import Refused, Task
+from covey.federated.model import Layout
+from covey.wire import tls
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
+    judge = "FedAvg(), lambda model: {'loss': float(abs(model['w']).sum())}"
+    federation = Federation(shell, 2, 3, strategy=judge, fl_iteration_num=5)
+    crowd = Crowd(federation)
+    crowd.until_over()
+    assert crowd.rounds == {1, 2, 3, 4, 5}
+    iteration, weights = federation.device("x").model()
+    assert iteration == 5
+    assert np.array_equal(weights["w"].reshape(-1), expected(5, 3))
+    instance = federation.instance()
+    assert instance["instanceStatus"] == "kFinish" and instance["metrics"]["updates"] == 3
+    losses = {number: float(abs(expected(number, 3)).sum()) for number in range(1, 6)}
+    assert instance["metrics"]["central_loss"] == pytest.approx(losses[5], rel=1e-4)
+    best = min(losses, key=lambda number: losses[number])
+    assert instance["bestIteration"] == best
+    status = shell.ask("federated", "status")
+    assert status.code == 0 and "iteration 6 of 5, kFinish" in " ".join(status.text().split())
+    models = sorted(path.name for path in (shell.folder / "state").glob("federated_*/*/server_0/models/*.safetensors"))
+    kept = {int(name.rsplit("_", 1)[1].removesuffix(".safetensors")) for name in models}
+    assert kept == {3, 4, 5, best}, "the newest three, and the best"
+    assert shell.ask("federated", "stop").code == 0
+    assert federation.up.wait() == 0
+    shell.nobody()
+
+
+@pytest.mark.parametrize("durability", ["process", "disk", "host"])
+def test_kill_any_process_and_the_sum_is_exact(shell: Shell, durability: str) -> None:
+    federation = Federation(shell, 3, 4, fl_iteration_num=100_000, durability=durability, update_model_time_window=500)
+    crowd = Crowd(federation)
+    draw = random.Random(durability)
+    for kill in range(4 if durability == "process" else 2):
+        crowd.until_round(max(crowd.rounds, default=0) + 3)
+        role = "MS_SCHED" if kill == 1 else "MS_SERVER"
+        draw.choice(federation.some(role)).kill()
+    crowd.until_round(max(crowd.rounds) + 5)
+    crowd.end()
+    federation.up.signal(signal.SIGTERM)
+    assert federation.up.wait() == 0
+
+
+def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None:
+    federation = Federation(shell, 2, 1, strategy="FedBuff(2)")
+    slow, fast = federation.device(0, 1), federation.device(1, 2)
+    late, early = slow.join(), fast.join()
+    assert late is not None and early is not None
+    assert early.send(update(1, 1))
+    iteration, first = fast.model(1)
+    assert iteration == 1
+    assert late.send(update(0, 1)), "an update of the iteration before counts too"
+    iteration, second = slow.model(2)
+    wanted = Accumulator(SIZE)
+    wanted.add(update(0, 1) * np.float32(2**-0.5), 1)
+    model = first["w"].reshape(-1)
+    assert np.array_equal(second["w"].reshape(-1), (model + wanted.mean()).astype(np.float32))
+    assert late.send(update(0, 1)), "counted already"
+    assert federation.instance()["counted"] == 0 and federation.instance()["currentIteration"] == 3
+
+
+def test_devices_over_tls(shell: Shell) -> None:
+    folder = shell.folder / "tls"
+    assert shell.ask("tls", "init", str(folder), "--password", "pw").code == 0
+    config = folder / "config.json"
+    federation = Federation(
+        shell, 2, 1, enable_ssl=True, config_file_path=config, server_password="pw", client_password="pw", fl_iteration_num=2
+    )
+    contexts = tls.build(tls.read_config(config), server_password="pw", client_password="pw", now=datetime.now(UTC))
+    urls = [url.replace("http:", "https:") for url in federation.urls()]
+    with Device(urls, "device-0", data_size=1, context=contexts.client) as device:
+        assert [task.send(update(0, task.iteration)) for task in device.rounds()] == [True, True]
+        assert np.array_equal(device.model()[1]["w"].reshape(-1), expected(2, 1))
+
+
+def test_copies_survive_a_host_that_does_not_come_back(shell: Shell) -> None:
+    """Nobody can read the dead server's own log: its copies are what counts."""
+    federation = Federation(shell, 3, 3, apart=True, durability="host", update_model_time_window=60_000)
+    tasks = [federation.device(n, n + 1).join() for n in range(3)]
+    assert tasks[0] is not None and tasks[1] is not None and tasks[2] is not None
+    keeper = federation.others[1]
+    device = tasks[0]._device
+    device._servers, device._at = [("http", "127.0.0.1", federation.port + 2, "")], 0
+    device.close()
+    assert tasks[0].send(update(0, 1))
+    keeper.kill()
+    assert tasks[1].send(update(1, 1)) and tasks[2].send(update(2, 1))
+    iteration, weights = federation.device("x", servers=2).model(1)
+    assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 3))
+
+
+def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, str]]:
+    """Everything a device must not send, and the code and words it is answered with."""
+    layout = task._layout
+    values = update(0, 1)
+    fields = {"fl_id": "device-0", "iteration": "1", "ticket": task.ticket, "data_size": "1", "fl_name": ""}
+    fields["timestamp"] = str(int(1000 * time.time()))
+    bad = values.copy()
+    bad[7] = np.nan
+    other = Layout({"w": (SIZE // 10, 9)})
+    bodies = {
+        "stale": layout.encode(values, {**fields, "timestamp": "1000"}),
+        "ticket": layout.encode(values, {**fields, "data_size": "2"}),
+        "shape": other.encode(np.zeros(other.size, np.float32), fields),
+        "nan": layout.encode(bad, fields),
+        "large": layout.encode(values * np.float32(1e9), fields),
+        "cut": layout.encode(values, fields)[:-4],
+        "future": layout.encode(values, {**fields, "iteration": "9"}),
+        "no id": layout.encode(values, {k: v for k, v in fields.items() if k != "fl_id"}),
+        "oversized": layout.encode(values, fields) + bytes(400_000),
+    }
+    found: dict[str, tuple[int, str]] = {}
+    for name, body in bodies.items():
+        answer: Any = httpx2.post(f"{federation.urls()[0]}/updateModel", content=body).json()
+        found[name] = (answer["retcode"], answer["reason"])
+    return found
+
+
+def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell) -> None:
+    federation = Federation(shell, 2, 2, update_model_time_window=60_000)
+    first, second = federation.device(0, 1), federation.device(1, 2)
+    tasks = [device.join() for device in (first, second)]
+    assert tasks[0] is not None and tasks[1] is not None
+    found = wrong_updates(tasks[0], federation)
+    words = {
+        "stale": (300, "timestamp"),
+        "ticket": (300, "ticket"),
+        "shape": (400, "is F32"),
+        "nan": (400, "not finite"),
+        "large": (400, "must stay below"),
+        "cut": (400, "bytes"),
+        "future": (300, "ticket"),
+        "no id": (400, "fl_id"),
+        "oversized": (400, "is the limit"),
+    }
+    for name, (code, word) in words.items():
+        assert found[name][0] == code and word in found[name][1], f"{name}: {found[name]}"
+    assert federation.instance()["counted"] == 0
+    assert tasks[0].send(update(0, 1)) and tasks[0].send(update(0, 1)), "the same update again is counted already"
+    assert tasks[1].send(update(1, 1))
+    iteration, weights = first.model(1)
+    assert iteration == 1
+    assert np.array_equal(weights["w"].reshape(-1), expected(1, 2))
+    assert not tasks[0].send(update(0, 1)) or federation.instance()["currentIteration"] == 2
+    with pytest.raises(Refused, match="not finite"):
+        task = first.join()
+        assert task is not None
+        task.send(np.full(SIZE, np.inf, np.float32))
+
+
+def test_servers_come_and_go_while_rounds_run(shell: Shell) -> None:
+    federation = Federation(shell, 2, 4, fl_iteration_num=100_000)
+    crowd = Crowd(federation, servers=4)
+    crowd.until_round(3)
+    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 2})["code"] == "0"
+    assert federation.state() == "CLUSTER_SCALE_OUT"
+    joining = federation.join(2, federation.port + 2)
+    federation.until_ready()
+    crowd.until_round(max(crowd.rounds) + 3)
+    assert federation.ask("/scalein", {"node_ids": ["0", "2"]})["code"] == "0"
+    federation.until_ready()
+    nodes = federation.ask("/nodes", get=True)["nodeIds"]
+    ranks = {node["nodeId"]: node["rankId"] for node in nodes if node["role"] == "SERVER"}
+    assert ranks == {"0": "-1", "1": "1", "2": "-1", "3": "3"}
+    crowd.until_round(max(crowd.rounds) + 3)
+    assert len(federation.processes("MS_SERVER")) == 4, "a server that was scaled in keeps its process"
+    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
+    assert federation.ask("/scaleoutRollback")["message"] == "Cluster scale out rollback success."
+    crowd.until_round(max(crowd.rounds) + 3)
+    crowd.end()
+    assert shell.ask("federated", "stop").code == 0
+    assert federation.up.wait() == 0
+    joining.signal(signal.SIGTERM)
+    assert joining.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/scaleout", {"server_num": 1}, "The json is not contain the key:worker_num"),
+        ("/scaleout", {"worker_num": 0, "server_num": -1}, "The value should not be less than 0."),
+        ("/scaleout", {"worker_num": 1, "server_num": 1}, "The Worker does not currently support scale out."),
+        ("/scalein", {"node_ids": []}, "The node ids should not be empty."),
+        ("/scalein", {"node_ids": ["9"]}, "The node id:9 is illegal."),
+        ("/newInstance", {"fl_iteration_num": 0}, "fl_iteration_num must be"),
+        ("/newInstance", {"colour": 1}, "colour"),
+    ],
+)
+def test_management_errors(managed: Federation, path: str, body: Any, sentence: str) -> None:
+    answer = managed.ask(path, body)
+    assert answer["code"] == "1" and sentence in answer["error_message"]
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    for shell in shells(tmp_path_factory.mktemp("managed")):
+        yield Federation(shell, 1, 2)
+
+
+def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> None:
+    assert managed.ask("/disableFLS")["result"]["instanceStatus"] == "kDisable"
+    answer = httpx2.post(
+        f"{managed.urls()[0]}/startFLJob", json={"fl_id": "a", "timestamp": int(1000 * time.time()), "data_size": 1}
+    ).json()
+    assert answer["retcode"] == 300 and answer["reason"] == "The server's training job is disabled or finished."
+    assert managed.device("a").model()[0] == 0
+    assert managed.ask("/enableFLS")["result"]["instanceStatus"] == "kRunning"
+    assert managed.ask("/newInstance", {"start_fl_job_threshold": 1})["result"]["start_fl_job_threshold"] == 1
+
+
+def test_the_seeds_example(shell: Shell) -> None:
+    """Start, kill server 0, start it again with the seed's command, restart everything, finish."""
+    folder = shell.folder / "mobile"
+    shutil.copytree(ROOT / "examples/mobile", folder)
+    (folder / "config.json").write_text('{"recovery": {"storage_type": 1, "storge_file_path": "config.json"}}')
+    port, manage = free_port(), free_port()
+    first = ports(2)
+    where = ["--scheduler_ip=127.0.0.1", f"--scheduler_port={port}", "--server_num=2"]
+    where.append(f"--config_file_path={folder}/config.json")
+    sched = ["python", "run_mobile_sched.py", *where, f"--fl_server_port={first}", f"--scheduler_manage_port={manage}"]
+    servers = ["python", "run_mobile_server.py", *where, f"--fl_server_port={first}", "--start_fl_job_threshold=2"]
+
+    def nodes() -> dict[str, dict[str, Any]]:
+        found = httpx2.get(f"http://127.0.0.1:{manage}/view").json()["nodes"]
+        return {node["node_id"]: node for node in found if node["role"] == "server"}
+
+    assert shell.run(sched, cwd=folder).code == 0
+    assert "Server started successfully." in shell.run(servers, cwd=folder).text()
+    before = nodes()
+    assert sorted(before) == ["0", "1"]
+    psutil.Process(before["0"]["pid"]).kill()
+    until(lambda: not nodes()["0"]["alive"], "server 0 to be seen dead")
+    again = shell.run([*servers, "--local_server_num=1"], cwd=folder)
+    assert "Server started successfully." in again.text()
+    after = nodes()
+    assert after["0"]["alive"] and (after["0"]["rank"], after["1"]["rank"]) == (before["0"]["rank"], before["1"]["rank"])
+    finish = shell.run(["python", "finish_mobile.py", f"--scheduler_port={port}"], cwd=folder)
+    assert finish.text().count("killed") == 3
+    shell.nobody()

@@ -1,0 +1,415 @@
+"""A federated cluster without sockets: the real machines of scheduler and servers, on a heap clock, with a seeded network.
+
+Servers and the scheduler die and return at any moment; a server's log and models survive it, as files do. Devices send each
+update until it is acknowledged or the round has closed, at any server, and never twice on purpose. What must hold is checked
+when a sum is made (no update twice, none of the acknowledged missing) and at the end (rounds went on).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+from covey.core.claims import Answer, Claims, Outcome, Store, Tell, Wish
+from covey.core.effects import Close, Publish, Send
+from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.federation import (
+    Admitted,
+    Enlist,
+    FederationRecord,
+    Joined,
+    Joining,
+    Numbers,
+    Orders,
+    Plan,
+    Stage,
+    Standing,
+)
+from covey.core.model import Host
+from covey.core.roster import Effect, Keep, Limits
+from covey.core.rounds import Rounds
+
+DELAY_S = (0.001, 0.02)
+
+
+class Simulated:
+    """The whole: clock, network, processes, devices, and what was promised to whom."""
+
+    def __init__(self, seed: int, servers: int, devices: int, *, hosts: int = 1, iterations: int = 10**6) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._order: dict[tuple[str, str], float] = {}
+        self.story: list[str] = []
+        self.acked: dict[int, set[str]] = {}
+        self.results: dict[int, frozenset[str]] = {}
+        self.gave_up: set[int] = set()
+        self.plan = Plan(threshold=devices, ratio=0.75, start_window_s=1.0, update_window_s=1.0, iterations=iterations)
+        self.wanted = servers
+        self.scheduler = SimScheduler(self)
+        self.servers = {str(n): SimServer(self, str(n), f"host{n % hosts}") for n in range(servers)}
+        for server in self.servers.values():
+            server.start()
+        self.devices = [SimDevice(self, f"d{n}") for n in range(devices)]
+        for device in self.devices:
+            self.after(self.random.random(), device.act)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._serial, call))
+
+    def run(self, until: float) -> None:
+        while self._heap and self._heap[0][0] <= until:
+            self.now, _, call = heapq.heappop(self._heap)
+            call()
+        self.now = until
+
+    def carry(self, sender: str, receiver: str, call: Callable[[], None]) -> None:
+        """A message, in order with the others between the two."""
+        at = max(self.now + self.random.uniform(*DELAY_S), self._order.get((sender, receiver), 0.0) + 1e-6)
+        self._order[(sender, receiver)] = at
+        self.after(at - self.now, call)
+
+    def tell(self, text: str) -> None:
+        self.story.append(f"{self.now:9.4f} {text}")
+
+
+class SimScheduler:
+    """The scheduler's machine and the record that survives it."""
+
+    def __init__(self, world: Simulated) -> None:
+        self.world = world
+        self.record: FederationRecord | None = None
+        self.life = 0
+        self.machine: Rounds | None = None
+        self.links: dict[int, tuple[SimServer, int]] = {}
+        self._last = 0
+        self.start()
+
+    def start(self) -> None:
+        if self.machine is not None:
+            return
+        world = self.world
+        self.life += 1
+        self.links = {}
+        limits = Limits(silence_s=1e9, return_s=5.0)
+        self.machine = Rounds(cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, limits=limits, now=world.now)
+        if self.record is not None:
+            self.machine.restore(self.record, world.now)
+        life = self.life
+
+        def tick() -> None:
+            if self.life == life and self.machine is not None:
+                self.carry(self.machine.step(Ticked(), world.now))
+                world.after(0.05, tick)
+
+        tick()
+
+    def die(self) -> None:
+        self.world.tell("scheduler dies")
+        self.life += 1
+        self.machine = None
+        for server, life in self.links.values():
+            self.world.carry("scheduler", server.node_id, lambda s=server, n=life: s.lost(n))  # type: ignore[misc]
+
+    def connect(self, server: SimServer, life: int) -> int:
+        self._last += 1
+        self.links[self._last] = (server, life)
+        return self._last
+
+    def hear(self, link: int, message: Any) -> None:
+        if self.machine is not None and link in self.links:
+            self.carry(self.machine.step(Heard(message, link), self.world.now))
+
+    def lost(self, link: int) -> None:
+        if self.machine is not None and self.links.pop(link, None) is not None:
+            self.carry(self.machine.step(LinkLost("closed", link), self.world.now))
+
+    def carry(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Keep):
+                self.record = effect.record
+            elif isinstance(effect, Send) and effect.link in self.links:
+                server, life = self.links[effect.link]
+                message = effect.message
+                self.world.carry("scheduler", server.node_id, lambda s=server, n=life, m=message: s.hear(n, m))  # type: ignore[misc]
+            elif isinstance(effect, Close):
+                self.links.pop(effect.link, None)
+            elif isinstance(effect, Publish):
+                self.world.tell(f"{effect.node} {effect.what}: {effect.reason}")
+                if effect.what == "given up" and self.machine is not None:
+                    self.world.gave_up.add(self.machine.round)
+
+
+class SimServer:
+    """A server's machine in a shell of ids instead of tensors. `logs` is its folder: round and former life, to ids."""
+
+    def __init__(self, world: Simulated, node_id: str, host: str) -> None:
+        self.world = world
+        self.node_id = node_id
+        self.host = Host(host, host, host)
+        self.logs: dict[tuple[int, str], list[str]] = {}
+        self.model = 0
+        self.life = 0
+        self.alive = False
+        self.locked = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.node_id}.{self.life}"
+
+    def start(self) -> None:
+        self.life += 1
+        self.alive = self.locked = True
+        self.claims = Claims(self.node_id)
+        self.part_round = max((number for number, _ in self.logs), default=0)
+        self.orders: Orders | None = None
+        self.sealed = self.drained = False
+        self.unable: set[str] = set()
+        self.waiting: dict[tuple[int, str], list[Callable[[str], None]]] = {}
+        self.reached: set[str] = set()
+        self.link = 0
+        self.claims.restore(self.part_round, self.mine())
+        self._tick(self.life)
+        self._call(self.life)
+
+    def mine(self) -> list[str]:
+        return [device for (number, _), ids in self.logs.items() if number == self.part_round for device in ids]
+
+    def die(self) -> None:
+        self.world.tell(f"server {self.node_id} dies")
+        self.alive = self.locked = False
+        self.life += 1
+        link = self.link
+        self.world.carry(self.node_id, "scheduler", lambda: self.world.scheduler.lost(link))
+
+    def _call(self, life: int) -> None:
+        if self.life != life or self.link:
+            return None
+        scheduler = self.world.scheduler
+        if scheduler.machine is None:
+            return self.world.after(0.05, lambda: self._call(life))
+        self.link = scheduler.connect(self, life)
+        number = self.orders.round if self.orders is not None else 0
+        enlist = Enlist(self.node_id, self.name, self.host, self.node_id, self.name, folder=self.node_id, round=number)
+        self._say(enlist)
+        return None
+
+    def lost(self, life: int) -> None:
+        if self.life == life:
+            self.link = 0
+            self.world.after(0.02, lambda: self._call(life))
+
+    def _say(self, message: Any) -> None:
+        link = self.link
+        self.world.carry(self.node_id, "scheduler", lambda: self.world.scheduler.hear(link, message))
+
+    def _tick(self, life: int) -> None:
+        if self.life != life or not self.alive:
+            return
+        self.carry(self.claims.tick(self.world.now))
+        if not self.claims.ready:
+            for peer in self.claims.members:
+                self.carry(self.claims.greet(peer.node_id))
+        if self.orders is not None:
+            self._work()
+        self.world.after(0.05, lambda: self._tick(life))
+
+    def hear(self, life: int, message: Any) -> None:
+        if self.life != life or not self.alive:
+            return
+        if isinstance(message, Admitted):
+            if message.void >= self.part_round:
+                self.logs = {key: ids for key, ids in self.logs.items() if key[0] > message.void}
+                self.claims.held.clear()
+            self.stand()
+        elif isinstance(message, Orders):
+            self._follow(message)
+        elif isinstance(message, Joined):
+            for device in message.admitted:
+                for call in self.waiting.pop((-1, device), ()):
+                    call("joined")
+            for device in message.refused:
+                for call in self.waiting.pop((-1, device), ()):
+                    call("refused")
+
+    def _follow(self, orders: Orders) -> None:
+        was = self.claims.is_member
+        self.orders = orders
+        if orders.round != self.part_round:
+            self.claims.held.pop(orders.round, None)
+            self.part_round, self.sealed = orders.round, False
+        self.unable &= {adoption.life for adoption in orders.adoptions}
+        for adoption in orders.adoptions:
+            taken = any(life == adoption.life for (_, life) in self.logs)
+            if adoption.by == self.node_id and not taken and adoption.life not in self.unable:
+                self._adopt(adoption.node_id, adoption.life)
+        self.carry(self.claims.follow(orders, self.world.now))
+        if was and not self.claims.is_member:
+            self.claims.held.pop(self.part_round, None)
+        self._settle()
+        self._work()
+        self.stand()
+
+    def _adopt(self, node_id: str, life: str) -> None:
+        other = self.world.servers[node_id]
+        if other.locked or other.host != self.host:
+            self.unable.add(life)
+            return
+        self.logs.setdefault((self.part_round, life), [])
+        for (number, former), ids in list(other.logs.items()):
+            if number == self.part_round:
+                self.logs[(number, former or life)] = ids
+                self.claims.restore(number, ids)
+                del other.logs[(number, former)]
+        self.world.tell(f"server {self.node_id} adopts {life}")
+
+    def _settle(self) -> None:
+        orders = self.orders
+        if orders is None or not self.claims.settled(self.part_round):
+            return
+        if orders.stage in (Stage.SEALING, Stage.SUMMING):
+            self.sealed = True
+        if self.node_id in orders.leaving and not self.drained:
+            self.drained, self.locked = True, False
+
+    def _work(self) -> None:
+        orders, world = self.orders, self.world
+        assert orders is not None
+        if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model == orders.round - 1:
+            total: list[str] = []
+            for node_id, numbers in orders.parts:
+                other = world.servers[node_id]
+                if not other.alive or other.part_round != orders.round or len(other.mine()) != numbers.count:
+                    return
+                total += other.mine()
+            self._summed(orders.round, total)
+        elif self.model < orders.round - 1 and orders.source and world.servers[orders.source].model >= orders.round - 1:
+            self.model = orders.round - 1
+            self.stand()
+        if self.model >= orders.round - 1:
+            self.logs = {key: ids for key, ids in self.logs.items() if key[0] >= orders.round}
+
+    def _summed(self, number: int, total: list[str]) -> None:
+        world = self.world
+        assert len(set(total)) == len(total), f"round {number} counts an update twice"
+        missing = world.acked.get(number, set()) - set(total)
+        assert not missing or number in world.gave_up, f"round {number} lost {missing}"
+        assert world.results.setdefault(number, frozenset(total)) == frozenset(total), f"round {number} has two results"
+        self.model = number
+        self.stand()
+
+    def stand(self) -> None:
+        if not self.link:
+            return
+        adopted = tuple(life for number, life in self.logs if life and number == self.part_round)
+        standing = Standing(
+            generation=self.claims.generation,
+            round=self.part_round,
+            numbers=Numbers(len(self.mine())),
+            sealed=self.sealed,
+            model=self.model,
+            digest=str(self.model),
+            adopted=adopted,
+            unable=tuple(self.unable),
+            drained=self.drained,
+        )
+        self._say(standing)
+
+    def carry(self, wishes: list[Wish]) -> None:
+        for wish in wishes:
+            if isinstance(wish, Tell):
+                self._tell_peer(wish)
+            elif isinstance(wish, Store):
+                self._store(wish.round, wish.device)
+            else:
+                assert isinstance(wish, Answer)
+                for call in self.waiting.pop((wish.round, wish.device), ()):
+                    call(str(wish.outcome))
+
+    def _tell_peer(self, wish: Tell) -> None:
+        other = self.world.servers[wish.node_id]
+        known = next((p.address for p in self.claims.members if p.node_id == wish.node_id), "")
+        if not other.alive or other.name != known:
+            return
+        life, message = other.life, wish.message
+
+        def arrive() -> None:
+            if other.life == life and other.alive:
+                other.carry(other.claims.heard(self.node_id, message, self.world.now))
+
+        self.world.carry(self.node_id, wish.node_id, arrive)
+
+    def _store(self, number: int, device: str) -> None:
+        """Logged at once, as with durability `process`; the answer may still be lost."""
+        if number != self.part_round or (number, device) not in self.waiting:
+            return self.carry(self.claims.failed(number, device))
+        self.logs.setdefault((number, ""), []).append(device)
+        self.carry(self.claims.logged(number, device))
+        for call in self.waiting.pop((number, device), ()):
+            call(str(Outcome.COUNTED))
+        self._settle()
+        self.stand()
+        return None
+
+    def join(self, device: str, call: Callable[[str], None]) -> None:
+        if self.orders is None or not self.claims.is_member or self.model < self.orders.round - 1:
+            return call("refused")
+        self.waiting.setdefault((-1, device), []).append(call)
+        self._say(Joining(self.orders.round, (device,)))
+        return None
+
+    def update(self, number: int, device: str, call: Callable[[str], None]) -> None:
+        self.waiting.setdefault((number, device), []).append(call)
+        self.carry(self.claims.came(number, device, self.world.now))
+
+
+class SimDevice:
+    """Joins, sends, tries again elsewhere."""
+
+    def __init__(self, world: Simulated, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.round = -1
+        self.attempt = 0
+
+    def act(self) -> None:
+        self.attempt += 1
+        attempt, world = self.attempt, self.world
+        server = world.random.choice(list(world.servers.values()))
+        number = self.round
+
+        def answered(word: str) -> None:
+            if number >= 0 and word == str(Outcome.COUNTED):
+                world.carry(server.node_id, self.name, lambda: self._heard(attempt, number, word))
+            else:
+                world.carry(server.node_id, self.name, lambda: self._heard(attempt, number, word, server))
+
+        def arrive() -> None:
+            if server.alive and number < 0:
+                server.join(self.name, answered)
+            elif server.alive:
+                server.update(number, self.name, answered)
+
+        world.carry(self.name, server.node_id, arrive)
+        world.after(1.0, lambda: self._late(attempt))
+
+    def _late(self, attempt: int) -> None:
+        if attempt == self.attempt:
+            self.act()
+
+    def _heard(self, attempt: int, number: int, word: str, server: SimServer | None = None) -> None:
+        if number >= 0 and word == str(Outcome.COUNTED):
+            self.world.acked.setdefault(number, set()).add(self.name)
+        if attempt != self.attempt:
+            return
+        if number < 0 and word == "joined" and server is not None and server.orders is not None:
+            self.round = server.orders.round
+        elif number >= 0 and word in (str(Outcome.COUNTED), str(Outcome.LATE)):
+            self.round = -1
+        self.attempt += 1
+        attempt = self.attempt
+        self.world.after(self.world.random.uniform(0.01, 0.2), lambda: self.act() if attempt == self.attempt else None)

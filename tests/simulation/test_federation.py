@@ -1,0 +1,83 @@
+"""Federated rounds under chaos: an update is counted at most once, an acknowledged one is never lost, no round is stuck."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from tests.simulation.federation import Simulated
+
+from covey.errors import UsageError
+
+CHAOS_S, PEACE_S = 15.0, 20.0
+SEEDS = int(os.environ.get("COVEY_SEEDS", "2"))  # more of them in a soak
+
+
+def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
+    """Deaths, returns and scaling at random moments, some of them together."""
+    draw = world.random
+
+    def strike() -> None:
+        if world.now > CHAOS_S:
+            return None
+        world.after(draw.expovariate(1.0), strike)
+        if scheduler and draw.random() < 0.3 and world.scheduler.machine is not None:
+            world.scheduler.die()
+            world.after(draw.uniform(0.1, 3.0), world.scheduler.start)
+            return None
+        if scaling and draw.random() < 0.3 and world.scheduler.machine is not None:
+            return scale(world)
+        alive = [server for server in world.servers.values() if server.alive]
+        if alive:
+            victim = draw.choice(alive)
+            victim.die()
+            world.after(draw.choice([0.1, 0.5, 3.0, 8.0]), lambda: None if victim.alive else victim.start())
+        return None
+
+    world.after(1.0, strike)
+
+
+def scale(world: Simulated) -> None:
+    machine = world.scheduler.machine
+    assert machine is not None
+    members = [server.node_id for server in machine.servers.values() if server.member]
+    try:
+        if machine.operation == "out":
+            effects = machine.roll_back(world.now)
+        elif len(members) > 2 and world.random.random() < 0.5:
+            effects = machine.scale_in([world.random.choice(members)], world.now)
+        else:
+            effects = machine.scale_out(1, world.now)
+    except UsageError:
+        return
+    world.scheduler.carry(effects)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("scheduler", [False, True])
+@pytest.mark.parametrize("scaling", [False, True])
+def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool) -> None:
+    for seed in range(SEEDS):
+        world = Simulated(seed, servers=4, devices=8, hosts=hosts)
+        chaos(world, scheduler=scheduler, scaling=scaling)
+        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}"
+        try:
+            world.run(CHAOS_S)
+            for server in world.servers.values():
+                if not server.alive:
+                    server.start()
+            if world.scheduler.machine is None:
+                world.scheduler.start()
+            world.run(CHAOS_S + PEACE_S / 2)
+            done = len(world.results)
+            world.run(CHAOS_S + PEACE_S)
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}\n" + "\n".join(world.story[-60:])) from None
+        assert len(world.results) > done + 3, f"{where}: rounds are stuck\n" + "\n".join(world.story[-60:])
+
+
+def test_an_undisturbed_cluster_makes_a_round_a_moment() -> None:
+    world = Simulated(1, servers=3, devices=6)
+    world.run(20.0)
+    assert len(world.results) > 40
+    assert all(world.acked[number] <= ids for number, ids in world.results.items())

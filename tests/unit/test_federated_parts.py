@@ -1,0 +1,234 @@
+"""The pieces of a federated server: sums, logs, models, strategies, and the simulation built of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.errors import StoreError, UsageError
+from covey.federated import Device, Task, fit, openapi, strategies
+from covey.federated.accumulator import Accumulator, fixed
+from covey.federated.model import Floats, Layout, take
+from covey.federated.protocol import Answer, FlPlan
+from covey.federated.simulate import CLASSES, deal, digits, simulate
+from covey.federated.store import ModelStore
+from covey.federated.updates import Folder, Update, UpdateLog, read
+
+
+def values(seed: int, size: int = 40_000) -> Floats:
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 2**20)), min_size=1, max_size=8), st.integers(1, 4), st.randoms())
+def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, int]], servers: int, draw: object) -> None:
+    exact = sum(np.rint(values(seed, 200).astype(np.float64) * weight * 2**24).astype(np.int64) for seed, weight in updates)
+    parts = [Accumulator(200) for _ in range(servers)]
+    shuffled = list(updates)
+    draw.shuffle(shuffled)  # type: ignore[attr-defined]
+    for place, (seed, weight) in enumerate(shuffled):
+        parts[place % servers].add(values(seed, 200), weight, loss=fixed(0.5, weight), told=True)
+    whole = Accumulator(200)
+    for part in parts:
+        whole.merge(part.total(), part.numbers)
+    assert np.array_equal(whole.total(), exact)
+    assert whole.numbers.size == sum(weight for _, weight in updates)
+    assert whole.numbers.loss == whole.numbers.size * 2**23
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+def test_what_must_not_be_added(bad: float) -> None:
+    update = values(1, 10)
+    update[3] = bad
+    with pytest.raises(ValueError, match=r"finite|below"):
+        Accumulator(10).check(update, 1)
+
+
+def test_a_sum_has_room_for_so_much() -> None:
+    total, big = Accumulator(4), np.full(4, 2.0**26, np.float32)
+    with pytest.raises(ValueError, match="no room"):
+        for _ in range(100):
+            total.check(big, 1)
+            total.add(big, 1)
+    assert total.numbers.count == 64
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_log_is_read_again_without_what_a_death_cut_off(tmp_path: Path, checksum: bool) -> None:
+    log = UpdateLog(tmp_path, 7, checksum=checksum)
+    for number in range(3):
+        log.append(Update(f"d{number}", number + 1, 5, 6, told=number == 1), values(number, 100))
+    log.close()
+    path = tmp_path / "updates-7.log"
+    os.truncate(path, path.stat().st_size - 1)
+    found = list(read(path))
+    assert [update for update, _ in found] == [Update("d0", 1, 5, 6), Update("d1", 2, 5, 6, told=True)]
+    assert np.array_equal(found[1][1], values(1, 100))
+    size = path.stat().st_size
+    UpdateLog(tmp_path, 7, checksum=checksum).append(Update("d3", 1), values(3, 100))
+    assert [update.device for update, _ in read(path)] == ["d0", "d1", "d3"] and path.stat().st_size > size
+
+
+def test_a_damaged_record_ends_a_log_with_checksums(tmp_path: Path) -> None:
+    log = UpdateLog(tmp_path, 1, checksum=True)
+    log.append(Update("d0", 1), values(0, 100))
+    log.append(Update("d1", 1), values(1, 100))
+    log.close()
+    path = tmp_path / "updates-1.log"
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    assert [update.device for update, _ in read(path)] == ["d0"]
+
+
+def test_a_log_changes_hands_only_when_its_server_is_gone(tmp_path: Path) -> None:
+    mine, theirs = Folder(tmp_path / "mine"), Folder(tmp_path / "theirs")
+    assert mine.acquire() and theirs.acquire() and not Folder(tmp_path / "theirs").acquire()
+    UpdateLog(theirs.path, 3, checksum=False).append(Update("d0", 1), values(0, 10))
+    UpdateLog(theirs.path, 2, checksum=False).append(Update("old", 1), values(0, 10))
+    with pytest.raises(BlockingIOError):
+        mine.take_from(theirs.path, "life", 3, 3)
+    theirs.release()
+    (taken,) = mine.take_from(theirs.path, "life", 3, 3)
+    assert (taken.round, taken.life) == (3, "life")
+    assert [update.device for update, _ in read(taken.path)] == ["d0"]
+    assert [log.round for log in theirs.logs()] == [2]
+    assert [log.life for log in mine.logs()] == ["life"]
+    mine.forget(4)
+    assert mine.logs() == []
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
+    layout, flat = take({"b": np.ones(3), "a": np.zeros((2, 2), np.float32), "count": np.array(3)})
+    assert list(layout.shapes) == ["a", "b"] and flat.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    metadata, found = layout.decode(memoryview(layout.encode(flat, {"x": "y"})))
+    assert metadata == {"x": "y"} and np.array_equal(found, flat)
+    store = ModelStore(tmp_path, layout, name="My/Net", keep=2, sync=True)
+    losses = [0.9, 0.1, 0.5, 0.6, 0.7]
+    for number, loss in enumerate(losses):
+        store.save(number, flat + number, {"m": np.arange(3.0)}, {"loss": loss})
+    again = ModelStore(tmp_path, layout, name="My/Net", keep=2, sync=True)
+    assert [entry.round for entry in again.entries] == [1, 3, 4], "the newest two, and the best"
+    values_found, state = again.load(4)
+    assert np.array_equal(values_found, flat + 4) and state["m"].tolist() == [0, 1, 2]
+    assert again.newest is not None
+    damaged = tmp_path / again.newest.file
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(StoreError, match="damaged"):
+        again.load(4)
+
+
+def test_other_tools_files_are_understood(tmp_path: Path) -> None:
+    from safetensors.numpy import load, save
+
+    layout, flat = take({"b": np.ones(3, np.float32), "a": np.zeros((2, 2), np.float32)})
+    body = save(layout.tensors(flat), {"fl_id": "x"})
+    metadata, found = layout.decode(memoryview(body))
+    assert metadata == {"fl_id": "x"} and np.array_equal(found, flat)
+    assert load(layout.encode(flat, {}))["b"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("model", [3, {}, {"n": np.array(3)}, {"w": np.array([np.nan])}])
+def test_what_is_no_model(model: object) -> None:
+    with pytest.raises(UsageError):
+        take(model)
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def test_strategies_make_what_their_papers_say() -> None:
+    model, mean = np.array([1.0, 2.0], np.float32), np.array([2.0, 0.0])
+    assert strategies.FedAvg().make(model, mean, {}).tolist() == [2, 0]
+    state: dict[str, np.ndarray] = {}
+    momentum = strategies.FedAvgM(0.5)
+    assert momentum.make(model, mean, state).tolist() == [2, 0]
+    assert momentum.make(model, mean, state).tolist() == [2.5, -1]
+    adam = strategies.FedAdam(learning_rate=1.0, beta1=0.0, beta2=0.0, tau=1e-9)
+    assert np.allclose(adam.make(model, mean, {}), [2, 1]), "a step of the learning rate, whatever the size"
+    state = {}
+    strategies.FedYogi(beta2=0.5, tau=1.0).make(model, mean, state)
+    assert state["second"].tolist() == [1.0, 3.0], "it moves by its share of the square, or stays"
+    rows = np.array([[0.0], [1.0], [2.0], [100.0]], np.float32)
+    assert strategies.Median().column(rows, np.ones(4)).tolist() == [1.5]
+    assert strategies.TrimmedMean(0.25).column(rows, np.ones(4)).tolist() == [1.5]
+    assert strategies.FedProx(0.5).for_devices(1) == {"proximal_mu": 0.5}
+    late = strategies.FedBuff().contribution(np.array([3.0], np.float32), np.array([1.0], np.float32), 3)
+    assert late.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "fedbuff", "TrimmedMean"])
+def test_strategies_by_name(name: str) -> None:
+    assert type(strategies.named(name)).__name__.lower() == name.lower()
+
+
+def test_wrong_strategies() -> None:
+    with pytest.raises(UsageError, match="FedAvg, FedProx"):
+        strategies.named("x")
+    with pytest.raises(UsageError, match="share"):
+        strategies.TrimmedMean(0.5)
+    with pytest.raises(UsageError, match="mu"):
+        strategies.FedProx(0)
+
+
+def test_a_torch_module_learns_as_the_plan_says() -> None:
+    torch = pytest.importorskip("torch")
+    sent: dict[str, object] = {}
+
+    class Recording(Device):
+        def update(self, layout: Layout, flat: Floats, fields: dict[str, str], iteration: int) -> bool:
+            sent.update(fields, flat=flat, iteration=iteration)
+            return True
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    layout, flat = take(module)
+    plan = FlPlan("FEDERATED_LEARNING", "", 1, epochs=20, mini_batch=4, lr=0.5, settings={"proximal_mu": 0.001})
+    answer = Answer(200, "", 0, iteration=3, ticket="t", fl_plan_config=msgspec.json.encode(plan).decode())
+    task = Task(Recording("http://127.0.0.1:1", "d", data_size=4), answer, layout, flat)
+    assert fit(task, module, torch.eye(4), torch.arange(4))
+    first = float(str(sent["upload_loss"]))
+    assert fit(task, module, torch.eye(4), torch.arange(4)), "it begins with the task's weights again"
+    assert float(str(sent["upload_loss"])) == first
+    learned = Task(task._device, answer, layout, np.asarray(sent["flat"], np.float32))
+    assert fit(learned, module, torch.eye(4), torch.arange(4))
+    assert float(str(sent["upload_loss"])) < first and sent["iteration"] == 3
+
+
+# -- simulation and schema ---------------------------------------------------------------------------------------------
+
+
+def test_the_digits_are_dealt_out_unevenly_and_all() -> None:
+    labels = digits()[0].labels
+    hands = deal(labels, 200, 0.1, np.random.default_rng(1))
+    dealt = np.concatenate(hands)
+    assert sorted(dealt) == list(range(len(labels))) and min(len(hand) for hand in hands) >= 1
+    assert np.mean([len(set(labels[hand])) for hand in hands if len(hand) > 3]) < CLASSES / 2
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "Median"])
+def test_a_federation_learns(name: str) -> None:
+    rounds = list(simulate(30, 15, strategies.named(name), alpha=1.0, epochs=5, rate=0.2))
+    assert rounds[-1].accuracy > 0.6 > rounds[0].accuracy
+    assert rounds[-1].loss < rounds[0].loss
+
+
+def test_the_document_describes_every_field() -> None:
+    document = openapi.document("/x")
+    assert set(document["paths"]) == {"/x/startFLJob", "/x/updateModel", "/x/getModel"}
+    fields = document["components"]["schemas"]["UpdateFields"]["properties"]
+    assert {"fl_id", "iteration", "timestamp", "data_size", "ticket", "upload_loss"} <= set(fields)

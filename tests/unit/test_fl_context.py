@@ -1,0 +1,121 @@
+"""set_fl_context: every key of the original, what is allowed, and a sentence for what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import covey
+from covey.errors import UsageError
+from covey.federated import context
+
+# Every key of the original with its documented default.
+DOCUMENTED: dict[str, context.Value] = {
+    "enable_fl": False, "server_mode": "FEDERATED_LEARNING", "ms_role": "MS_SERVER", "worker_num": 0, "server_num": 0,
+    "scheduler_ip": "0.0.0.0", "scheduler_port": 6667, "fl_server_port": 6668, "scheduler_manage_port": 11202,
+    "enable_fl_client": False, "fl_name": "", "start_fl_job_threshold": 1, "start_fl_job_time_window": 3000,
+    "update_model_ratio": 1.0, "update_model_time_window": 3000, "global_iteration_time_window": 3_600_000,
+    "fl_iteration_num": 20, "client_epoch_num": 25, "client_batch_size": 32, "client_learning_rate": 0.001,
+    "worker_step_num_per_iteration": 65, "encrypt_type": "NOT_ENCRYPT", "dp_eps": 50.0, "dp_delta": 0.01, "dp_norm_clip": 1.0,
+    "share_secrets_ratio": 1.0, "cipher_time_window": 300_000, "reconstruct_secrets_threshold": 0, "sign_k": 0.01,
+    "sign_eps": 100.0, "sign_thr_ratio": 0.6, "sign_global_lr": 1.0, "sign_dim_out": 0, "pki_verify": False,
+    "root_first_ca_path": "", "root_second_ca_path": "", "equip_crl_path": "", "replay_attack_time_diff": 600_000,
+    "enable_ssl": False, "client_password": "", "server_password": "", "config_file_path": "", "http_url_prefix": "",
+    "checkpoint_dir": "", "upload_compress_type": "NO_COMPRESS", "upload_sparse_rate": 0.4,
+    "download_compress_type": "NO_COMPRESS",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(context.VARIABLE, raising=False)
+    covey.reset_fl_context()
+    yield
+    covey.reset_fl_context()
+
+
+def test_every_key_has_its_documented_default_and_takes_it() -> None:
+    assert {key: covey.get_fl_context(key) for key in DOCUMENTED} == DOCUMENTED
+    covey.set_fl_context(**DOCUMENTED)
+
+
+def test_the_seeds_call() -> None:
+    covey.set_fl_context(
+        enable_fl=True, server_mode="FEDERATED_LEARNING", ms_role="MS_SERVER", server_num=4, scheduler_ip="192.168.216.124",
+        scheduler_port=6667, fl_server_port=6668, fl_name="LeNet", scheduler_manage_port=11202,
+        config_file_path="./config.json",
+    )  # fmt: skip
+    assert covey.get_fl_context("server_num") == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("colour", 1, "fl_context has no key colour"),
+        ("scheduler_prot", 1, "did you mean scheduler_port?"),
+        ("ms_role", "MS_KING", "ms_role must be MS_SERVER"),
+        ("scheduler_port", 0, "scheduler_port must be a port"),
+        ("scheduler_port", True, "must be a whole number, not True"),
+        ("start_fl_job_threshold", 0, "must be a whole number above 0, not 0"),
+        ("update_model_ratio", 1.5, "up to 1, not 1.5"),
+        ("update_model_ratio", float("nan"), "update_model_ratio"),
+        ("dp_delta", 1.0, "below 1, not 1.0"),
+        ("sign_k", 0.3, "up to 0.25"),
+        ("http_url_prefix", "x", 'begins with "/"'),
+        ("encrypt_type", "SIGNDS", "not built yet"),
+        ("encrypt_type", "STABLE_PW_ENCRYPT", "not built yet"),
+        ("server_mode", "HYBRID_TRAINING", "not built yet"),
+        ("durability", "cloud", "none, process, host, disk"),
+    ],
+)
+def test_a_bad_key_or_value_is_named_and_nothing_is_set(key: str, value: object, sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        covey.set_fl_context(**{"fl_name": "x", key: value})  # type: ignore[arg-type]
+    assert sentence in str(error.value)
+    assert covey.get_fl_context("fl_name") == ""
+
+
+def test_a_password_is_not_shown() -> None:
+    with pytest.raises(UsageError) as error:
+        covey.set_fl_context(client_password=12345)
+    assert "12345" not in str(error.value)
+    covey.set_fl_context(client_password="geheim")
+    assert "geheim" not in repr(context._context)
+
+
+def test_what_a_command_gave_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    covey.set_fl_context(server_num=4)
+    monkeypatch.setenv(context.VARIABLE, json.dumps({"server_num": 2}))
+    assert covey.get_fl_context("server_num") == 2
+
+
+def test_the_early_misspelling_is_taken() -> None:
+    covey.set_fl_context(reconstruct_secrets_threshhold=3)
+    assert covey.get_fl_context("reconstruct_secrets_threshold") == 3
+
+
+@pytest.mark.parametrize(
+    ("recovery", "found"),
+    [
+        (None, None),
+        ({"storage_type": 1, "storge_file_path": "config.json"}, "config.json.state"),
+        ({"storage_type": 1, "storage_file_path": "deep/"}, "deep"),
+    ],
+)
+def test_where_state_lives(tmp_path: Path, recovery: object, found: str | None) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({} if recovery is None else {"recovery": recovery}))
+    covey.set_fl_context(config_file_path=str(config))
+    assert context.recovery() == (None if found is None else tmp_path / found)
+
+
+@pytest.mark.parametrize("recovery", [{"storage_type": 2, "storage_file_path": "x"}, {"storage_type": 1}, {}, "x"])
+def test_another_storage_is_an_error(tmp_path: Path, recovery: object) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"recovery": recovery}))
+    covey.set_fl_context(config_file_path=str(config))
+    with pytest.raises(UsageError, match="recovery in"):
+        context.recovery()

@@ -1,0 +1,281 @@
+"""Rounds: when they open, close and are done, and who belongs to the cluster; with literal events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from covey.core.effects import Publish, Send
+from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.federation import (
+    Adoption,
+    Enlist,
+    FederationRecord,
+    Instance,
+    Joined,
+    Joining,
+    Numbers,
+    Orders,
+    Plan,
+    Stage,
+    Standing,
+)
+from covey.core.messages import Refused
+from covey.core.model import Host
+from covey.core.roster import Effect, Keep, Limits
+from covey.core.rounds import REATTACH_S, Rounds
+from covey.errors import UsageError
+
+PLAN = Plan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0, iterations=3)
+HERE = Host("h", "h", "127.0.0.1")
+
+
+class Bench:
+    """A machine, and servers that say what a test wants them to."""
+
+    def __init__(self, servers: int = 2, plan: Plan = PLAN, record: FederationRecord | None = None) -> None:
+        self.now = 0.0
+        limits = Limits(return_s=5.0)
+        self.machine = Rounds(cluster_id="c", key=b"k", server_num=servers, plan=plan, limits=limits, now=0.0)
+        if record is not None:
+            self.machine.restore(record, 0.0)
+        self.out: list[Effect] = []
+        self.standing: dict[int, Standing] = {}
+
+    def hear(self, link: int, message: Any) -> list[Effect]:
+        self.out += (found := self.machine.step(Heard(message, link), self.now))
+        return found
+
+    def tick(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        self.out += (found := self.machine.step(Ticked(), self.now))
+        return found
+
+    def come(self, link: int, node_id: str, life: str = "", host: Host = HERE) -> list[Effect]:
+        return self.hear(link, Enlist(node_id, life or node_id, host, f"h:{node_id}", f"p:{node_id}", folder=node_id))
+
+    def stand(self, link: int, **changed: Any) -> list[Effect]:
+        before = self.standing.get(link, Standing(model=0, digest="m0"))
+        self.standing[link] = msgspec.structs.replace(before, generation=self.machine.generation, **changed)
+        return self.hear(link, self.standing[link])
+
+    def form(self, servers: int = 2) -> Bench:
+        for link in range(1, servers + 1):
+            self.come(link, str(link - 1))
+            self.stand(link)
+        assert self.machine.stage is Stage.OPEN
+        return self
+
+    def said(self, what: str) -> list[str]:
+        return [effect.reason for effect in self.out if isinstance(effect, Publish) and effect.what == what]
+
+    def stage(self) -> Stage:
+        return self.machine.stage
+
+    def orders(self) -> Orders:
+        return self.machine.orders()
+
+
+def test_servers_are_seated_and_the_first_round_opens() -> None:
+    bench = Bench().form()
+    orders = bench.orders()
+    assert [(peer.node_id, peer.rank) for peer in orders.members] == [("0", 0), ("1", 1)]
+    assert (orders.generation, orders.round, orders.source, orders.digest) == (1, 1, "0", "m0")
+    assert any(isinstance(effect, Keep) for effect in bench.out)
+    assert bench.machine.state == "CLUSTER_READY"
+
+
+def test_devices_are_taken_up_to_the_threshold_and_may_ask_again() -> None:
+    bench = Bench().form()
+    (sent,) = [effect for effect in bench.hear(1, Joining(1, ("a", "b", "c", "d", "e"))) if isinstance(effect, Send)][:1]
+    assert isinstance(sent.message, Joined)
+    assert sent.message.admitted == ("a", "b", "c", "d") and sent.message.refused == ("e",)
+    assert "threshold" in sent.message.reason
+    again = bench.machine._join(Joining(1, ("a", "f")))
+    assert again.admitted == ("a",) and again.refused == ("f",)
+    assert bench.machine._join(Joining(7, ("a",))).refused == ("a",)
+
+
+def test_a_round_closes_by_ratio_is_summed_once_and_goes_on() -> None:
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    assert bench.stage() is Stage.OPEN
+    bench.stand(2, round=1, numbers=Numbers(1))
+    assert bench.stage() is Stage.SEALING
+    bench.stand(1, sealed=True)
+    bench.stand(2, sealed=True)
+    assert bench.stage() is Stage.SUMMING
+    summer = bench.orders().summer
+    assert dict(bench.orders().parts) == {"0": Numbers(1), "1": Numbers(1)}
+    bench.stand(int(summer) + 1, model=1, digest="m1")
+    assert (bench.machine.round, bench.machine.stage, bench.machine.digest) == (2, Stage.OPEN, "m1")
+    assert bench.orders().source == summer
+
+
+def test_a_missed_window_costs_no_number_and_no_work_and_takes_others() -> None:
+    bench = Bench().form()
+    bench.machine._join(Joining(1, ("a", "b", "c", "d")))
+    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.tick(2.5)
+    assert (bench.machine.round, bench.machine.counted, bench.machine.missed) == (1, 1, 1)
+    assert bench.machine._join(Joining(1, ("e",))).admitted == ("e",)
+    assert "1 of 2 updates came within 2 s" in bench.said("missed")[0]
+
+
+def test_at_the_end_of_a_window_fewer_are_enough_where_that_was_said() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, ratio=1.0, update_min=2)).form()
+    bench.stand(1, round=1, numbers=Numbers(2))
+    assert bench.stage() is Stage.OPEN
+    bench.tick(2.5)
+    assert bench.stage() is Stage.SEALING
+
+
+def test_a_dead_servers_log_is_adopted_by_one_that_can_reach_it() -> None:
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
+    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+    assert bench.machine.generation == 1 and bench.machine.state == "NODE_TIMEOUT"
+    bench.stand(2, round=1, numbers=Numbers(1), adopted=("0",))
+    assert bench.machine.generation == 2
+    assert [peer.node_id for peer in bench.orders().members] == ["1"]
+    bench.come(3, "0", life="0b")
+    bench.stand(3)
+    assert [(peer.node_id, peer.rank) for peer in bench.orders().members] == [("0", 0), ("1", 1)]
+    assert bench.machine.generation == 3
+
+
+def test_a_log_that_could_not_be_taken_over_is_asked_for_again() -> None:
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
+    bench.stand(2, unable=("0",))
+    assert bench.orders().adoptions == ()
+    bench.stand(2, unable=())
+    bench.tick(1.5)
+    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+
+
+def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
+    bench = Bench()
+    bench.come(1, "0")
+    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"))
+    bench.stand(1)
+    bench.stand(2)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    assert bench.stage() is Stage.SEALING
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    bench.stand(1, round=1, sealed=True)
+    assert bench.orders().adoptions == ()
+    bench.tick(5.5)
+    assert bench.machine.missing == ("1",)
+    assert "goes without its 3 updates" in bench.said("given up")[0]
+    bench.come(3, "1", life="1b")
+    admitted = [effect.message for effect in bench.out if isinstance(effect, Send)][-1]
+    assert admitted.void == 1
+
+
+def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
+    bench = Bench().form()
+    for link in (1, 2):
+        bench.stand(link, round=1, numbers=Numbers(1))
+    for link in (1, 2):
+        bench.stand(link, sealed=True)
+    assert bench.stage() is Stage.SUMMING
+    bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
+    bench.stand(2, numbers=Numbers(2), adopted=("0",))
+    bench.stand(2)
+    assert bench.orders().parts == (("1", Numbers(2)),)
+    assert (bench.machine.stage, bench.machine.summer) == (Stage.SUMMING, "1")
+
+
+def test_a_restarted_scheduler_goes_on_without_touching_the_logs_of_the_living() -> None:
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    after = Bench(record=record)
+    after.come(1, "0", life="0")
+    after.stand(1, round=1, numbers=Numbers(1), model=0)
+    after.tick(REATTACH_S / 2)
+    assert after.orders().adoptions == ()
+    after.come(2, "1", life="1")
+    after.stand(2, round=1, numbers=Numbers(1), model=0)
+    assert (after.machine.generation, after.machine.stage) == (1, Stage.SEALING)
+
+
+def test_scaling_out_takes_whoever_waits_and_rolls_back() -> None:
+    bench = Bench().form()
+    bench.come(3, "")
+    bench.stand(3)
+    assert len(bench.orders().members) == 2
+    bench.machine.scale_out(2, bench.now)
+    assert [peer.node_id for peer in bench.orders().members] == ["0", "1", "2"]
+    assert bench.machine.state == "CLUSTER_SCALE_OUT"
+    with pytest.raises(UsageError, match="not ready"):
+        bench.machine.scale_in(["1"], bench.now)
+    bench.machine.roll_back(bench.now)
+    assert (bench.machine.state, bench.machine.wanted) == ("CLUSTER_READY", 3)
+
+
+def test_scaling_in_waits_for_what_a_server_holds() -> None:
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.machine.scale_in(["0"], bench.now)
+    assert bench.orders().leaving == ("0",)
+    bench.stand(1, drained=True)
+    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+    bench.stand(2, round=1, numbers=Numbers(1), adopted=("0",))
+    assert [peer.node_id for peer in bench.orders().members] == ["1"]
+    assert bench.machine.state == "CLUSTER_READY"
+    bench.tick(1.0)
+    assert [peer.node_id for peer in bench.orders().members] == ["1"]
+
+
+@pytest.mark.parametrize(("ids", "sentence"), [([], "empty"), (["9"], "illegal"), (["0", "1"], "one has to stay")])
+def test_a_wrong_scale_in_is_refused(ids: list[str], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Bench().form().machine.scale_in(ids, 0.0)
+
+
+def test_a_new_instance_begins_now_or_after_the_round() -> None:
+    bench = Bench().form()
+    plan = msgspec.structs.replace(PLAN, iterations=9)
+    bench.machine.new_instance(plan, bench.now)
+    assert (bench.machine.iteration, bench.machine.plan) == (1, plan)
+    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.machine.new_instance(PLAN, bench.now)
+    assert (bench.machine.plan, bench.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
+
+
+def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, iterations=1)).form()
+    bench.machine.set_enabled(False, bench.now)
+    assert bench.machine._join(Joining(1, ("a",))).refused == ("a",)
+    bench.machine.set_enabled(True, bench.now)
+    for link in (1, 2):
+        bench.stand(link, round=1, numbers=Numbers(1))
+    for link in (1, 2):
+        bench.stand(link, sealed=True)
+    bench.stand(int(bench.orders().summer) + 1, model=1, digest="m1")
+    assert bench.machine.instance is Instance.FINISHED
+
+
+def test_an_id_that_lives_is_refused_and_an_empty_one_is_found_again() -> None:
+    bench = Bench().form()
+    refused = [effect.message for effect in bench.come(3, "0", life="other") if isinstance(effect, Send)]
+    assert isinstance(refused[0], Refused) and "MS_NODE_ID" in refused[0].reason
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    bench.hear(4, Enlist("", "1c", HERE, "h:1", "p:1"))
+    assert bench.machine.servers["1"].life == "1c"
+
+
+def test_no_better_loss_for_long_enough_stops_early() -> None:
+    bench = Bench(servers=1, plan=Plan(threshold=1, iterations=100, patience=2)).form(1)
+    for number, loss in enumerate([0.5, 0.6, 0.7], start=1):
+        bench.stand(1, round=number, numbers=Numbers(1), sealed=False)
+        bench.stand(1, sealed=True)
+        bench.stand(1, model=number, digest=f"m{number}", metrics={"loss": loss})
+    assert bench.machine.instance is Instance.FINISHED
+    assert bench.machine.best == (1, 0.5)
