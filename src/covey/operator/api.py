@@ -44,6 +44,7 @@ class Kind(NamedTuple):
 POD = Kind("api/v1", "pods", "Pod")
 SERVICE = Kind("api/v1", "services", "Service")
 SECRET = Kind("api/v1", "secrets", "Secret")
+CONFIG_MAP = Kind("api/v1", "configmaps", "ConfigMap")
 EVENT = Kind("api/v1", "events", "Event")
 NODE = Kind("api/v1", "nodes", "Node")
 NAMESPACE = Kind("api/v1", "namespaces", "Namespace")

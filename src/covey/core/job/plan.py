@@ -150,7 +150,7 @@ class _Planner:
             status.content["startTime"] = stamp(self.now)
         self._scale()
         self._note_finished()
-        verdict = self._deadline() or self._success() or self._failures() or self._kubelet_restarts() or self._pending()
+        verdict = self._success() or self._deadline() or self._failures() or self._kubelet_restarts() or self._pending()
         if verdict:
             self._count()
             return verdict
