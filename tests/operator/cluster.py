@@ -70,6 +70,7 @@ class Kubernetes:
                     assert error.code == 404, error
                     await asyncio.sleep(0.05)
         await self.api.create(NAMESPACE, "", {"metadata": {"name": self.namespace}})
+        await self.kubelet.prepare()
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -79,17 +80,19 @@ class Kubernetes:
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.begin(work).result(DEADLINE_S)
 
-    def operator(self, **options: Any) -> Operator:
-        """An operator of this namespace, in this process."""
+    def operator(self, *, url: str = "", token: str = "", **options: Any) -> Operator:
+        """An operator of this namespace, in this process; by another way to the server, or as another user, if told so."""
+        kubeconfig = self.folder / f"kubeconfig-{len(self._running)}"
+        self.server._replace(url=url or self.server.url).kubeconfig(kubeconfig, token=token, namespace=self.namespace)
 
         async def make() -> Operator:
-            return Operator(
-                connect(str(self.kubeconfig)), Options(namespace=self.namespace, **{"leader_elect": False, **options})
-            )
+            chosen = {"leader_elect": False, "namespace": self.namespace, **options}
+            return Operator(connect(str(kubeconfig)), Options(**chosen))
 
         operator = self.do(make())
         self._running.append(self.begin(operator.run()))
-        until(operator.leading.is_set, "the operator to act", DEADLINE_S)
+        if not options.get("leader_elect"):
+            until(lambda: operator.leading.is_set() or self._running[-1].done(), "the operator to act", DEADLINE_S)
         return operator
 
     def end(self) -> None:

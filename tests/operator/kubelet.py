@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.core.job.clock import stamp
-from covey.operator.api import NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
+from covey.operator.api import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +62,7 @@ class Kubelet:
         self.lost: set[str] = set()
         self.unschedulable = ""  # a reason: no pod is bound
         self.environment: dict[str, str] = {}
+        self.paths: dict[str, str] = {}  # host paths that lie elsewhere here
         self.folder = folder
         self._api = api
         self._namespace = namespace
@@ -69,11 +70,13 @@ class Kubelet:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> None:
-        """Watch the pods, for ever."""
+    async def prepare(self) -> None:
         for node in self.nodes:
             await self._api.create(NODE, "", {"metadata": {"name": node}})
             await self._node_status(node, "True")
+
+    async def run(self) -> None:
+        """Watch the pods, for ever."""
         try:
             while True:
                 with contextlib.suppress(ApiError):
@@ -192,8 +195,14 @@ class Kubelet:
             waiting = {"reason": "ErrImagePull", "message": "the image missing cannot be pulled"}
             await self._report(name, self._status(pod, container, "Pending", {"waiting": waiting}))
             return
-        while True:
-            container.process = await self._start(pod, main)
+        while container.process is not None or container.verdict is None:
+            try:
+                container.process = await self._start(pod, main)
+            except ApiError as error:  # a secret or a ConfigMap that is not there yet
+                waiting = {"reason": "CreateContainerConfigError", "message": str(error)}
+                await self._report(name, self._status(pod, container, "Pending", {"waiting": waiting}), container)
+                await asyncio.sleep(0.2)
+                continue
             if container.verdict is None:
                 await self._report(name, self._status(pod, container, "Running", {"running": {}}), container)
             code = await container.process.wait()
@@ -218,7 +227,7 @@ class Kubelet:
         folder = self.folder / pod["metadata"]["name"]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "home").mkdir(exist_ok=True)
-        mounts = self._mounts(pod, main, folder)
+        mounts = await self._mounts(pod, main, folder)
         variables = {key: _moved(value, mounts) for key, value in (await self._variables(pod, main)).items()}
         words = [_moved(_filled(word, variables), mounts) for word in [*(main.get("command") or []), *(main.get("args") or [])]]
         with (folder / "log").open("ab") as log:
@@ -242,14 +251,19 @@ class Kubelet:
                 start_new_session=True,
             )
 
-    def _mounts(self, pod: Thing, main: Thing, folder: Path) -> dict[str, str]:
+    async def _mounts(self, pod: Thing, main: Thing, folder: Path) -> dict[str, str]:
         """Mount path → folder: a hostPath is itself, anything else a folder that lives as long as the pod."""
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
         found = {}
         for mount in main.get("volumeMounts") or []:
-            path = (volumes[mount["name"]].get("hostPath") or {}).get("path")
-            place = Path(path) if path else folder / f"volume-{pod['metadata']['uid']}" / mount["name"]
+            volume = volumes[mount["name"]]
+            path = (volume.get("hostPath") or {}).get("path")
+            place = Path(self.paths.get(path, path)) if path else folder / f"volume-{pod['metadata']['uid']}" / mount["name"]
             place.mkdir(parents=True, exist_ok=True)
+            if "configMap" in volume:
+                content = await self._api.get(CONFIG_MAP, self._namespace, volume["configMap"]["name"])
+                for name, text in content["data"].items():
+                    (place / name).write_text(text)
             found[mount["mountPath"]] = str(place)
         return found
 

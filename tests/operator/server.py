@@ -107,7 +107,7 @@ def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
         *("--service-account-issuer=https://kubernetes.default.svc", f"--service-account-key-file={folder / 'sa.pub'}"),
         *(f"--service-account-signing-key-file={folder / 'sa.key'}", "--authorization-mode=RBAC"),
         *(f"--token-auth-file={folder / 'tokens.csv'}", "--disable-admission-plugins=ServiceAccount"),
-        *("--endpoint-reconciler-type=none", "--default-watch-cache-size=100"),
+        *("--endpoint-reconciler-type=none", "--watch-cache-sizes=configmaps#0"),
     ]
     processes = []
     for name, command in (("etcd", etcd), ("api", api)):

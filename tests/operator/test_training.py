@@ -8,8 +8,10 @@ import signal
 from typing import Any
 
 import pytest
-from tests.operator.cluster import Kubernetes, Thing, job, replica
+from tests.operator.cluster import Kubernetes, job, replica
 from tests.operator.trainings import COUNT, LOOP
+
+from covey.operator.api import Thing
 
 GRACE = {"fault-scheduling": "grace"}
 WORKERS = 3

@@ -6,6 +6,8 @@ import copy
 import itertools
 from typing import Any
 
+import msgspec
+
 from covey.core.job import Observed, Plan, plan
 from covey.core.job.actions import Adopt, CreatePod, CreateService, DeletePod, DeleteService, EndPod, Label
 from covey.core.job.clock import stamp
@@ -111,8 +113,8 @@ class World:
         return self
 
     def look(self) -> Plan:
-        observed = Observed(pods=list(self.pods.values()), services=list(self.services.values()), nodes=self.nodes)
-        made = plan(copy.deepcopy(self.job), observed, self.now)
+        """Plan, and carry out all but what is about pods. The plan's status is the job's afterwards, changed or not."""
+        made = self._plan()
         if made.status is not None:
             self.job["status"] = copy.deepcopy(made.status)
         for action in made.actions:
@@ -123,11 +125,18 @@ class World:
                 self.services.pop(action.name, None)
             elif isinstance(action, Label):
                 self.job["metadata"].setdefault("labels", {})[action.key] = action.value
-        return (
-            made
-            if made.status is not None
-            else Plan(actions=made.actions, status=self.status, requeue_after=made.requeue_after, reason=made.reason)
-        )
+        return made if made.status is not None else msgspec.structs.replace(made, status=self.status)
+
+    def _plan(self) -> Plan:
+        observed = Observed(pods=list(self.pods.values()), services=list(self.services.values()), nodes=self.nodes)
+        return plan(copy.deepcopy(self.job), observed, self.now)
+
+    def crash_after(self, effects: int) -> None:
+        """Plan, and carry out only the first effects: status, then one action after the other."""
+        made = self._plan()
+        if effects and made.status is not None:
+            self.job["status"] = copy.deepcopy(made.status)
+        self.carry_out(msgspec.structs.replace(made, actions=made.actions[: max(0, effects - 1)]))
 
     def carry_out(self, made: Plan) -> None:
         for action in made.actions:

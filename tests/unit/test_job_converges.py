@@ -132,3 +132,27 @@ def test_it_comes_to_rest(asked: Thing, there: list[Thing], story: list[tuple[st
     last = world.look()
     told = [action for action in last.actions if isinstance(action, Tell)]
     raise AssertionError(f"it does not come to rest: {last.reason}, {last.actions}, {told}")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["kill", "look", "run"]), st.integers(0, 6)), max_size=25))
+def test_an_operator_killed_anywhere_counts_every_restart_once(story: list[tuple[int, str, int]]) -> None:
+    """After each look only the first few effects happen (status is the first of them), then the operator is gone."""
+    world = World(job(roles={"Worker": 3}, restart="ExitCode")).start()
+    killed = 0
+    for index, move, effects in story:
+        name = f"train-worker-{index}"
+        if move == "kill" and world.pods.get(name, {}).get("status", {}).get("phase") == "Running":
+            world.ends(name, 137)
+            killed += 1
+        elif move == "run" and name in world.pods and world.pods[name]["status"]["phase"] == "Pending":
+            world.runs(name)
+        else:
+            world.crash_after(effects)
+    for _ in range(TURNS):
+        turn(world)
+        for name in world.pods:
+            if world.pods[name]["status"]["phase"] == "Pending":
+                world.runs(name)
+    assert world.status["restarts"] == killed if killed else world.status.get("restarts", 0) == 0
+    assert len(world.pods) == 3 and "Running" in world.conditions()

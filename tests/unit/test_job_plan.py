@@ -43,11 +43,11 @@ def told(made: Plan) -> dict[str, str]:
 
 def test_first_the_service_then_everyone() -> None:
     made = plan(job(), Observed(), NOW)
-    assert of(made, CreateService) == [CreateService("Scheduler")] and of(made, CreateSecret) and not of(made, CreatePod)
+    assert of(made, CreateService) == [CreateService("Scheduler")] and not of(made, CreatePod)
     assert states(made) == {"Created": "True"}
     made = plan(job(status=made.status), Observed(services=[service("train-scheduler-0")]), NOW)
     assert [(a.role, a.index) for a in of(made, CreatePod)] == [("Scheduler", 0), ("Worker", 0), ("Worker", 1)]
-    assert not of(made, CreateService) and not of(made, CreateSecret)
+    assert not of(made, CreateService) and of(made, CreateSecret)
 
 
 def test_a_single_worker_needs_no_service() -> None:

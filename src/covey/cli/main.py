@@ -160,6 +160,7 @@ def install(image: str, dry_run: bool, ascend: bool, **where: str) -> None:
 @operator.command("run")
 @click.option("--no-leader-elect", "leader_elect", is_flag=True, default=True, flag_value=False, help="Act at once.")
 @click.option("--lease-namespace", default="default", show_default=True, help="Where the lease lies.")
+@click.option("--lease-duration", "lease_duration_s", default=15.0, show_default=True, help="Seconds until a lease runs out.")
 @click.option("--gang-scheduler", default="", help="Such as volcano: pods of a job are scheduled together.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
 @click.option("--metrics-port", default=0, help="Of /metrics, /healthz and /readyz; 0: a free one, -1: none.")

@@ -37,6 +37,8 @@ class Lease:
         self._duration_s = duration_s
         self._seen = ""  # the version of the lease, and since when it has not changed
         self._since = 0.0
+        self._holder = ""
+        self._complaint = ""
 
     async def hold(self, act: Callable[[], Awaitable[None]]) -> None:
         """Wait for the lease, then `act` for as long as it is held; for ever. Cancelled, it is given back."""
@@ -75,15 +77,13 @@ class Lease:
             elif self._holder not in ("", self.identity):
                 return
 
-    _holder = ""
-
     async def _try(self) -> bool:
         """Take or renew the lease; whether it is ours now."""
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
         except ApiError as error:
             if error.code != 404:
-                log.warning("the lease cannot be read: %s", error)
+                self._complain(f"the lease cannot be read: {error}")
                 return False
             lease = {"metadata": {"name": self._name, "namespace": self._namespace}, "spec": {}}
         self._holder = str(lease["spec"].get("holderIdentity") or "")
@@ -114,10 +114,16 @@ class Lease:
                 await self._api.create(LEASE, self._namespace, body)
         except ApiError as error:
             if error.code != 409:
-                log.warning("the lease cannot be written: %s", error)
+                self._complain(f"the lease cannot be written: {error}")
             return False
-        self._holder = holder
+        self._holder, self._complaint = holder, ""
         return True
+
+    def _complain(self, sentence: str) -> None:
+        """Once, however often it is tried."""
+        if sentence != self._complaint:
+            log.warning("%s", sentence)
+        self._complaint = sentence
 
     async def _give_back(self) -> None:
         """So that the next one need not wait."""

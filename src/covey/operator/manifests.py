@@ -52,7 +52,7 @@ def _role(kind: str, name: str, given: list[Thing], namespace: str = "") -> list
         {
             "apiVersion": f"{group}/v1",
             "kind": f"{kind}Binding",
-            "metadata": metadata,
+            "metadata": dict(metadata),
             "roleRef": {"apiGroup": group, "kind": kind, "name": name},
             "subjects": [subject],
         },

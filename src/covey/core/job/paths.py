@@ -12,7 +12,7 @@ _OUTPUT = re.compile(
     re.IGNORECASE,
 )
 _REDIRECT = re.compile(r"(?:^|\s|\d|&)>{1,2}\s*(?P<path>[^\s\"';&|>]+)")
-_CHANGE = re.compile(r"(?:^|[;&|\n])\s*cd\s+(?P<path>/\S*)")
+_CHANGE = re.compile(r"(?:^|[;&|\s])cd\s+(?P<path>/[^\s;&|]*)")
 _VARIABLES = ("GLOG_log_dir", "MS_RECOVERY_PATH", "OUTPUT_PATH", "CKPT_PATH")
 SHOWN = 60
 

@@ -435,9 +435,6 @@ class _Planner:
             self.actions.append(CreateService(role.key))
         if not missing:
             return
-        if not self.status.content.get("secret"):
-            self.status.content["secret"] = f"{self.job.name}-join"
-            self.actions.append(CreateSecret())
         if self.observed.gang and self.observed.pod_group is None:
             policy = self.job.scheduling or {}
             members = int(policy.get("minAvailable") or sum(self.status.world.values()))
@@ -445,10 +442,12 @@ class _Planner:
         if role is not None and not (service or {}).get("spec", {}).get("clusterIP"):
             return  # its address is part of every pod
         excluded = tuple(self.status.content.get("excluded") or ())
-        for role, index, name in missing:
-            if name not in self.foreign:
-                moved = excluded if name in self.status.replacing else ()
-                self.actions.append(CreatePod(role.key, index, self.status.world, moved))
+        possible = [place for place in missing if place[2] not in self.foreign]
+        if possible:
+            self.actions.append(CreateSecret())  # whether it is there may not be looked at, and need not
+        for role, index, name in possible:
+            moved = excluded if name in self.status.replacing else ()
+            self.actions.append(CreatePod(role.key, index, self.status.world, moved))
 
     # -- what is said of it ------------------------------------------------------------------------------------------
 
