@@ -152,6 +152,8 @@ class Kubernetes:
 
         def holds() -> Thing | None:
             status = self.status(name, kind)
+            over = {"Succeeded", "Failed"} & set(conditions(status)) - {condition}
+            assert not over or condition in conditions(status), f"{name} is {over}, not {condition}\n{self.story()}"
             return status if condition in conditions(status) else None
 
         found: Thing = self.wait(holds, f"{name} to be {condition}", deadline_s)

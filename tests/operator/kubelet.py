@@ -340,5 +340,5 @@ def _filled(word: str, variables: dict[str, str]) -> str:
 def _moved(text: str, mounts: dict[str, str]) -> str:
     for path, place in mounts.items():
         if path != place:
-            text = re.sub(rf"(?<![\w/]){re.escape(path)}(?=/|$|\s)", place, text)
+            text = re.sub(rf"(?<![\w/]){re.escape(path)}(?=/|$|[\s;&|])", place, text)
     return text

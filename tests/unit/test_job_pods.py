@@ -156,6 +156,20 @@ def test_a_template_that_says_another_policy_is_remarked() -> None:
     assert any("overrules" in remark for remark in read(asked).remarks)
 
 
+@pytest.mark.parametrize(
+    ("command", "supported"),
+    [
+        (["covey", "run", "train.py"], True),
+        (["bash", "-c", "cd /data && covey run --local 2 train.py"], True),
+        (["python", "train.py"], False),
+    ],
+)
+def test_recover_in_place_needs_somebody_in_the_container(command: list[str], supported: bool) -> None:
+    asked = job(labels={"fault-scheduling": "grace"}, annotations={"recover-strategy": "recover-in-place"})
+    remarks = read(with_container(asked, command=command)).remarks
+    assert any("not supported for Worker" in remark for remark in remarks) != supported
+
+
 # -- AscendJob -------------------------------------------------------------------------------------------------------
 
 

@@ -416,9 +416,14 @@ class _Planner:
 
     @property
     def _address_role(self) -> Role | None:
-        """The role whose first pod the others call: the Scheduler; without one, the first worker of several."""
+        """The role whose first pod the others call: the Scheduler; without one, the first worker of several.
+
+        Dynamic workers without a Scheduler are no world: each is alone.
+        """
         for role in self.job.of(Duty.SCHEDULER):
             return role
+        if self.job.dynamic:
+            return None
         workers = self.job.of(Duty.WORKER)
         several = sum(self.status.world.get(role.key, 0) for role in workers) > 1
         return workers[0] if several else None

@@ -177,6 +177,8 @@ def read(job: Mapping[str, Any]) -> Job:
     if problems:
         raise Invalid(problems)
     backoff, pending, lost = limits["backoffLimit"], limits["pendingTimeoutSeconds"], note[LOST]
+    if "recover-in-place" in recovery.strategies:
+        recovery = msgspec.structs.replace(recovery, remarks=(*recovery.remarks, *_in_place(roles)))
     remarks = [remark for role in roles for remark in (*_overruled(role), *paths.remarks(role.key, role.template))]
     return Job(
         name=name,
@@ -247,6 +249,22 @@ def _role(key: str, replica: Mapping[str, Any], path: str, job: str, container: 
         return Role(key, replicas, restart, {})
     _template(template["spec"], f"{path}.template.spec", container, problems)
     return Role(key, replicas, restart, template)
+
+
+def _in_place(roles: list[Role]) -> Iterator[str]:
+    """Only something that stays behind in the container can start its process again."""
+    for role in roles:
+        words = " ".join(
+            str(word)
+            for container in role.template["spec"]["containers"]
+            for word in [*(container.get("command") or []), *(container.get("args") or [])]
+        )
+        if role.duty is Duty.WORKER and not re.search(r"\bcovey(\.cli\.main)?\s+run\b", words):
+            yield (
+                f"recover-in-place is not supported for {role.key} as far as can be seen: its command is not covey run, and "
+                "without that nobody in the container can start the process again; a pod that fails then is treated by the "
+                "other strategies"
+            )
 
 
 def _overruled(role: Role) -> Iterator[str]:
