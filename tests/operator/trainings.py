@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-# Trains on numpy arrays without torch: the mean over all workers of a number, step by step.
+# Joins and is done: no collective, so no torch.
+JOIN = """
+import covey
+
+covey.init()
+print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
+print("done", flush=True)
+"""
+
+# Trains on numpy arrays: the mean over all workers of a number, step by step.
 COUNT = """
 import os, pathlib, sys, time
 import covey, numpy
@@ -10,7 +19,7 @@ import covey, numpy
 covey.init()
 print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
 total = 0.0
-for step in range(int(os.environ.get("STEPS", "20"))):
+for step in range(20):
     total += float(covey.all_reduce(numpy.array([1.0 + covey.get_rank()]), "mean")[0])
     covey.report(step, "train")
     print(f"step {step}", flush=True)
