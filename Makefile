@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUICK ?=
 
-.PHONY: run test check bench format install clean
+IMG ?= covey-operator:latest
+.PHONY: run test check bench format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
 
 install: $(STAMP)
 
@@ -38,6 +39,27 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.scale $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.recovery $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.overhead $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.operator $(if $(QUICK),--quick)
+
+# -- Kubernetes ------------------------------------------------------------------------------------------------------
+
+kubernetes:
+	@tests/operator/fetch.sh
+
+test-kubernetes: $(STAMP) kubernetes
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/operator
+
+operator-run: $(STAMP)
+	$(BIN)/covey operator run --no-leader-elect
+
+docker-build:
+	docker build --target operator -t $(IMG) .
+
+deploy: $(STAMP)
+	$(BIN)/covey operator install --image $(IMG)
+
+manifests: $(STAMP)
+	$(BIN)/python -m covey.operator.manifests > deploy/v1/covey-operator.yaml
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .kubernetes
