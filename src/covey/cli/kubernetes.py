@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +39,11 @@ def _connect(where: Where) -> Api:
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ModuleNotFoundError):  # an accelerator, never required
+        from uvloop import new_event_loop as factory
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(work)
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
