@@ -108,6 +108,7 @@ def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
         *(f"--service-account-signing-key-file={folder / 'sa.key'}", "--authorization-mode=RBAC"),
         *(f"--token-auth-file={folder / 'tokens.csv'}", "--disable-admission-plugins=ServiceAccount"),
         *("--endpoint-reconciler-type=none", "--watch-cache-sizes=configmaps#0"),
+        "--service-cluster-ip-range=10.96.0.0/12",  # the default has room for 254
     ]
     processes = []
     for name, command in (("etcd", etcd), ("api", api)):
