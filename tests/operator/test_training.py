@@ -7,6 +7,7 @@ import re
 import signal
 from typing import Any
 
+import psutil
 import pytest
 from tests.operator.cluster import Kubernetes, job, replica
 from tests.operator.trainings import COUNT, LOOP
@@ -96,3 +97,27 @@ def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes) -> None
         name: pod["metadata"]["uid"] for name, pod in before.items()
     }
     assert status["restartsTotal"] == 0 and len(set(hashes(kubernetes, "place"))) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubernetes) -> None:
+    """The node falls silent with its process (stopped); the replacement finishes the training; then the process wakes up."""
+    script = scripts(kubernetes)["loop"]
+    kubernetes.kubelet.environment["MS_NODE_TIMEOUT"] = "3"
+    kubernetes.operator()
+    asked = training("fence", ["python", script], ["python", script], "recover")
+    asked["metadata"]["annotations"]["covey/node-lost-seconds"] = "0.2"
+    kubernetes.apply(asked)
+    for index in range(WORKERS):
+        kubernetes.heard(f"fence-worker-{index}", "step 4", SLOW_S)
+    before = kubernetes.pods("fence")["fence-worker-1"]
+    old = kubernetes.kubelet.pid("fence-worker-1")
+    os.killpg(old, signal.SIGSTOP)
+    kubernetes.do(kubernetes.kubelet.lose(before["spec"]["nodeName"]))
+    kubernetes.wait(lambda: _uid(kubernetes, "fence-worker-1") not in ("", before["metadata"]["uid"]), "a replacement")
+    (kubernetes.folder / "go").touch()
+    kubernetes.wait(lambda: kubernetes.kubelet.log("fence-worker-1").count("pid=") == 2, "the replacement to join", SLOW_S)
+    os.killpg(old, signal.SIGCONT)
+    kubernetes.until("fence", "Succeeded", deadline_s=SLOW_S)
+    kubernetes.wait(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE, "it to end")
+    assert len(set(hashes(kubernetes, "fence"))) == 1 and len(hashes(kubernetes, "fence")) == WORKERS

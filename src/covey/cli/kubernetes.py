@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from covey.errors import ExitCode, UsageError
+from covey.node.log import configure
+from covey.settings import load
 
 if TYPE_CHECKING:
     from covey.operator.api import Api, Thing
@@ -73,6 +76,8 @@ def install(where: Where, image: str, *, dry_run: bool, ascend: bool) -> None:
 
 def operate(where: Where, **options: Any) -> None:
     """Run the operator here, against the current kubeconfig."""
+
+    configure(load(os.environ).settings, "operator")
 
     async def work() -> None:
         from covey.operator.service import Options, run

@@ -164,10 +164,10 @@ class Http:
         try:
             async with asyncio.timeout(self._timeout_s):
                 status = await connection.headers()
-                if status >= 400:
-                    yield Answer(status, await connection.body())
-                    return
-            yield Answer(status, b"")
+                body = await connection.body() if status >= 400 else b""
+            yield Answer(status, body)
+            if status >= 400:
+                return
             rest = b""
             chunks = connection.chunks()
             while True:

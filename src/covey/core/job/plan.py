@@ -9,44 +9,21 @@ UID), so carrying it out twice does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from covey.core.job.actions import (
-    Action,
-    Adopt,
-    CreateGang,
-    CreatePod,
-    CreateSecret,
-    CreateService,
-    DeleteGang,
-    DeleteJob,
-    DeletePod,
-    DeleteService,
-    EndPod,
-    Label,
-    Tell,
-)
+from covey.core.job.actions import Action, CreateGang, CreatePod, CreateSecret, CreateService, Tell
 from covey.core.job.clock import moment, stamp
 from covey.core.job.failure import After, decide
-from covey.core.job.pod import Seen, owner
-from covey.core.job.spec import FORCE_AFTER_S, Clean, Duty, Invalid, Job, Role, pod_name, read
+from covey.core.job.pod import Seen
+from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
+from covey.core.job.turn import Observed, Turn
 
 EXCLUDED_MAX = 8  # nodes a replacement avoids, the latest ones
 STEADY_S = 600.0  # a running job without timers is looked at this often anyway
-
-
-class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """All that can be seen of a job. `nodes` None: nodes may not be looked at."""
-
-    pods: Sequence[Mapping[str, Any]] = ()
-    services: Sequence[Mapping[str, Any]] = ()
-    nodes: Mapping[str, Mapping[str, Any]] | None = None
-    gang: bool = False  # pods are scheduled together, by a PodGroup
-    pod_group: Mapping[str, Any] | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,45 +69,8 @@ def _refuse(status: Status, sentence: str) -> Plan:
     return Plan(actions=(Tell("Warning", "InvalidSpec", sentence),), status=status.content, reason=sentence)
 
 
-class _Planner:
-    """One computation."""
-
-    def __init__(self, job: Job, observed: Observed, status: Status, now: float) -> None:
-        self.job = job
-        self.observed = observed
-        self.status = status
-        self.now = now
-        self.actions: list[Action] = []
-        self.requeue: float | None = None
-        seen = [Seen(pod, job.container) for pod in observed.pods]
-        self.pods = {pod.name: pod for pod in seen if pod.owner in (job.uid, "")}
-        self.foreign = {pod.name: pod for pod in seen if pod.name not in self.pods}
-        self.services = {s["metadata"]["name"]: s for s in observed.services if owner(s) in (job.uid, "")}
-
-    # -- small words -------------------------------------------------------------------------------------------------
-
-    def tell(self, reason: str, message: str, *, warn: bool = False) -> None:
-        self.actions.append(Tell("Warning" if warn else "Normal", reason, message))
-
-    def look_again(self, at: float) -> None:
-        """Come back at a moment, or before."""
-        wait = max(0.0, at - self.now)
-        self.requeue = wait if self.requeue is None else min(self.requeue, wait)
-
-    def delete(self, pod: Seen, *, grace: int | None = None) -> None:
-        if not pod.ending or grace == 0:
-            self.actions.append(DeletePod(pod.name, pod.uid, grace))
-
-    def remark(self, job: Mapping[str, Any]) -> None:
-        """What the job asks for in vain, told once: while nothing of it is there yet."""
-        labels = job["metadata"].get("labels") or {}
-        if self.job.recovery.strategies and "process-recover-enable" not in labels:
-            self.actions.append(Label("process-recover-enable", "on"))
-        if not self.status.holds(CREATED):
-            for remark in self.job.remarks:
-                self.tell("Remark", remark, warn=True)
-
-    # -- a job that goes on ------------------------------------------------------------------------------------------
+class _Planner(Turn):
+    """The turn of a job that goes on: ends are looked for first, then failures, then what is missing is made."""
 
     def active(self) -> str:
         status = self.status
@@ -158,14 +98,6 @@ class _Planner:
         self._force()
         self._create()
         return self._conditions()
-
-    def _adopt(self) -> None:
-        for pod in self.pods.values():
-            if not pod.owner and not pod.ending:
-                self.actions.append(Adopt("Pod", pod.name, pod.uid))
-        for name, service in self.services.items():
-            if not owner(service):
-                self.actions.append(Adopt("Service", name, service["metadata"]["uid"]))
 
     def _forget(self) -> None:
         """A replacement that runs, or ended, is no longer awaited."""
@@ -208,36 +140,6 @@ class _Planner:
             self.status.content["scaling"] = message
             self.tell("ScaleUnsupported", message, warn=True)
 
-    @property
-    def _places(self) -> list[tuple[Role, int, str]]:
-        """Every pod this start of the job has: role, index, name; in the order in which they are created."""
-        world = self.status.world
-        return [
-            (role, index, pod_name(self.job.name, role.key, index))
-            for role in self.job.roles
-            for index in range(world.get(role.key, 0))
-        ]
-
-    def _note_finished(self) -> None:
-        """Pods that succeeded are remembered: they may be collected, and must not run again."""
-        done = {name for _, _, name in self._places if name in self.pods and self.pods[name].succeeded}
-        kept = set(self.status.content.get("finished") or [])
-        if done - kept:
-            self.status.content["finished"] = sorted(done | kept)
-
-    @property
-    def _finished(self) -> set[str]:
-        return set(self.status.content.get("finished") or [])
-
-    # -- ends --------------------------------------------------------------------------------------------------------
-
-    def _end(self, kind: str, reason: str, message: str) -> str:
-        self.tell(reason, message, warn=kind == FAILED)
-        self.status.say(kind, reason, message)
-        self.status.content.pop("replacing", None)
-        self._clean()
-        return message
-
     def _deadline(self) -> str:
         started = self.status.time("startTime")
         if self.job.deadline_s is None or started is None:
@@ -259,9 +161,6 @@ class _Planner:
             by = f"worker 0 ({workers[0]})" if first and len(done) < len(workers) else f"{len(done)} of {len(workers)} workers"
             return self._end(SUCCEEDED, "MSJobSucceeded", f"{by} succeeded")
         return ""
-
-    def _failed(self, name: str) -> bool:
-        return name in self.pods and self.pods[name].failed
 
     def _failures(self) -> str:
         """Look at every pod that failed or is on a lost node, in order; what must be, is noted before it is done."""
@@ -356,12 +255,6 @@ class _Planner:
             break
         return ""
 
-    def _restarts(self) -> int:
-        """Every restart so far: ours, and the kubelet's in pods that are still there."""
-        replaced = {note["uid"] for note in self.status.replacing.values()}
-        kubelet = sum(pod.restarts for pod in self.pods.values() if pod.uid not in replaced)
-        return int(self.status.content.get("restarts", 0)) + kubelet
-
     def _kubelet_restarts(self) -> str:
         """The kubelet restarts containers by itself; they count as well, and are told."""
         total = self._restarts()
@@ -394,25 +287,11 @@ class _Planner:
             self.look_again(late_at)
         return ""
 
-    # -- pods and services -------------------------------------------------------------------------------------------
-
     def _remove_extra(self) -> None:
         names = {name for _, _, name in self._places}
         for pod in self.pods.values():
             if pod.name not in names:
                 self.delete(pod)
-
-    def _force(self) -> None:
-        """A deletion that does not end: at once where the node is lost, else after a long patience."""
-        for pod in self.pods.values():
-            if pod.gone_by is None:
-                continue
-            force_at = pod.gone_by + (self.job.lost_s if pod.lost_since(self.observed.nodes) is not None else FORCE_AFTER_S)
-            if self.now >= force_at:
-                self.delete(pod, grace=0)
-                self.tell("ForcedDeletion", f"{pod.name} did not end in time and is removed by force", warn=True)
-            else:
-                self.look_again(force_at)
 
     @property
     def _address_role(self) -> Role | None:
@@ -454,8 +333,6 @@ class _Planner:
             moved = excluded if name in self.status.replacing else ()
             self.actions.append(CreatePod(role.key, index, self.status.world, moved))
 
-    # -- what is said of it ------------------------------------------------------------------------------------------
-
     def _conditions(self) -> str:
         running = [pod for pod in self.pods.values() if pod.running]
         workers = [name for role, _, name in self._places if role.duty is Duty.WORKER]
@@ -485,57 +362,6 @@ class _Planner:
             self.tell("Pending", sentence, warn=True)
         else:
             self.status.content.pop("waiting", None)
-
-    def _count(self) -> None:
-        content, world = self.status.content, self.status.world or self.job.wanted
-        statuses: dict[str, dict[str, int]] = {}
-        for role in self.job.roles:
-            mine = [p for p in self.pods.values() if p.kind == role.key.lower()]
-            names = {pod_name(self.job.name, role.key, index) for index in range(world.get(role.key, 0))}
-            statuses[role.key] = {
-                "active": sum(p.running for p in mine),
-                "ready": sum(p.ready for p in mine),
-                "pending": sum(p.phase == "Pending" and not p.ending for p in mine),
-                "succeeded": len(names & self._finished),
-                "failed": sum(p.failed and not p.ending for p in mine),
-            }
-        content["replicaStatuses"] = statuses
-        keys = [role.key for role in self.job.of(Duty.WORKER)]
-        ready, wanted = (sum(statuses[key]["active"] for key in keys), sum(self.job.wanted[key] for key in keys))
-        content["workers"] = f"{ready}/{wanted}"
-        content["workerReplicas"] = statuses.get("Worker", {}).get("active", 0)
-        content["selector"] = f"training.kubeflow.org/job-name={self.job.name},training.kubeflow.org/replica-type=worker"
-        content["restartsTotal"] = self._restarts()
-
-    # -- a job that has ended ----------------------------------------------------------------------------------------
-
-    def finished(self) -> str:
-        self._clean()
-        self._force()
-        ended = self.status.time("completionTime")
-        if self.job.ttl_s is not None and ended is not None:
-            if self.now >= ended + self.job.ttl_s:
-                self.actions.append(DeleteJob())
-                return f"ttlSecondsAfterFinished {self.job.ttl_s:g} is over"
-            self.look_again(ended + self.job.ttl_s)
-        self._count()
-        return f"the job is {self.status.final}"
-
-    def _clean(self) -> None:
-        """What cleanPodPolicy says; under None the pods of a failed job are ended and kept."""
-        for pod in self.pods.values():
-            over = pod.succeeded or pod.failed
-            if self.job.clean is Clean.ALL or (self.job.clean is Clean.RUNNING and not over):
-                self.delete(pod)
-                if pod.name in self.services:
-                    self.actions.append(DeleteService(pod.name))
-            elif self.job.clean is Clean.NONE and self.status.holds(FAILED) and not (over or pod.ending or pod.told_to_end):
-                self.actions.append(EndPod(pod.name))
-        if self.job.clean is not Clean.NONE:
-            gone = [name for name in self.services if name not in self.pods]
-            self.actions += [DeleteService(name) for name in gone if DeleteService(name) not in self.actions]
-        if self.observed.pod_group is not None:
-            self.actions.append(DeleteGang())
 
 
 def _listed(world: Mapping[str, int]) -> str:
