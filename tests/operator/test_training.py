@@ -121,3 +121,20 @@ def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubern
     kubernetes.until("fence", "Succeeded", deadline_s=SLOW_S)
     kubernetes.wait(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE, "it to end")
     assert len(set(hashes(kubernetes, "fence"))) == 1 and len(hashes(kubernetes, "fence")) == WORKERS
+
+
+@pytest.mark.timeout(300)
+def test_a_pod_of_covey_run_that_is_killed_starts_everyone_anew(kubernetes: Kubernetes) -> None:
+    script = scripts(kubernetes)["loop"]
+    kubernetes.operator()
+    worker = ["covey", "run", "--no-live", "--tail_worker_log", "-1", script]
+    kubernetes.apply(training("anew", ["python", "-c", "import covey; covey.init()"], worker, "recover-in-place,recover"))
+    for index in range(WORKERS):
+        kubernetes.heard(f"anew-worker-{index}", "step 4", SLOW_S)
+    before = kubernetes.pods("anew")
+    (kubernetes.folder / "go").touch()
+    kubernetes.kubelet.kill("anew-worker-1")
+    status = kubernetes.until("anew", "Succeeded", deadline_s=SLOW_S)
+    after = kubernetes.pods("anew")
+    assert all(after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"] for name in after)
+    assert len(set(hashes(kubernetes, "anew"))) == 1 and status["restartsTotal"] == 1

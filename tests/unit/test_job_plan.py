@@ -346,6 +346,18 @@ def test_recover_moves_the_one_pod_to_another_node() -> None:
     assert (created.role, created.index, created.excluded) == ("Worker", 0, ("bad",))
 
 
+def test_recover_of_covey_run_starts_everyone_anew() -> None:
+    asked = job(labels=GRACE, annotations={"recover-strategy": "recover-in-place,recover"})
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"] = ["covey", "run", "train.py"]
+    world = World(asked).start()
+    world.ends("train-worker-0", 137)
+    assert len(of(world.look(), DeletePod)) == 3 and world.status["restarts"] == 1
+    for name in ("train-scheduler-0", "train-worker-1"):  # they fail in consequence, which counts no further
+        world.ends(name, 30)
+    world.look()
+    assert world.status["restarts"] == 1
+
+
 def test_recovery_is_off_without_fault_scheduling() -> None:
     asked = job(annotations={"recover-strategy": "recover"})
     assert "no effect" in told(plan(asked, Observed(), NOW))["Remark"]

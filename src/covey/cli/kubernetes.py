@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SCRIPT_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
 SCRIPT_FOLDER = "/covey/script"
+RETRIES = 10  # fault-retry-times of a submitted job
 
 
 class Where(NamedTuple):
@@ -111,11 +112,10 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
     if len(text) > SCRIPT_MAX:
         raise UsageError(f"{wish.script} is larger than {SCRIPT_MAX} bytes: build it into the image and give its path there")
     script = f"{SCRIPT_FOLDER}/{path.name}" if text else wish.script
-    worker: Thing = {
-        "name": "mindspore",
-        "image": wish.image,
-        "command": ["covey", "run", "--no-live", "--log-dir", "/tmp/covey", script, *wish.args],
-    }
+    alone = ["python", script, *wish.args]
+    several = ["covey", "run", "--no-live", "--log-dir", "/tmp/covey", script, *wish.args]
+    command = several if wish.processes > 1 else alone
+    worker: Thing = {"name": "mindspore", "image": wish.image, "command": command}
     if wish.gpus:
         worker["resources"] = {"limits": {"nvidia.com/gpu": wish.gpus}}
     spec: Thing = {"containers": [worker]}
@@ -123,13 +123,17 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
         worker["volumeMounts"] = [{"name": "script", "mountPath": SCRIPT_FOLDER}]
         spec["volumes"] = [{"name": "script", "configMap": {"name": f"{name}-script"}}]
     scheduler = {"name": "mindspore", "image": wish.image, "command": ["python", "-c", "import covey; covey.init()"]}
-    annotations = {"recover-strategy": wish.strategy}
+    annotations = {"recover-strategy": wish.strategy or ("recover-in-place" if wish.processes > 1 else "recover")}
     if wish.processes > 1:
         annotations["covey/processes-per-pod"] = str(wish.processes)
     job = {
         "apiVersion": "mindspore.gitee.com/v1",
         "kind": "MSJob",
-        "metadata": {"name": name, "labels": {"fault-scheduling": "grace"}, "annotations": annotations},
+        "metadata": {
+            "name": name,
+            "labels": {"fault-scheduling": "grace", "fault-retry-times": str(RETRIES)},
+            "annotations": annotations,
+        },
         "spec": {
             "successPolicy": "AllWorkers",
             "msReplicaSpecs": {

@@ -119,7 +119,7 @@ def logs(master: str, rank: int | None, follow: bool, job: str, **where: str) ->
 @click.option("--processes", default=1, show_default=True, help="Workers in each pod.")
 @click.option("--image", required=True, help="With Python, covey and what the script needs.")
 @click.option("--name", default="", help="Of the job; else from the script's.")
-@click.option("--strategy", default="retry,recover-in-place,recover", show_default=True, help="What may follow a failure.")
+@click.option("--strategy", default="", help="What may follow a failure; else recover, or recover-in-place with --processes.")
 @click.option("--gpus", default=0, help="nvidia.com/gpu of each pod.")
 @click.option("--dry-run", is_flag=True, help="Print the MSJob instead of applying it.")
 @KUBERNETES

@@ -39,6 +39,9 @@ def _policy(job: Job, role: Role, pod: Seen, *, faults: int, program: bool) -> t
     if recovery.on:
         if program and recovery.retries is not None and faults >= recovery.retries:
             return After.FAIL, "FaultRetryTimesExceeded", f"fault-retry-times {recovery.retries} allows no further restart"
+        if "recover" in recovery.strategies and role.duty is Duty.WORKER and role.supervised:
+            why = "recover: a pod of covey run cannot join a running cluster again, so all pods start anew"
+            return After.RESTART_ALL, "MSJobRestarting", why
         if "recover" in recovery.strategies:
             return After.MOVE, "MSJobRestarting", "recover: a replacement starts on another node, the others wait for it"
         if recovery.retries is not None or not program:

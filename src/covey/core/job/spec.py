@@ -81,6 +81,16 @@ class Role(msgspec.Struct, frozen=True):
     def duty(self) -> Duty:
         return DUTIES[self.key]
 
+    @property
+    def supervised(self) -> bool:
+        """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
+        words = " ".join(
+            str(word)
+            for container in self.template["spec"]["containers"]
+            for word in [*(container.get("command") or []), *(container.get("args") or [])]
+        )
+        return re.search(r"\bcovey(\.cli\.main)?\s+run\b", words) is not None
+
 
 class Recovery(msgspec.Struct, frozen=True):
     """What may follow a fault, from the job's labels and annotations."""
@@ -254,12 +264,7 @@ def _role(key: str, replica: Mapping[str, Any], path: str, job: str, container: 
 def _in_place(roles: list[Role]) -> Iterator[str]:
     """Only something that stays behind in the container can start its process again."""
     for role in roles:
-        words = " ".join(
-            str(word)
-            for container in role.template["spec"]["containers"]
-            for word in [*(container.get("command") or []), *(container.get("args") or [])]
-        )
-        if role.duty is Duty.WORKER and not re.search(r"\bcovey(\.cli\.main)?\s+run\b", words):
+        if role.duty is Duty.WORKER and not role.supervised:
             yield (
                 f"recover-in-place is not supported for {role.key} as far as can be seen: its command is not covey run, and "
                 "without that nobody in the container can start the process again; a pod that fails then is treated by the "
