@@ -10,7 +10,7 @@ import pytest
 from tests.operator.cluster import Kubernetes, conditions, job, replica
 
 from covey.core.job.pod import JOB_LABEL
-from covey.operator.api import MSJOB, POD, ApiError, Kind, Thing
+from covey.operator.api import CRD, MSJOB, POD, POD_GROUP, ApiError, Kind, Thing
 
 STAY = "while [ ! -e $GO ]; do sleep 0.05; done"
 
@@ -261,6 +261,36 @@ def test_what_a_schema_cannot_refuse_the_operator_does(held: Kubernetes) -> None
     status = held.until("roles", "Failed")
     assert conditions(status)["Failed"]["reason"] == "InvalidSpec"
     assert "spec.msReplicaSpecs.Boss" in held.told("roles", "InvalidSpec") and not held.pods()
+
+
+def test_a_gang_is_made_and_taken_away(kubernetes: Kubernetes) -> None:
+    """Volcano's kind without Volcano: what the operator asks of it."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1beta1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    names = {"plural": "podgroups", "singular": "podgroup", "kind": "PodGroup"}
+    spec = {"group": "scheduling.volcano.sh", "scope": "Namespaced", "names": names, "versions": [version]}
+    definition = {"metadata": {"name": "podgroups.scheduling.volcano.sh"}, "spec": spec}
+    kubernetes.do(kubernetes.api.create(CRD, "", definition))
+    kubernetes.wait(lambda: _served(kubernetes, POD_GROUP), "PodGroups to be served")
+    kubernetes.kubelet.environment = {"GO": str(kubernetes.folder / "go")}
+    kubernetes.operator(gang_scheduler="volcano")
+    policy = {"schedulingPolicy": {"queue": "big", "minAvailable": 2}}
+    kubernetes.apply(job("gang", roles={"Worker": (3, STAY)}, runPolicy=policy, successPolicy="AllWorkers"))
+    pods = up(kubernetes, "gang-worker-0", "gang-worker-2")
+    group = kubernetes.do(kubernetes.api.get(POD_GROUP, kubernetes.namespace, "gang"))
+    assert group["spec"] == {"minMember": 2, "queue": "big"} and group["metadata"]["ownerReferences"]
+    assert pods["gang-worker-0"]["spec"]["schedulerName"] == "volcano"
+    (kubernetes.folder / "go").touch()
+    kubernetes.until("gang", "Succeeded")
+    kubernetes.wait(lambda: not kubernetes.do(kubernetes.api.list(POD_GROUP, kubernetes.namespace)).items, "it to be gone")
+
+
+def _served(kubernetes: Kubernetes, kind: Kind) -> bool:
+    try:
+        kubernetes.do(kubernetes.api.list(kind))
+    except ApiError:
+        return False
+    return True
 
 
 def test_a_terminated_worker_is_retried_by_its_code(held: Kubernetes) -> None:
