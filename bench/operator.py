@@ -16,13 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from tests.operator.cluster import Kubernetes, replica
+from tests.operator.cluster import job as msjob_of
 from tests.operator.server import HOW, Server, binaries, start
 
-from bench.report import Aim, aims_table, machine, publish, table
+from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.operator.api import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
 from covey.operator.crd import msjob
 
@@ -204,6 +207,64 @@ async def measure_deaths(api: Api, server: Server, command: list[str], namespace
     return found
 
 
+TRAINING = """
+import sys, time
+import covey, torch
+
+covey.init()
+torch.set_num_threads(1)
+net = torch.nn.Linear(64, 10)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+data = covey.Data(torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,))), 8)
+for x, y in covey.Loop(net, optimizer, data, steps=1_000_000, seed=1):
+    torch.nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("STEP", time.time(), flush=True)
+    time.sleep(0.05)
+"""
+
+
+def measure_training(server: Server, folder: Path, kills: int) -> list[float]:
+    """Three workers with covey inside: from kill -9 of a pod's process to the next step of another worker."""
+    (folder / "train.py").write_text(TRAINING)
+    command = ["python", str(folder / "train.py")]
+    kubernetes = Kubernetes(server, "training", folder)
+    found = []
+
+    try:
+        kubernetes.kubelet.environment = {"MS_SCHED_MANAGE_PORT": "0"}
+        kubernetes.operator()
+        labels, notes = {"fault-scheduling": "grace"}, {"recover-strategy": "recover"}
+        roles = {"Scheduler": replica(1, command), "Worker": replica(3, command)}
+        kubernetes.apply(msjob_of("train", roles=roles, labels=labels, annotations=notes))
+        for number in range(kills):
+            victim, other = f"train-worker-{number % 3}", f"train-worker-{(number + 1) % 3}"
+            lines = len(kubernetes.kubelet.log(victim))
+            kubernetes.wait(partial(_said, kubernetes, victim, lines), "a step")
+            killed = time.time()
+            kubernetes.kubelet.kill(victim)
+            time.sleep(0.3)  # a step that was under way may still end
+            silent = _steps(kubernetes, other)
+            kubernetes.wait(partial(_more, kubernetes, other, len(silent)), "the next step")
+            found.append(_steps(kubernetes, other)[len(silent)] - killed)
+    finally:
+        kubernetes.end()
+    return found
+
+
+def _said(kubernetes: Kubernetes, pod: str, before: int) -> bool:
+    return "STEP" in kubernetes.kubelet.log(pod)[before:]
+
+
+def _more(kubernetes: Kubernetes, pod: str, steps: int) -> bool:
+    return len(_steps(kubernetes, pod)) > steps
+
+
+def _steps(kubernetes: Kubernetes, pod: str) -> list[float]:
+    return [float(line.split()[1]) for line in kubernetes.kubelet.log(pod).splitlines() if line.startswith("STEP")]
+
+
 async def _report(api: Api, namespace: str, name: str, phase: str, state: Thing) -> None:
     status = {"name": "mindspore", "image": "some", "imageID": "", "ready": False, "restartCount": 0, "state": state}
     await api.patch(POD, namespace, name, {"status": {"phase": phase, "containerStatuses": [status]}}, "status")
@@ -253,6 +314,7 @@ def main() -> None:
         server, processes = start(Path(folder) / "server")
         try:
             found = asyncio.run(measure(server, Path(folder), quick))
+            found["training"] = measure_training(server, Path(folder), 2 if quick else 6)
         finally:
             for process in reversed(processes):
                 process.kill()
@@ -289,6 +351,8 @@ def report(about: dict[str, Any], found: dict[str, Any]) -> None:
         f"{found['jobs']} jobs of {PODS} pods, the best of {len(runs['covey operator'])}; {found['idle_jobs']} idle jobs.",
         table(["operator", "last create → all pods", "CPU", "memory", "first pod"], rows),
         aims_table(aims),
+        "With covey inside (three workers, recover), kill -9 of a pod's process to the next step of the others, a new Python "
+        f"and its `import torch` included: {spread(found['training']).show(' s')}.",
     ]
 
     def draw(figure: Any) -> None:

@@ -107,6 +107,10 @@ class Kubernetes:
             for node in self.kubelet.nodes:
                 await self.api.delete(NODE, "", node)
             await self.api.close()
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
 
         self.do(leave())
         self._loop.call_soon_threadsafe(self._loop.stop)

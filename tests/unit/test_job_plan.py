@@ -344,6 +344,13 @@ def test_recover_moves_the_one_pod_to_another_node() -> None:
     del world.pods["train-worker-0"]
     [created] = of(world.look(), CreatePod)
     assert (created.role, created.index, created.excluded) == ("Worker", 0, ("bad",))
+    world.runs("train-worker-0")
+    world.pods["train-worker-0"]["spec"]["nodeName"] = "worse"
+    world.look()
+    world.ends("train-worker-0", 1)
+    world.look()
+    del world.pods["train-worker-0"]
+    assert [a.excluded for a in of(world.look(), CreatePod)] == [("worse",)]  # or soon no node would be left
 
 
 def test_recover_of_covey_run_starts_everyone_anew() -> None:

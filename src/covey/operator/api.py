@@ -26,8 +26,8 @@ Thing = dict[str, Any]
 
 PAGE = 500
 TIMEOUT_S = 20.0
-WATCH_S = 280  # after which the server ends a watch by itself
-SILENCE_S = 90.0  # bookmarks come every minute: a longer silence is a dead connection
+WATCH_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
+SILENCE_S = 75.0  # a longer silence is a dead connection
 CONNECTIONS = 24
 UNAUTHORIZED = 401
 

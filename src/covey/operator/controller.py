@@ -101,7 +101,9 @@ class Controller:
         while True:
             key = await self.queue.get()
             try:
-                await self.reconcile(key)
+                made = await self.reconcile(key)
+                if made is not None and any(isinstance(action, CreateService) for action in made.actions):
+                    await self.reconcile(key)  # pods waited for its address: they need not wait for a turn as well
                 self.queue.forget(key)
             except ApiError as error:
                 delay = self.queue.retry(key)

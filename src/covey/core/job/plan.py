@@ -22,7 +22,6 @@ from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
 from covey.core.job.turn import Observed, Turn
 
-EXCLUDED_MAX = 8  # nodes a replacement avoids, the latest ones
 STEADY_S = 600.0  # a running job without timers is looked at this often anyway
 
 
@@ -113,7 +112,7 @@ class _Planner(Turn):
         message = "runPolicy.suspend is set: the job's pods are taken away"
         if self.status.say(SUSPENDED, "MSJobSuspended", message):
             self.tell("MSJobSuspended", message)
-        for field in ("world", "startTime", "replacing", "excluded", "finished"):
+        for field in ("world", "startTime", "replacing", "finished"):
             self.status.content.pop(field, None)
         if not self.pods:
             self._count()
@@ -216,16 +215,15 @@ class _Planner(Turn):
             given_up = [p for p in self.pods.values() if not p.succeeded or p.name == pod.name]
             content.pop("world", None)
             content.pop("finished", None)
-            content.pop("excluded", None)
             content["world"] = self.job.wanted
         else:
             given_up = [pod]
-        if after is After.MOVE and pod.node:
-            kept = [node for node in content.get("excluded") or [] if node != pod.node]
-            content["excluded"] = [*kept, pod.node][-EXCLUDED_MAX:]
         for one in given_up:
             content["restarts"] += one.restarts  # the kubelet's restarts leave with the pod that counted them
-            self.status.replacing[one.name] = {"uid": one.uid, "at": stamp(self.now), "all": after is After.RESTART_ALL}
+            note: dict[str, Any] = {"uid": one.uid, "at": stamp(self.now), "all": after is After.RESTART_ALL}
+            if after is After.MOVE and one.node:
+                note["node"] = one.node  # which its replacement avoids; others may go there
+            self.status.replacing[one.name] = note
             self.delete(one, grace=0 if lost and one is pod else self._grace)
         self.tell(word, message, warn=True)
         self.status.say(RESTARTING, word, message)
@@ -325,13 +323,12 @@ class _Planner(Turn):
             self.actions.append(CreateGang(members, policy))
         if role is not None and not (service or {}).get("spec", {}).get("clusterIP"):
             return  # its address is part of every pod
-        excluded = tuple(self.status.content.get("excluded") or ())
         possible = [place for place in missing if place[2] not in self.foreign]
         if possible:
             self.actions.append(CreateSecret())  # whether it is there may not be looked at, and need not
         for role, index, name in possible:
-            moved = excluded if name in self.status.replacing else ()
-            self.actions.append(CreatePod(role.key, index, self.status.world, moved))
+            node = self.status.replacing.get(name, {}).get("node")
+            self.actions.append(CreatePod(role.key, index, self.status.world, (node,) if node else ()))
 
     def _conditions(self) -> str:
         running = [pod for pod in self.pods.values() if pod.running]

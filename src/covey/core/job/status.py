@@ -94,13 +94,13 @@ class Status:
 
     @property
     def replacing(self) -> dict[str, dict[str, Any]]:
-        """By pod name: the UID that was given up, when, and why. It is here until the replacement runs."""
+        """By pod name: the UID that was given up, when, and the node to avoid. It is here until the replacement runs."""
         found: dict[str, dict[str, Any]] = self.content.setdefault("replacing", {})
         return found
 
     def settle(self) -> None:
         """Leave nothing behind that says nothing."""
-        for field in ("replacing", "excluded", "finished"):
+        for field in ("replacing", "finished"):
             if not self.content.get(field):
                 self.content.pop(field, None)
         if self.changed:
