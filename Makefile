@@ -22,6 +22,8 @@ run: $(STAMP)
 	$(BIN)/covey run -n 4 --log-dir covey_logs examples/01_digits.py
 
 test: $(STAMP)
+	@test -n "$$KUBEBUILDER_ASSETS" -o -x .kubernetes/kube-apiserver || \
+		echo "the operator's tests are skipped: make kubernetes brings etcd and kube-apiserver into .kubernetes/"
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 check: $(STAMP)
