@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUICK ?=
 
-.PHONY: run test check bench format install clean
+IMG ?= covey-operator:latest
+.PHONY: run test check bench format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
 
 install: $(STAMP)
 
@@ -21,6 +22,8 @@ run: $(STAMP)
 	$(BIN)/covey run -n 4 --log-dir covey_logs examples/01_digits.py
 
 test: $(STAMP)
+	@test -n "$$KUBEBUILDER_ASSETS" -o -x .kubernetes/kube-apiserver || \
+		echo "the operator's tests are skipped: make kubernetes brings etcd and kube-apiserver into .kubernetes/"
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 check: $(STAMP)
@@ -39,6 +42,27 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.recovery $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.overhead $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.federated $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.operator $(if $(QUICK),--quick)
+
+# -- Kubernetes ------------------------------------------------------------------------------------------------------
+
+kubernetes:
+	@tests/operator/fetch.sh
+
+test-kubernetes: $(STAMP) kubernetes
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/operator
+
+operator-run: $(STAMP)
+	$(BIN)/covey operator run --no-leader-elect
+
+docker-build:
+	docker build --target operator -t $(IMG) .
+
+deploy: $(STAMP)
+	$(BIN)/covey operator install --image $(IMG)
+
+manifests: $(STAMP)
+	$(BIN)/python -m covey.operator.manifests > deploy/v1/covey-operator.yaml
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .kubernetes

@@ -158,6 +158,7 @@ PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable cha
 COUNT = Kind(whole(1, NODES_MAX), f"a whole number from 1 to {NODES_MAX} is")
 COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX} is")
 BYTES = Kind(whole(0, 2**40), "a whole number of bytes, 0 or more, is")
+NODE_RANK = Kind(whole(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is")
 SWITCH = Kind(one_of({"0": False, "1": True}), "0 (off) or 1 (on) is")
 ONE_OR_NOT = Kind(lambda text: text.strip() == "1", "1 (yes) or anything else (no) is")
 LEVEL = Kind(whole(0, 4), "0 (debug), 1 (info), 2 (warning), 3 (error) or 4 (critical) is")
@@ -185,6 +186,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sched_port: Annotated[int, Var("MS_SCHED_PORT", PORT, "the port the scheduler listens on")] = 0
     node_id: Annotated[str, Var("MS_NODE_ID", NAME, "this node's id; all digits claim that rank")] = ""
     worker_num: Annotated[int, Var("MS_WORKER_NUM", COUNT, "how many workers the whole cluster has")] = 0
+    local_worker: Annotated[int, Var("MS_LOCAL_WORKER", COUNT_OR_NONE, "how many of them covey run starts here; 0: all")] = 0
+    host_rank: Annotated[int, Var("MS_NODE_RANK", NODE_RANK, "which host covey run is on; -1: the scheduler decides")] = -1
     server_num: Annotated[int, Var("MS_SERVER_NUM", COUNT_OR_NONE, "how many parameter servers it has")] = 0
     worker_ip: Annotated[str, Var("MS_WORKER_IP", ADDRESS, "the address by which others reach this node")] = ""
     recovery: Annotated[bool, Var("MS_ENABLE_RECOVERY", SWITCH, "whether nodes and the scheduler may come back")] = False

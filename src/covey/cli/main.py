@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from covey.errors import CoveyError
 
 MASTER = click.option("--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's running clusters.")
+
+
+def KUBERNETES(verb: Callable[..., None]) -> Callable[..., None]:
+    """The options that say which Kubernetes."""
+    verb = click.option("--namespace", default="", help="Of Kubernetes; else the kubeconfig's own, for operators all.")(verb)
+    verb = click.option("--context", default="", help="Of the kubeconfig.")(verb)
+    return click.option("--kubeconfig", default="", help="A file; else $KUBECONFIG, or this pod's service account.")(verb)
+
+
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -37,6 +48,7 @@ def verbs() -> None:
     covey status                     the clusters of this user, or the one there is
     covey logs 2 -f                  what rank 2 prints
     covey stop                       end it in order
+    covey submit train.py -n 4 --image IMAGE      the same on Kubernetes
     """
 
 
@@ -86,11 +98,78 @@ def stop(master: str, reason: str) -> None:
 @MASTER
 @click.argument("rank", required=False, type=int)
 @click.option("-f", "--follow", is_flag=True, help="Go on as the log grows.")
-def logs(master: str, rank: int | None, follow: bool) -> None:
-    """Print the log of a rank, or of all of this host's ranks."""
+@click.option("--job", default="", help="Of a job on Kubernetes.")
+@KUBERNETES
+def logs(master: str, rank: int | None, follow: bool, job: str, **where: str) -> None:
+    """Print the log of a rank, or of all of this host's ranks; with --job, of a job on Kubernetes."""
+    if job:
+        from covey.cli import kubernetes
+
+        kubernetes.logs(kubernetes.Where(**where), job, rank, follow=follow)
+        return
     from covey.cli import look
 
     look.logs(master, rank, follow)
+
+
+@verbs.command()
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("-n", "workers", default=1, show_default=True, help="Pods of workers.")
+@click.option("--processes", default=1, show_default=True, help="Workers in each pod.")
+@click.option("--image", required=True, help="With Python, covey and what the script needs.")
+@click.option("--name", default="", help="Of the job; else from the script's.")
+@click.option("--strategy", default="", help="What may follow a failure; else recover, or recover-in-place with --processes.")
+@click.option("--gpus", default=0, help="nvidia.com/gpu of each pod.")
+@click.option("--dry-run", is_flag=True, help="Print the MSJob instead of applying it.")
+@KUBERNETES
+def submit(dry_run: bool, kubeconfig: str, context: str, namespace: str, **wish: Any) -> None:
+    """Run SCRIPT as an MSJob on Kubernetes. A script that lies here goes along; else its path is the image's."""
+    from covey.cli import kubernetes
+
+    kubernetes.submit(kubernetes.Where(kubeconfig, context, namespace), kubernetes.Wish(**wish), dry_run=dry_run)
+
+
+@verbs.command()
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True)
+@KUBERNETES
+def jobs(everywhere: bool, **where: str) -> None:
+    """List the MSJobs of a namespace, one line each."""
+    from covey.cli import kubernetes
+
+    kubernetes.jobs(kubernetes.Where(**where), everywhere=everywhere)
+
+
+@verbs.group()
+def operator() -> None:
+    """The operator that looks after MSJobs on Kubernetes."""
+
+
+@operator.command()
+@click.option("--image", default="covey-operator:latest", show_default=True, help="Of the operator.")
+@click.option("--dry-run", is_flag=True, help="Print the manifests instead of applying them.")
+@click.option("--no-ascend", "ascend", is_flag=True, default=True, flag_value=False, help="Without the kind AscendJob.")
+@KUBERNETES
+def install(image: str, dry_run: bool, ascend: bool, **where: str) -> None:
+    """Apply namespace, custom resources, roles and deployment. With --namespace it looks after that one only."""
+    from covey.cli import kubernetes
+
+    kubernetes.install(kubernetes.Where(**where), image, dry_run=dry_run, ascend=ascend)
+
+
+@operator.command("run")
+@click.option("--no-leader-elect", "leader_elect", is_flag=True, default=True, flag_value=False, help="Act at once.")
+@click.option("--lease-namespace", default="default", show_default=True, help="Where the lease lies.")
+@click.option("--lease-duration", "lease_duration_s", default=15.0, show_default=True, help="Seconds until a lease runs out.")
+@click.option("--gang-scheduler", default="", help="Such as volcano: pods of a job are scheduled together.")
+@click.option("--metrics-host", default="127.0.0.1", show_default=True)
+@click.option("--metrics-port", default=0, help="Of /metrics, /healthz and /readyz; 0: a free one, -1: none.")
+@KUBERNETES
+def operate(kubeconfig: str, context: str, namespace: str, **options: Any) -> None:
+    """Look after MSJobs from here, by the current kubeconfig or this pod's service account."""
+    from covey.cli import kubernetes
+
+    kubernetes.operate(kubernetes.Where(kubeconfig, context, namespace), **options)
 
 
 @verbs.command()

@@ -227,7 +227,7 @@ def _local(request: Request) -> int:
     """The workers of this host where they were given, else 0."""
     asked = request.asked
     if asked.per_host is None:
-        return asked.local or 0
+        return asked.local or request.loaded.settings.local_worker
     per_host = asked.per_host
     if per_host == "gpu" and not request.gpu_count:
         raise UsageError(f"{request.words('per_host')} needs a GPU and this host has none: auto or cpu would do.")
@@ -249,7 +249,8 @@ def _nnodes(request: Request) -> int:
 
 def _check_parts(request: Request, world: int, local: int, nnodes: int) -> None:
     whole = request.loaded.said("worker_num")
-    here = request.words("local" if request.asked.per_host is None else "per_host")
+    field = "local" if request.asked.per_host is None else "per_host"
+    here = request.words(field) if field in request.said else request.loaded.said("local_worker")
     if local > world:
         raise UsageError(f"{here} is more than the whole cluster has: {whole}.")
     hosts = f" on {nnodes} {'host' if nnodes == 1 else 'hosts'}" if nnodes else ""
@@ -265,6 +266,8 @@ def _check_parts(request: Request, world: int, local: int, nnodes: int) -> None:
 def _node_rank(request: Request, world: int, local: int, nnodes: int) -> int:
     if "node_rank" in request.said:
         rank, words = request.asked.node_rank, request.words("node_rank")
+    elif request.given("host_rank"):
+        rank, words = request.loaded.settings.host_rank, request.loaded.said("host_rank")
     elif request.step:
         rank, words = request.step.index, f"Slurm's host number {request.step.index}"
     else:

@@ -23,6 +23,7 @@ from covey.cli.live import Show
 from covey.cli.options import help_text, parse
 from covey.cli.plan import EVERY, RunPlan
 from covey.core.messages import Start
+from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
@@ -114,7 +115,9 @@ def _report(outcome: Outcome, interrupted: list[int]) -> int:
 
 
 def _listen(plan: RunPlan) -> Sockets | None:
-    """The scheduler's sockets if it belongs on this host, none if the master is elsewhere."""
+    """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
+    if plan.loaded.settings.role is Role.WORKER:
+        return None  # MS_ROLE says so: a pod of workers, with the scheduler in another
     host = address.bare(plan.master_host)
     try:
         cluster = address.listen(host, plan.master_port, "--master")

@@ -1,0 +1,371 @@
+"""The operator on a real API server: many jobs at once, many idle ones, and a pod that dies.
+
+100 jobs of 10 worker pods are created; the time runs from the last create to the last pod's. covey's operator also makes a
+service and a secret for each job, writes status and events; the yardsticks, run in the same invocation, post pods and patch
+status only: a plain loop on aiohttp, and the same in kopf (both in a venv of their own, .venv-peers, where it can be made).
+Nothing runs the pods: what is measured is the operator and the server, which share this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from tests.operator.cluster import Kubernetes, replica
+from tests.operator.cluster import job as msjob_of
+from tests.operator.server import HOW, Server, binaries, start
+
+from bench.report import Aim, aims_table, machine, publish, spread, table
+from covey.operator.api import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
+from covey.operator.crd import msjob
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / ".venv-peers"
+SCRIPTS = ROOT / "bench" / "scripts"
+PODS = 10
+CREATE_S, CPU_S, IDLE_PART, IDLE_MIB, REPLACE_S = 1.5, 0.8, 0.01, 150.0, 0.1  # the aims
+
+
+class Run(NamedTuple):
+    """One operator and the 100 jobs."""
+
+    seconds: float  # from the last create to the last pod
+    cpu: float
+    mib: float
+    first: float  # from the first create to the first pod
+
+
+def job(name: str, pods: int, restart: str = "Never") -> Thing:
+    container = {"name": "mindspore", "image": "some", "command": ["train"]}
+    worker = {"replicas": pods, "restartPolicy": restart, "template": {"spec": {"containers": [container]}}}
+    return {
+        "apiVersion": "mindspore.gitee.com/v1",
+        "kind": "MSJob",
+        "metadata": {"name": name},
+        "spec": {"msReplicaSpecs": {"Worker": worker}},
+    }
+
+
+def peers() -> str:
+    """The interpreter with kopf and aiohttp; "" where they cannot be installed."""
+    python = PEERS / "bin" / "python"
+    try:
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True, capture_output=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "kopf"], check=True, capture_output=True)
+    except subprocess.CalledProcessError:
+        return ""
+    return str(python)
+
+
+def commands(server: Server, kubeconfig: Path, namespace: str, python: str) -> dict[str, list[str]]:
+    found = {
+        "covey operator": [
+            *(sys.executable, "-m", "covey.cli.main", "operator", "run", "--no-leader-elect"),
+            *("--namespace", namespace, "--kubeconfig", str(kubeconfig)),
+        ]
+    }
+    if python:
+        found["plain loop"] = [python, str(SCRIPTS / "plain_operator.py"), server.url, server.token, namespace]
+        kopf = [python, "-m", "kopf", "run", "-q", "-n", namespace, "--standalone", str(SCRIPTS / "kopf_operator.py")]
+        found["kopf"] = kopf
+    return found
+
+
+class Started:
+    """An operator as a process, with what it cost."""
+
+    def __init__(self, command: list[str], server: Server) -> None:
+        env = {
+            **os.environ,
+            "BENCH_URL": server.url,
+            "BENCH_TOKEN": server.token,
+            "PYTHONPATH": str(ROOT / "src"),
+            "GLOG_v": "3",
+        }
+        self._popen = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = psutil.Process(self._popen.pid)
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._popen.terminate()
+        self._popen.wait()
+
+    @property
+    def cpu(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    @property
+    def mib(self) -> float:
+        return float(self._process.memory_info().rss) / 2**20
+
+
+class Watched:
+    """The pods of a namespace, with the moment each was first seen."""
+
+    def __init__(self, api: Api, namespace: str) -> None:
+        self.seen: dict[str, float] = {}  # by UID
+        self.names: dict[str, str] = {}
+        self._api = api
+        self._namespace = namespace
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        page = await self._api.list(POD, self._namespace)
+        async for kind, pod in self._api.watch(POD, page.version, self._namespace):
+            if kind == "ADDED":
+                self.seen[pod["metadata"]["uid"]] = time.perf_counter()
+                self.names[pod["metadata"]["name"]] = pod["metadata"]["uid"]
+                self._changed.set()
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not happened():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def ready(api: Api, namespace: str, watched: Watched) -> None:
+    """The operator acts: a first job has its pod."""
+    await api.create(MSJOB, namespace, job("warm", 1))
+    await watched.until(lambda: "warm-worker-0" in watched.names)
+
+
+async def apply(api: Api, namespace: str, jobs: list[Thing], at_once: int = 10) -> None:
+    for number in range(0, len(jobs), at_once):
+        await asyncio.gather(*(api.create(MSJOB, namespace, each) for each in jobs[number : number + at_once]))
+
+
+async def measure_create(api: Api, server: Server, command: list[str], namespace: str, jobs: int) -> Run:
+    watched = Watched(api, namespace)
+    watching = asyncio.create_task(watched.run())
+    with Started(command, server) as operator:
+        await ready(api, namespace, watched)
+        cpu, began = operator.cpu, time.perf_counter()
+        await apply(api, namespace, [job(f"j{number}", PODS) for number in range(jobs)])
+        created = time.perf_counter()
+        await watched.until(lambda: len(watched.seen) >= jobs * PODS + 1)
+        last = max(watched.seen.values())
+        first = sorted(watched.seen.values())[1]
+        await asyncio.sleep(1.0)  # let status and events settle: they are part of the cost
+        run = Run(last - created, operator.cpu - cpu, operator.mib, first - began)
+    watching.cancel()
+    return run
+
+
+async def measure_idle(
+    api: Api, server: Server, command: list[str], namespace: str, jobs: int, seconds: float
+) -> tuple[float, float]:
+    """The part of a core and the memory that so many jobs take while nothing happens to them."""
+    watched = Watched(api, namespace)
+    watching = asyncio.create_task(watched.run())
+    with Started(command, server) as operator:
+        await ready(api, namespace, watched)
+        await apply(api, namespace, [job(f"i{number}", 1) for number in range(jobs)])
+        await watched.until(lambda: len(watched.seen) >= jobs + 1)
+        await asyncio.sleep(3.0)
+        cpu = operator.cpu
+        await asyncio.sleep(seconds)
+        found = (operator.cpu - cpu) / seconds, operator.mib
+    watching.cancel()
+    return found
+
+
+async def measure_deaths(api: Api, server: Server, command: list[str], namespace: str, deaths: int) -> list[float]:
+    """From the report that a pod failed to its replacement's creation."""
+    watched = Watched(api, namespace)
+    watching = asyncio.create_task(watched.run())
+    found = []
+    with Started(command, server):
+        await ready(api, namespace, watched)
+        await api.create(MSJOB, namespace, job("die", 4, "ExitCode"))
+        await watched.until(lambda: "die-worker-3" in watched.names)
+        for number in range(deaths):
+            name = f"die-worker-{number % 4}"
+            await _report(api, namespace, name, "Running", {"running": {}})
+            await asyncio.sleep(0.2)
+            old = watched.names[name]
+            state = {"terminated": {"exitCode": 137}}
+            began = time.perf_counter()
+            await _report(api, namespace, name, "Failed", state)
+            await watched.until(lambda name=name, old=old: watched.names[name] != old)  # type: ignore[misc]
+            found.append(watched.seen[watched.names[name]] - began)
+    watching.cancel()
+    return found
+
+
+TRAINING = """
+import sys, time
+import covey, torch
+
+covey.init()
+torch.set_num_threads(1)
+net = torch.nn.Linear(64, 10)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+data = covey.Data(torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,))), 8)
+for x, y in covey.Loop(net, optimizer, data, steps=1_000_000, seed=1):
+    torch.nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("STEP", time.time(), flush=True)
+    time.sleep(0.05)
+"""
+
+
+def measure_training(server: Server, folder: Path, kills: int) -> list[float]:
+    """Three workers with covey inside: from kill -9 of a pod's process to the next step of another worker."""
+    (folder / "train.py").write_text(TRAINING)
+    command = ["python", str(folder / "train.py")]
+    kubernetes = Kubernetes(server, "training", folder)
+    found = []
+
+    try:
+        kubernetes.kubelet.environment = {"MS_SCHED_MANAGE_PORT": "0"}
+        kubernetes.operator()
+        labels, notes = {"fault-scheduling": "grace"}, {"recover-strategy": "recover"}
+        roles = {"Scheduler": replica(1, command), "Worker": replica(3, command)}
+        kubernetes.apply(msjob_of("train", roles=roles, labels=labels, annotations=notes))
+        for number in range(kills):
+            victim, other = f"train-worker-{number % 3}", f"train-worker-{(number + 1) % 3}"
+            lines = len(kubernetes.kubelet.log(victim))
+            kubernetes.wait(partial(_said, kubernetes, victim, lines), "a step")
+            killed = time.time()
+            kubernetes.kubelet.kill(victim)
+            time.sleep(0.3)  # a step that was under way may still end
+            silent = _steps(kubernetes, other)
+            kubernetes.wait(partial(_more, kubernetes, other, len(silent)), "the next step")
+            found.append(_steps(kubernetes, other)[len(silent)] - killed)
+    finally:
+        kubernetes.end()
+    return found
+
+
+def _said(kubernetes: Kubernetes, pod: str, before: int) -> bool:
+    return "STEP" in kubernetes.kubelet.log(pod)[before:]
+
+
+def _more(kubernetes: Kubernetes, pod: str, steps: int) -> bool:
+    return len(_steps(kubernetes, pod)) > steps
+
+
+def _steps(kubernetes: Kubernetes, pod: str) -> list[float]:
+    return [float(line.split()[1]) for line in kubernetes.kubelet.log(pod).splitlines() if line.startswith("STEP")]
+
+
+async def _report(api: Api, namespace: str, name: str, phase: str, state: Thing) -> None:
+    status = {"name": "mindspore", "image": "some", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+    await api.patch(POD, namespace, name, {"status": {"phase": phase, "containerStatuses": [status]}}, "status")
+
+
+async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
+    kubeconfig = server.kubeconfig(folder / "kubeconfig")
+    api = connect(str(kubeconfig))
+    await api.create(CRD, "", msjob())
+    while True:
+        try:
+            await api.list(MSJOB)
+            break
+        except ApiError:
+            await asyncio.sleep(0.05)
+    python = peers()
+    jobs, idle, deaths = (20, 50, 5) if quick else (100, 1000, 40)
+
+    async def space(name: str) -> str:
+        await api.create(NAMESPACE, "", {"metadata": {"name": name}})
+        return name
+
+    runs: dict[str, list[Run]] = {}
+    for turn in range(1 if quick else 3):
+        for number, name in enumerate(commands(server, kubeconfig, "", python)):
+            namespace = await space(f"create-{turn}-{number}")
+            command = commands(server, kubeconfig, namespace, python)[name]
+            runs.setdefault(name, []).append(await measure_create(api, server, command, namespace, jobs))
+    namespace = await space("deaths")
+    ours = commands(server, kubeconfig, namespace, "")["covey operator"]
+    times = await measure_deaths(api, server, ours, namespace, deaths)
+    namespace = await space("idle")
+    ours = commands(server, kubeconfig, namespace, "")["covey operator"]
+    part, mib = await measure_idle(api, server, ours, namespace, idle, 5.0 if quick else 30.0)
+    await api.close()
+    return {"jobs": jobs, "idle_jobs": idle, "runs": runs, "deaths": times, "idle": {"part": part, "mib": mib}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the jobs, once: to see that it works")
+    quick = parser.parse_args().quick
+    if binaries() is None:
+        sys.exit(HOW)
+    about = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        server, processes = start(Path(folder) / "server")
+        try:
+            found = asyncio.run(measure(server, Path(folder), quick))
+            found["training"] = measure_training(server, Path(folder), 2 if quick else 6)
+        finally:
+            for process in reversed(processes):
+                process.kill()
+                process.wait()
+    report(about, found)
+
+
+def best(runs: list[Run]) -> Run:
+    return min(runs, key=lambda run: run.seconds)
+
+
+def report(about: dict[str, Any], found: dict[str, Any]) -> None:
+    runs: dict[str, list[Run]] = found["runs"]
+    rows = [
+        [name, f"{best(r).seconds:.2f} s", f"{best(r).cpu:.2f} s", f"{best(r).mib:.0f} MiB", f"{best(r).first * 1000:.0f} ms"]
+        for name, r in runs.items()
+    ]
+    times = sorted(found["deaths"])
+    p95 = times[min(len(times) - 1, int(len(times) * 0.95))]
+    ours, part, mib = best(runs["covey operator"]), found["idle"]["part"], found["idle"]["mib"]
+    aims = [
+        Aim("last create → all pods", f"≤ {CREATE_S} s", f"{ours.seconds:.2f} s", ours.seconds <= CREATE_S),
+        Aim("operator CPU for that", f"≤ {CPU_S} s", f"{ours.cpu:.2f} s", ours.cpu <= CPU_S),
+        Aim(
+            "idle jobs, part of a core",
+            f"≤ {IDLE_PART:.0%}",
+            f"{part:.1%}",
+            part <= IDLE_PART,
+        ),
+        Aim("idle jobs, memory", f"≤ {IDLE_MIB:.0f} MiB", f"{mib:.0f} MiB", mib <= IDLE_MIB),
+        Aim("pod failed → replacement, p95", f"≤ {REPLACE_S * 1000:.0f} ms", f"{p95 * 1000:.0f} ms", p95 <= REPLACE_S),
+    ]
+    sections = [
+        f"{found['jobs']} jobs of {PODS} pods, the best of {len(runs['covey operator'])}; {found['idle_jobs']} idle jobs.",
+        table(["operator", "last create → all pods", "CPU", "memory", "first pod"], rows),
+        aims_table(aims),
+        "With covey inside (three workers, recover), kill -9 of a pod's process to the next step of the others, a new Python "
+        f"and its `import torch` included: {spread(found['training']).show(' s')}.",
+    ]
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        left.bar(list(runs), [best(r).seconds for r in runs.values()], label="seconds to all pods")
+        left.bar(list(runs), [best(r).cpu for r in runs.values()], width=0.4, label="CPU seconds")
+        left.legend()
+        right.plot([1000 * t for t in times], "o-")
+        right.set_title("pod failed → replacement (ms)")
+
+    data = {**found, "machine": about, "runs": {name: [run._asdict() for run in r] for name, r in runs.items()}}
+    publish("operator", data, sections, draw)
+
+
+if __name__ == "__main__":
+    main()

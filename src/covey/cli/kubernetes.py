@@ -1,0 +1,249 @@
+"""The verbs about Kubernetes: operator install and run, submit, jobs, and logs of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from covey.errors import ExitCode, UsageError
+from covey.node.log import configure
+from covey.settings import load
+
+if TYPE_CHECKING:
+    from covey.operator.api import Api, Thing
+
+SCRIPT_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
+SCRIPT_FOLDER = "/covey/script"
+RETRIES = 10  # fault-retry-times of a submitted job
+
+
+class Where(NamedTuple):
+    """Which cluster, and which namespace of it ("": the kubeconfig's own)."""
+
+    kubeconfig: str
+    context: str
+    namespace: str
+
+
+def _connect(where: Where) -> Api:
+    try:
+        from covey.operator.api import connect
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("lightkube"):
+            raise
+        raise UsageError("the Kubernetes client is not installed: pip install 'covey[k8s]'") from None
+    return connect(where.kubeconfig, where.context)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ModuleNotFoundError):  # an accelerator, never required
+        from uvloop import new_event_loop as factory
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(work)
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+
+def install(where: Where, image: str, *, dry_run: bool, ascend: bool) -> None:
+    """Apply what deploy/v1/covey-operator.yaml holds, or print it."""
+    from covey.operator import manifests
+
+    things = manifests.everything(image, where.namespace, ascend=ascend)
+    if dry_run:
+        click.echo(manifests.as_yaml(things), nl=False)
+        return
+
+    async def work() -> None:
+        from covey.operator.install import apply
+
+        api = _connect(where)
+        try:
+            async for line in apply(api, things):
+                click.echo(line)
+        finally:
+            await api.close()
+
+    _run(work())
+
+
+def operate(where: Where, **options: Any) -> None:
+    """Run the operator here, against the current kubeconfig."""
+
+    configure(load(os.environ).settings, "operator")
+
+    async def work() -> None:
+        from covey.operator.service import Options, run
+
+        await run(_connect(where), Options(namespace=where.namespace, **options))
+
+    _run(work())
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+
+
+class Wish(NamedTuple):
+    """What `covey submit` was asked for."""
+
+    script: str
+    args: tuple[str, ...]
+    name: str
+    workers: int
+    processes: int
+    image: str
+    strategy: str
+    gpus: int
+
+
+def job_of(wish: Wish) -> tuple[Thing, str]:
+    """The MSJob, and the text of the script if it lies here; else it is the image's."""
+    path = Path(wish.script)
+    name = wish.name or re.sub(r"[^a-z0-9-]+", "-", path.stem.lower().lstrip("0123456789_-.")).strip("-")
+    text = path.read_text() if path.is_file() else ""
+    if len(text) > SCRIPT_MAX:
+        raise UsageError(f"{wish.script} is larger than {SCRIPT_MAX} bytes: build it into the image and give its path there")
+    script = f"{SCRIPT_FOLDER}/{path.name}" if text else wish.script
+    alone = ["python", script, *wish.args]
+    several = ["covey", "run", "--no-live", "--log-dir", "/tmp/covey", script, *wish.args]
+    command = several if wish.processes > 1 else alone
+    worker: Thing = {"name": "mindspore", "image": wish.image, "command": command}
+    if wish.gpus:
+        worker["resources"] = {"limits": {"nvidia.com/gpu": wish.gpus}}
+    spec: Thing = {"containers": [worker]}
+    if text:
+        worker["volumeMounts"] = [{"name": "script", "mountPath": SCRIPT_FOLDER}]
+        spec["volumes"] = [{"name": "script", "configMap": {"name": f"{name}-script"}}]
+    scheduler = {"name": "mindspore", "image": wish.image, "command": ["python", "-c", "import covey; covey.init()"]}
+    annotations = {"recover-strategy": wish.strategy or ("recover-in-place" if wish.processes > 1 else "recover")}
+    if wish.processes > 1:
+        annotations["covey/processes-per-pod"] = str(wish.processes)
+    job = {
+        "apiVersion": "mindspore.gitee.com/v1",
+        "kind": "MSJob",
+        "metadata": {
+            "name": name,
+            "labels": {"fault-scheduling": "grace", "fault-retry-times": str(RETRIES)},
+            "annotations": annotations,
+        },
+        "spec": {
+            "successPolicy": "AllWorkers",
+            "msReplicaSpecs": {
+                "Scheduler": {
+                    "replicas": 1,
+                    "restartPolicy": "OnFailure",
+                    "template": {"spec": {"containers": [scheduler]}},
+                },
+                "Worker": {"replicas": wish.workers, "restartPolicy": "Never", "template": {"spec": spec}},
+            },
+        },
+    }
+    from covey.core.job import read
+
+    read({**job, "metadata": {**job["metadata"], "uid": "", "namespace": ""}})  # type: ignore[dict-item]
+    return job, text
+
+
+def submit(where: Where, wish: Wish, *, dry_run: bool) -> None:
+    """Write the MSJob, or apply it."""
+    from covey.operator.manifests import as_yaml
+    from covey.operator.pods import owner_of
+
+    job, text = job_of(wish)
+    name = job["metadata"]["name"]
+    script: Thing = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-script"},
+        "data": {Path(wish.script).name: text},
+    }
+    if dry_run:
+        click.echo(as_yaml([job, *([script] if text else [])]), nl=False)
+        return
+
+    async def work() -> None:
+        from covey.operator.api import CONFIG_MAP, MSJOB, ApiError
+
+        api = _connect(where)
+        namespace = where.namespace or api.namespace
+        try:
+            made = await api.create(MSJOB, namespace, job)
+            if text:
+                script["metadata"]["ownerReferences"] = [owner_of(made)]
+                await api.create(CONFIG_MAP, namespace, script)
+        except ApiError as error:
+            if error.code == 409:
+                raise UsageError(f"there is a job {name} already: give another --name, or delete it") from None
+            raise
+        finally:
+            await api.close()
+        click.echo(f"{name} is submitted: covey jobs shows it, covey logs 0 --job {name} what rank 0 prints")
+
+    _run(work())
+
+
+def jobs(where: Where, *, everywhere: bool) -> None:
+    """One line per job."""
+
+    async def work() -> None:
+        from covey.operator.api import MSJOB
+
+        api = _connect(where)
+        try:
+            page = await api.list(MSJOB, "" if everywhere else where.namespace or api.namespace)
+        finally:
+            await api.close()
+        rows = [("NAMESPACE", "NAME", "STATE", "WORKERS", "RESTARTS", "WHY")]
+        for job in page.items:
+            status, metadata = job.get("status") or {}, job["metadata"]
+            last = (status.get("conditions") or [{}])[-1]
+            rows.append(
+                (
+                    *(metadata["namespace"], metadata["name"], str(status.get("state", "-")), str(status.get("workers", "-"))),
+                    *(str(status.get("restartsTotal", 0)), str(status.get("waiting") or last.get("message", ""))),
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for row in rows:
+            click.echo("  ".join([*(f"{row[c]:<{widths[c]}}" for c in range(5)), row[5]]).rstrip())
+
+    _run(work())
+
+
+def logs(where: Where, name: str, rank: int | None, *, follow: bool) -> None:
+    """What the pod of a rank prints; without a rank, each worker's in turn."""
+
+    async def work() -> None:
+        from covey.core.job import read
+        from covey.operator.api import MSJOB, ApiError
+
+        api = _connect(where)
+        namespace = where.namespace or api.namespace
+        try:
+            job = read(await api.get(MSJOB, namespace, name))
+            workers = (job.role("Worker") or job.roles[0]).replicas
+            pods = {index: f"{name}-worker-{index}" for index in range(workers)}
+            wanted = [rank // job.processes] if rank is not None else list(pods)
+            if any(index not in pods for index in wanted):
+                last = workers * job.processes - 1
+                raise UsageError(f"there is no rank {rank} in {name}: ranks go from 0 to {last}")
+            for index in wanted:
+                async for line in api.log(namespace, pods[index], job.container, follow=follow):
+                    click.echo(f"[{index}] {line}" if len(wanted) > 1 else line)
+        except ApiError as error:
+            if error.code == 404:
+                sentence = f"{name} has no such pod in {namespace}, or there is no such job: {error}"
+                raise UsageError(sentence, ExitCode.UNREACHABLE) from None
+            raise
+        finally:
+            await api.close()
+
+    _run(work())

@@ -1,0 +1,17 @@
+"""A training job on Kubernetes, decided: what an MSJob says, and what to do about it now.
+
+`spec` reads and judges the object, `ascend` turns an AscendJob into one, `pod` knows what a pod's state means, `failure` says
+what follows a failed pod, `status` keeps what must be remembered, `turn` is one look at a job, and
+`plan` puts them together:
+
+    plan(job, observed, now) -> actions, status, requeue_after, reason
+
+Everything here works on plain dicts as the API server sends them. Not here: the API server, and what a pod looks like inside
+(`operator/pods.py`).
+"""
+
+from covey.core.job.plan import Plan, plan
+from covey.core.job.spec import Invalid, Job, read
+from covey.core.job.turn import Observed
+
+__all__ = ["Invalid", "Job", "Observed", "Plan", "plan", "read"]

@@ -1,0 +1,94 @@
+"""What a plan asks for: wishes in the imperative, each harmless when it is carried out twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class CreateService(msgspec.Struct, frozen=True, tag=True):
+    """The address of a role's first pod."""
+
+    role: str
+
+
+class CreateSecret(msgspec.Struct, frozen=True, tag=True):
+    """What lets the job's processes into its cluster."""
+
+
+class CreatePod(msgspec.Struct, frozen=True, tag=True):
+    role: str
+    index: int
+    world: dict[str, int]  # how many pods of each role this start of the job has
+    excluded: tuple[str, ...] = ()  # nodes it may not run on
+
+
+class DeletePod(msgspec.Struct, frozen=True, tag=True):
+    """`grace` None: the pod's own."""
+
+    name: str
+    uid: str
+    grace: int | None = None
+
+
+class EndPod(msgspec.Struct, frozen=True, tag=True):
+    """End its processes and keep the object, so that its log can be read."""
+
+    name: str
+
+
+class DeleteService(msgspec.Struct, frozen=True, tag=True):
+    name: str
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """An orphan with the job's labels becomes the job's."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+class CreateGang(msgspec.Struct, frozen=True, tag=True):
+    """A Volcano PodGroup of this many pods."""
+
+    members: int
+    policy: dict[str, Any]
+
+
+class DeleteGang(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class DeleteJob(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Label(msgspec.Struct, frozen=True, tag=True):
+    key: str
+    value: str
+
+
+class Tell(msgspec.Struct, frozen=True, tag=True):
+    """An event; one with the same words is told once."""
+
+    kind: str  # Normal or Warning
+    reason: str
+    message: str
+
+
+Action = (
+    CreateService
+    | CreateSecret
+    | CreatePod
+    | DeletePod
+    | EndPod
+    | DeleteService
+    | Adopt
+    | CreateGang
+    | DeleteGang
+    | DeleteJob
+    | Label
+    | Tell
+)

@@ -1,0 +1,44 @@
+"""Where a pod's output goes, judged by its command: a relative path outside every mount is lost with the container."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# An option or variable that names a place to write to.
+_OUTPUT = re.compile(
+    r"--?(?P<flag>[\w-]*(?:output|out_dir|out-dir|ckpt|checkpoint|save|log_dir|log-dir)[\w-]*)[= ]+(?P<path>[^\s\"';&|]+)",
+    re.IGNORECASE,
+)
+_REDIRECT = re.compile(r"(?:^|\s|\d|&)>{1,2}\s*(?P<path>[^\s\"';&|>]+)")
+_CHANGE = re.compile(r"(?:^|[;&|\s])cd\s+(?P<path>/[^\s;&|]*)")
+_VARIABLES = ("GLOG_log_dir", "MS_RECOVERY_PATH", "OUTPUT_PATH", "CKPT_PATH")
+SHOWN = 60
+
+
+def remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each relative output path of a role's containers that lies on no mount."""
+    for container in template.get("spec", {}).get("containers") or []:
+        mounts = [str(mount.get("mountPath", "")) for mount in container.get("volumeMounts") or []]
+        words = " ".join(str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])])
+        moved = [match["path"] for match in _CHANGE.finditer(words)]
+        home = moved[-1] if moved else str(container.get("workingDir") or "/")
+        if any(_inside(home, mount) for mount in mounts):
+            continue
+        for path in _outputs(words, container):
+            yield (
+                f"{key} writes to {path[:SHOWN]}, which lies in {home} of the container and on no volume, so it is lost with "
+                "the pod: give an absolute path on a mount, or set workingDir"
+            )
+
+
+def _outputs(words: str, container: Mapping[str, Any]) -> list[str]:
+    found = [match["path"] for match in _OUTPUT.finditer(words)]
+    found += [match["path"] for match in _REDIRECT.finditer(words)]
+    found += [str(e.get("value", "")) for e in container.get("env") or [] if e.get("name") in _VARIABLES]
+    return [path for path in dict.fromkeys(found) if path and path[0] not in "/$-" and not path.isdigit()]
+
+
+def _inside(path: str, mount: str) -> bool:
+    return bool(mount) and (path == mount or path.startswith(mount.rstrip("/") + "/"))

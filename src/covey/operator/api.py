@@ -1,0 +1,249 @@
+"""The Kubernetes API in the few verbs the operator uses, on plain dicts. The only module that knows the client library.
+
+lightkube finds the cluster and proves who we are (kubeconfig, service account, tokens that change, exec plugins). Objects stay
+dicts, because the plan works on what the server says and not on a model of it; requests go through `http`, because lightkube's
+own client cost four times the rest of the operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+import msgspec
+from lightkube.config.client_adapter import user_auth, verify_cluster
+from lightkube.config.kubeconfig import KubeConfig, SingleConfig
+from lightkube.core.exceptions import ConfigError
+
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.operator.http import Http
+
+Thing = dict[str, Any]
+
+PAGE = 500
+TIMEOUT_S = 20.0
+WATCH_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
+SILENCE_S = 75.0  # a longer silence is a dead connection
+CONNECTIONS = 24
+UNAUTHORIZED = 401
+
+
+class Kind(NamedTuple):
+    """A kind of object: where it lives in the API."""
+
+    root: str
+    plural: str
+    name: str
+
+    def path(self, namespace: str = "", name: str = "", sub: str = "") -> str:
+        parts = [self.root, *(["namespaces", namespace] if namespace else []), self.plural, name, sub]
+        return "/" + "/".join(part for part in parts if part)
+
+
+POD = Kind("api/v1", "pods", "Pod")
+SERVICE = Kind("api/v1", "services", "Service")
+SECRET = Kind("api/v1", "secrets", "Secret")
+CONFIG_MAP = Kind("api/v1", "configmaps", "ConfigMap")
+EVENT = Kind("api/v1", "events", "Event")
+NODE = Kind("api/v1", "nodes", "Node")
+NAMESPACE = Kind("api/v1", "namespaces", "Namespace")
+LEASE = Kind("apis/coordination.k8s.io/v1", "leases", "Lease")
+CRD = Kind("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition")
+MSJOB = Kind("apis/mindspore.gitee.com/v1", "msjobs", "MSJob")
+ASCENDJOB = Kind("apis/mindxdl.gitee.com/v1", "ascendjobs", "AscendJob")
+POD_GROUP = Kind("apis/scheduling.volcano.sh/v1beta1", "podgroups", "PodGroup")
+
+
+class ApiError(PeerError):
+    """The API server said no, or did not answer (code 0)."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message, ExitCode.UNREACHABLE if code == 0 else ExitCode.REFUSED)
+        self.code = code
+        self.reason = reason
+
+    @property
+    def transient(self) -> bool:
+        return self.code in (0, 408, 429) or self.code >= 500
+
+
+class Page(NamedTuple):
+    """All objects of a list, and the version of the world they are from."""
+
+    items: list[Thing]
+    version: str
+
+
+class Identity:
+    """Who we are to the server: the headers that say so, found by lightkube's way, and found anew when they no longer hold."""
+
+    def __init__(self, auth: httpx2.Auth | None) -> None:
+        self._auth = auth
+        self._headers: dict[str, str] | None = None if auth is not None else {}
+
+    async def headers(self, *, refused: bool = False) -> dict[str, str]:
+        """`refused`: the ones given last were not accepted."""
+        if self._auth is not None and (self._headers is None or refused):
+            flow = self._auth.async_auth_flow(httpx2.Request("GET", "https://kubernetes"))
+            request = await anext(flow)
+            if refused and request.headers.get("authorization") == (self._headers or {}).get("authorization"):
+                with contextlib.suppress(StopAsyncIteration):
+                    request = await flow.asend(httpx2.Response(UNAUTHORIZED))
+            await flow.aclose()
+            self._headers = {k: v for k, v in request.headers.items() if k.lower() == "authorization"}
+        return self._headers or {}
+
+
+class Api:
+    """One API server."""
+
+    def __init__(self, config: SingleConfig) -> None:
+        self.server = str(config.cluster.server)
+        self.namespace = config.namespace
+        context = verify_cluster(config.cluster, config.user, config.abs_file) if config.user else None
+        self._http = Http(self.server, context, timeout_s=TIMEOUT_S)
+        self._identity = Identity(user_auth(config.user))
+        self._turn = asyncio.Semaphore(CONNECTIONS)
+
+    async def close(self) -> None:
+        self._http.close()
+
+    async def resources(self, group: str, version: str) -> Thing:
+        """What the server serves of a group; code 404 where it does not know it."""
+        return await self._ask("GET", f"/apis/{group}/{version}")
+
+    async def get(self, kind: Kind, namespace: str, name: str, sub: str = "") -> Thing:
+        return await self._ask("GET", kind.path(namespace, name, sub))
+
+    async def create(self, kind: Kind, namespace: str, thing: Mapping[str, Any], name: str = "", sub: str = "") -> Thing:
+        return await self._ask("POST", kind.path(namespace, name, sub), body=thing)
+
+    async def replace(self, kind: Kind, namespace: str, thing: Mapping[str, Any], sub: str = "") -> Thing:
+        """Put an object in the place of the version it names; another writer in between is code 409."""
+        return await self._ask("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing)
+
+    async def patch(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> Thing:
+        """A merge patch."""
+        return await self._ask("PATCH", kind.path(namespace, name, sub), body=patch, content="application/merge-patch+json")
+
+    async def apply(self, kind: Kind, namespace: str, thing: Mapping[str, Any], manager: str) -> Thing:
+        """Server-side apply."""
+        return await self._ask(
+            "PATCH",
+            kind.path(namespace, thing["metadata"]["name"]),
+            body=thing,
+            content="application/apply-patch+yaml",
+            query={"fieldManager": manager, "force": "true"},
+        )
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str = "", grace: int | None = None) -> Thing:
+        """What it owns goes in the background. With `uid`, nothing else of that name is hit."""
+        options: Thing = {"propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        if grace is not None:
+            options["gracePeriodSeconds"] = grace
+        return await self._ask("DELETE", kind.path(namespace, name), body=options)
+
+    async def log(self, namespace: str, pod: str, container: str, *, follow: bool) -> AsyncIterator[str]:
+        """The lines of a container's log."""
+        query = {"container": container, "follow": str(follow).lower()}
+        async for line in self._stream(POD.path(namespace, pod, "log"), query, None):
+            yield line.decode(errors="replace")
+
+    async def list(self, kind: Kind, namespace: str = "", selector: str = "") -> Page:
+        """Every object of a kind, in pages."""
+        items: list[Thing] = []
+        query: dict[str, str] = {"limit": str(PAGE), **({"labelSelector": selector} if selector else {})}
+        while True:
+            page = await self._ask("GET", kind.path(namespace), query=query)
+            items += page.get("items") or []
+            metadata = page["metadata"]
+            if not metadata.get("continue"):
+                return Page(items, str(metadata["resourceVersion"]))
+            query["continue"] = metadata["continue"]
+
+    async def watch(
+        self, kind: Kind, version: str, namespace: str = "", selector: str = ""
+    ) -> AsyncIterator[tuple[str, Thing]]:
+        """What changes after a version: ADDED, MODIFIED, DELETED, BOOKMARK. Too old a version is code 410."""
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_S),
+            **({"labelSelector": selector} if selector else {}),
+        }
+        async for line in self._stream(kind.path(namespace), query, SILENCE_S):
+            event = msgspec.json.decode(line)
+            if event["type"] == "ERROR":
+                status = event["object"]
+                raise ApiError(int(status.get("code", 500)), str(status.get("reason", "")), str(status.get("message", "")))
+            yield event["type"], event["object"]
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+        query: Mapping[str, str] | None = None,
+    ) -> Thing:
+        data = msgspec.json.encode(body) if body is not None else None
+        extra = {"Content-Type": content} if data is not None else {}
+        try:
+            async with self._turn:
+                answer = await self._http.ask(method, path, query, {**await self._identity.headers(), **extra}, data)
+                if answer.status == UNAUTHORIZED:
+                    headers = {**await self._identity.headers(refused=True), **extra}
+                    answer = await self._http.ask(method, path, query, headers, data)
+        except (OSError, TimeoutError, ConfigError) as error:
+            raise self._unreachable(error) from None
+        if answer.status >= 400:
+            raise _refusal(answer.status, answer.body, f"{method} {path}")
+        found: Thing = msgspec.json.decode(answer.body)
+        return found
+
+    async def _stream(self, path: str, query: Mapping[str, str], silence_s: float | None) -> AsyncIterator[bytes]:
+        try:
+            async for part in self._http.lines(path, query, await self._identity.headers(), silence_s):
+                if isinstance(part, bytes):
+                    yield part
+                elif part.status >= 400:
+                    if part.status == UNAUTHORIZED:
+                        await self._identity.headers(refused=True)  # for the next try
+                    raise _refusal(part.status, part.body, f"GET {path}")
+        except (OSError, TimeoutError, ConfigError) as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> ApiError:
+        why = str(error) or type(error).__name__
+        return ApiError(0, "Unreachable", f"the API server {self.server} does not answer: {why}")
+
+
+def _refusal(code: int, content: bytes, what: str) -> ApiError:
+    try:
+        status = msgspec.json.decode(content)
+        reason, message = str(status.get("reason", "")), str(status.get("message", ""))
+    except (msgspec.DecodeError, AttributeError):
+        reason, message = "", content[:200].decode(errors="replace")
+    return ApiError(code, reason, f"{message} ({what}: {code} {reason})")
+
+
+def connect(kubeconfig: str = "", context: str = "") -> Api:
+    """The API server that a file, the service account of this pod, $KUBECONFIG or ~/.kube/config names."""
+    try:
+        found = KubeConfig.from_file(Path(kubeconfig)) if kubeconfig else KubeConfig.from_env()
+        single = found.get(context_name=context or None)
+    except (ConfigError, OSError) as error:
+        raise UsageError(f"no Kubernetes cluster is known: {error}; set KUBECONFIG or give --kubeconfig FILE") from None
+    if single is None or single.user is None:
+        raise UsageError("the kubeconfig names no current context with a user: kubectl config use-context NAME sets one")
+    return Api(single)

@@ -1,0 +1,310 @@
+"""One job at a time: read what is, ask for a plan, carry it out.
+
+Nothing is decided here. Whatever goes wrong on the way (a conflict, a lost reply, a server that is away) ends this turn, and
+the name comes up again, later each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.core.job import Observed, Plan, plan, read
+from covey.core.job.actions import (
+    Action,
+    Adopt,
+    CreateGang,
+    CreatePod,
+    CreateSecret,
+    CreateService,
+    DeleteGang,
+    DeleteJob,
+    DeletePod,
+    DeleteService,
+    EndPod,
+    Label,
+    Tell,
+)
+from covey.core.job.clock import stamp
+from covey.core.job.pod import JOB_LABEL, owner
+from covey.core.job.spec import Duty, Invalid, Job, pod_name
+from covey.node.log import log
+from covey.operator import pods
+from covey.operator.api import EVENT, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.metrics import Metrics
+from covey.operator.queue import Queue
+from covey.operator.reflector import Index, Key, Reflector
+
+CONFLICT = 409
+MISSING = 404
+EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
+AT_ONCE = 16  # actions of one kind of one job
+
+
+class Caches:
+    """What the operator sees of the world. `nodes` and `groups` None: not looked at."""
+
+    def __init__(self, jobs: Reflector, pods: Reflector, services: Reflector) -> None:
+        self.jobs = jobs
+        self.pods = pods
+        self.services = services
+        self.nodes: Reflector | None = None
+        self.groups: Reflector | None = None
+        self.pods_of = Index(_job_of)
+        self.services_of = Index(_job_of)
+        self.pods_on = Index(lambda pod: pod["spec"].get("nodeName"))
+
+
+def _job_of(thing: Thing) -> Key:
+    metadata = thing["metadata"]
+    return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(JOB_LABEL, "")
+
+
+class Controller:
+    """Jobs of one kind. `convert` turns an object of that kind into an MSJob."""
+
+    def __init__(
+        self,
+        api: Api,
+        kind: Kind,
+        caches: Caches,
+        metrics: Metrics,
+        *,
+        convert: Callable[[Thing], Thing] = lambda thing: thing,
+        gang_scheduler: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.queue: Queue[Key] = Queue()
+        self.go = asyncio.Event()  # the caches are filled
+        self._api = api
+        self._kind = kind
+        self._caches = caches
+        self._metrics = metrics
+        self._convert = convert
+        self._gang = gang_scheduler
+        self._clock = clock
+        self._events: asyncio.Queue[Thing] = asyncio.Queue(EVENTS_MAX)
+
+    async def run(self, workers: int) -> None:
+        """For ever, with so many jobs at once."""
+        await self.go.wait()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._record())
+            for _ in range(workers):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.get()
+            try:
+                made = await self.reconcile(key)
+                if made is not None and any(isinstance(action, CreateService) for action in made.actions):
+                    await self.reconcile(key)  # pods waited for its address: they need not wait for a turn as well
+                self.queue.forget(key)
+            except ApiError as error:
+                delay = self.queue.retry(key)
+                level = log.debug if error.code == CONFLICT else log.warning
+                level("%s/%s: %s; again in %.2f s", *key, error, delay)
+            except Exception:
+                self._metrics.errors.inc()
+                log.exception("%s/%s: the turn broke off; again in %.2f s", *key, self.queue.retry(key))
+            finally:
+                self.queue.done(key)
+
+    async def reconcile(self, key: Key) -> Plan | None:
+        """One turn. None where there is no such job."""
+        thing = self._caches.jobs.get(key)
+        if thing is None:
+            self.queue.drop(key)
+            return None
+        began = time.perf_counter()
+        thing = {"apiVersion": self._kind.root.removeprefix("apis/"), "kind": self._kind.name, **thing}
+        job = self._convert(thing)
+        made = plan(job, self._observe(key, thing), self._clock())
+        if made.status is not None:
+            written = await self._write_status(thing, made.status)
+            self._metrics.note(thing.get("status") or {}, made.status)
+            thing = {**thing, **written}
+        await self._carry_out(thing, job, made)
+        if made.requeue_after is not None:
+            self.queue.add_after(key, made.requeue_after)
+        if made.actions or made.status is not None:
+            log.info("%s/%s: %s", *key, made.reason)
+        self._metrics.turns.observe(time.perf_counter() - began)
+        return made
+
+    def _observe(self, key: Key, job: Thing) -> Observed:
+        caches = self._caches
+        return Observed(
+            pods=caches.pods_of.of(key, caches.pods),
+            services=caches.services_of.of(key, caches.services),
+            nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
+            gang=bool(self._gang),
+            pod_group=caches.groups.get(key) if caches.groups is not None else None,
+        )
+
+    async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
+        body = {**thing, "status": status}
+        namespace = thing["metadata"]["namespace"]
+        written = await self._api.replace(self._kind, namespace, body, "status")
+        self._caches.jobs.put(written)
+        return written
+
+    # -- carrying out ------------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, thing: Thing, job: Thing, made: Plan) -> None:
+        """First what pods need, then pods, then the job itself. All are tried; the first that failed is told."""
+        for action in made.actions:
+            if isinstance(action, Tell):
+                self._tell(thing, action)
+        try:
+            spec = read(job)
+        except Invalid:
+            return
+        first = [a for a in made.actions if not isinstance(a, Tell | CreatePod | DeletePod | EndPod | DeleteJob)]
+        then = [a for a in made.actions if isinstance(a, CreatePod | DeletePod | EndPod)]
+        last = [a for a in made.actions if isinstance(a, DeleteJob)]
+        turn = asyncio.Semaphore(AT_ONCE)
+
+        async def one(action: Action) -> None:
+            async with turn:
+                await self._act(thing, spec, action)
+
+        for batch in (first, then, last):
+            results = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
+            for action, result in zip(batch, results, strict=True):
+                if isinstance(result, ApiError) and not result.transient and result.code != CONFLICT:
+                    self._tell(thing, Tell("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+
+    async def _act(self, thing: Thing, job: Job, action: Action) -> None:
+        namespace, owner = job.namespace, pods.owner_of(thing)
+        api = self._api
+        if isinstance(action, CreatePod):
+            body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
+            await self._create(POD, self._caches.pods, body, job)
+        elif isinstance(action, CreateService):
+            await self._create(SERVICE, self._caches.services, pods.service(job, action.role, owner), job)
+        elif isinstance(action, CreateSecret):
+            await self._unless(CONFLICT, api.create(SECRET, namespace, pods.secret(job, secrets.token_hex(24), owner)))
+        elif isinstance(action, CreateGang):
+            await self._unless(CONFLICT, api.create(POD_GROUP, namespace, pods.gang(job, action, owner)))
+        elif isinstance(action, DeletePod):
+            await self._unless(MISSING, self._gone(api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace)))
+        elif isinstance(action, EndPod):
+            await self._unless(MISSING, api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}))
+        elif isinstance(action, DeleteService):
+            await self._unless(MISSING, api.delete(SERVICE, namespace, action.name))
+        elif isinstance(action, DeleteGang):
+            await self._unless(MISSING, api.delete(POD_GROUP, namespace, job.name))
+        elif isinstance(action, Adopt):
+            await self._adopt(thing, action)
+        elif isinstance(action, Label):
+            patch = {"metadata": {"labels": {action.key: action.value}}}
+            self._caches.jobs.put(await api.patch(self._kind, namespace, job.name, patch))
+        elif isinstance(action, DeleteJob):
+            await self._unless(MISSING, api.delete(self._kind, namespace, job.name, uid=job.uid))
+
+    async def _unless(self, code: int, asked: Any) -> None:
+        """What is already so need not be made so."""
+        try:
+            await asked
+        except ApiError as error:
+            if error.code != code:
+                raise
+
+    async def _gone(self, asked: Any) -> None:
+        """A deletion with a UID: another pod of that name is not meant, so that is as good as gone."""
+        try:
+            await asked
+        except ApiError as error:
+            if error.code != CONFLICT:
+                raise
+
+    async def _create(self, kind: Kind, cache: Reflector, body: Thing, job: Job) -> None:
+        """Create; what is there already, because the reply to an earlier try was lost, is looked at."""
+        try:
+            made = await self._api.create(kind, job.namespace, body)
+        except ApiError as error:
+            if error.code != CONFLICT:
+                raise
+            made = await self._api.get(kind, job.namespace, body["metadata"]["name"])
+            if owner(made) != job.uid:
+                raise ApiError(
+                    CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} is another owner's"
+                ) from None
+        cache.put(made)
+
+    def _address(self, job: Job) -> str:
+        role = next(iter(job.of(Duty.SCHEDULER) or job.of(Duty.WORKER)))
+        service = self._caches.services.get((job.namespace, pod_name(job.name, role.key, 0)))
+        return str((service or {}).get("spec", {}).get("clusterIP") or "")
+
+    async def _adopt(self, thing: Thing, action: Adopt) -> None:
+        """Only after a fresh look at the job: the cached one may be gone, with another in its place."""
+        metadata = thing["metadata"]
+        fresh = await self._api.get(self._kind, metadata["namespace"], metadata["name"])
+        if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
+            return
+        kind, cache = (POD, self._caches.pods) if action.kind == "Pod" else (SERVICE, self._caches.services)
+        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pods.owner_of(thing)]}}
+        cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, thing: Thing, tell: Tell) -> None:
+        """Events are written on the side: a job does not wait for them."""
+        metadata = thing["metadata"]
+        words = "\n".join([metadata["uid"], tell.reason, tell.message])
+        now = stamp(self._clock())
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": thing["apiVersion"],
+                "kind": thing["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": tell.kind,
+            "reason": tell.reason,
+            "message": tell.message[:1000],
+            "count": 1,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "source": {"component": "covey-operator"},
+        }
+        try:
+            self._events.put_nowait(event)
+        except asyncio.QueueFull:
+            log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
+
+    async def _record(self) -> None:
+        while True:
+            event = await self._events.get()
+            try:
+                await self._write_event(event)
+            except ApiError as error:
+                log.warning("an event could not be written: %s", error)
+
+    async def _write_event(self, event: Thing) -> None:
+        namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
+        try:
+            await self._api.create(EVENT, namespace, event)
+        except ApiError as error:
+            if error.code != CONFLICT:
+                raise
+            old = await self._api.get(EVENT, namespace, name)
+            again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"]}
+            await self._api.patch(EVENT, namespace, name, again)

@@ -1,0 +1,136 @@
+"""Who may act: one replica at a time, by a Lease that is renewed.
+
+A lease is taken over only when it has not changed for its whole duration by this replica's own clock, so clocks need not agree.
+The holder stops acting before others may think it gone: it gives up after `GIVE_UP_S` without a renewal, they wait
+`DURATION_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+from covey.node.log import log
+from covey.operator.api import LEASE, Api, ApiError, Thing
+
+NAME = "covey-operator"
+DURATION_S = 15
+GIVE_UP_S = 10.0
+RENEW_S = 3.0
+
+
+class Lease:
+    """`identity` names this replica."""
+
+    def __init__(
+        self, api: Api, namespace: str, *, name: str = NAME, identity: str = "", duration_s: float = DURATION_S
+    ) -> None:
+        self.identity = identity or f"{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(4)}"
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._duration_s = duration_s
+        self._seen = ""  # the version of the lease, and since when it has not changed
+        self._since = 0.0
+        self._holder = ""
+        self._complaint = ""
+
+    async def hold(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the lease, then `act` for as long as it is held; for ever. Cancelled, it is given back."""
+        while True:
+            while not await self._try():  # noqa: ASYNC110 - the event is on the other side of the network
+                await asyncio.sleep(min(RENEW_S, self._duration_s / 5))
+            log.info("this replica (%s) acts", self.identity)
+            acting = asyncio.ensure_future(act())
+            keeping = asyncio.ensure_future(self._keep())
+            try:
+                done, _ = await asyncio.wait({acting, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                if acting in done:
+                    acting.result()
+                    return
+                log.warning("the lease was lost: this replica no longer acts")
+            finally:
+                for task in (acting, keeping):
+                    task.cancel()
+                await asyncio.gather(acting, keeping, return_exceptions=True)
+                await self._give_back()
+
+    async def _keep(self) -> None:
+        """Renew until it fails for too long."""
+        renewed = time.monotonic()
+        limit = min(GIVE_UP_S, self._duration_s * 2 / 3)
+        while time.monotonic() - renewed < limit:
+            await asyncio.sleep(min(RENEW_S, self._duration_s / 5))
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(limit):
+                    held = await self._try()
+            except TimeoutError:
+                continue
+            if held:
+                renewed = began
+            elif self._holder not in ("", self.identity):
+                return
+
+    async def _try(self) -> bool:
+        """Take or renew the lease; whether it is ours now."""
+        try:
+            lease = await self._api.get(LEASE, self._namespace, self._name)
+        except ApiError as error:
+            if error.code != 404:
+                self._complain(f"the lease cannot be read: {error}")
+                return False
+            lease = {"metadata": {"name": self._name, "namespace": self._namespace}, "spec": {}}
+        self._holder = str(lease["spec"].get("holderIdentity") or "")
+        version = str(lease["metadata"].get("resourceVersion", ""))
+        if version != self._seen:
+            self._seen, self._since = version, time.monotonic()
+        duration = float(lease["spec"].get("leaseDurationSeconds") or self._duration_s)
+        if self._holder not in ("", self.identity) and time.monotonic() - self._since < duration:
+            return False
+        return await self._write(lease, self.identity)
+
+    async def _write(self, lease: Thing, holder: str) -> bool:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        old = lease["spec"]
+        changed = old.get("holderIdentity") != holder
+        spec = {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": max(1, round(self._duration_s)),
+            "acquireTime": now if changed else old.get("acquireTime", now),
+            "renewTime": now,
+            "leaseTransitions": int(old.get("leaseTransitions") or 0) + changed,
+        }
+        body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": lease["metadata"], "spec": spec}
+        try:
+            if lease["metadata"].get("resourceVersion"):
+                await self._api.replace(LEASE, self._namespace, body)
+            else:
+                await self._api.create(LEASE, self._namespace, body)
+        except ApiError as error:
+            if error.code != 409:
+                self._complain(f"the lease cannot be written: {error}")
+            return False
+        self._holder, self._complaint = holder, ""
+        return True
+
+    def _complain(self, sentence: str) -> None:
+        """Once, however often it is tried."""
+        if sentence != self._complaint:
+            log.warning("%s", sentence)
+        self._complaint = sentence
+
+    async def _give_back(self) -> None:
+        """So that the next one need not wait."""
+        try:
+            async with asyncio.timeout(2.0):
+                lease = await self._api.get(LEASE, self._namespace, self._name)
+                if lease["spec"].get("holderIdentity") == self.identity:
+                    await self._write(lease, "")
+        except (ApiError, TimeoutError) as error:
+            log.info("the lease was not given back, it runs out by itself: %s", error)

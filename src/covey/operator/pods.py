@@ -1,0 +1,234 @@
+"""What a job's pods, services and secret look like: the template as the user wrote it, and what is added to it.
+
+A variable that the template sets itself is left alone, with two exceptions that keep runs apart: the job's UID is put below
+MS_RECOVERY_PATH, so that another run's recovery files never match, and the pod's name below GLOG_log_dir.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from covey.core.job.actions import CreateGang, CreatePod
+from covey.core.job.pod import INDEX_LABEL, JOB_LABEL, OPERATOR, OPERATOR_LABEL, TYPE_LABEL
+from covey.core.job.spec import GROUP, PORT, Duty, Job, Restart, Role, pod_name
+
+Thing = dict[str, Any]
+
+TASKD_PORT = 9601
+RECOVERY_VOLUME = "covey-recovery"
+RECOVERY_PATH = "/var/lib/covey/recovery"
+SECRET_KEY = "secret"
+ROLE_WORDS = {Duty.SCHEDULER: "MS_SCHED", Duty.SERVER: "MS_PSERVER", Duty.WORKER: "MS_WORKER"}
+# What MindSpore's own fault tolerance is told for each strategy.
+TFT = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "recover": ("ARF:1",), "dump": ("TTP:1",)}
+
+
+def labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
+    """Of everything that belongs to a job; with `key`, of one role; with `index`, of one pod."""
+    found = {OPERATOR_LABEL: OPERATOR, JOB_LABEL: job.name, "group-name": GROUP, "job-name": job.name}
+    if key:
+        found |= {TYPE_LABEL: key.lower(), "replica-type": key.lower()}
+    if index >= 0:
+        found |= {INDEX_LABEL: str(index), "replica-index": str(index)}
+    return found
+
+
+def metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) -> Thing:
+    return {"name": name, "namespace": job.namespace, "ownerReferences": [dict(owner)], **more}
+
+
+def owner_of(thing: Mapping[str, Any]) -> Thing:
+    """The reference that makes an object go with its job."""
+    return {
+        "apiVersion": thing["apiVersion"],
+        "kind": thing["kind"],
+        "name": thing["metadata"]["name"],
+        "uid": thing["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
+    """The address of a role's first pod, with all ports of its container."""
+    role = job.role(key)
+    assert role is not None
+    ports = [
+        {"name": port.get("name") or f"port-{port['containerPort']}", "port": port["containerPort"]}
+        for port in _ports(job, role)
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, pod_name(job.name, key, 0), owner, labels=labels(job, key, 0)),
+        "spec": {"selector": labels(job, key, 0), "ports": ports, "publishNotReadyAddresses": True},
+    }
+
+
+def secret(job: Job, value: str, owner: Mapping[str, Any]) -> Thing:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, f"{job.name}-join", owner, labels=labels(job)),
+        "stringData": {SECRET_KEY: value},
+    }
+
+
+def gang(job: Job, action: CreateGang, owner: Mapping[str, Any]) -> Thing:
+    """A Volcano PodGroup."""
+    policy = action.policy
+    spec: Thing = {"minMember": action.members}
+    for ours, theirs in (("queue", "queue"), ("priorityClass", "priorityClassName"), ("minResources", "minResources")):
+        if policy.get(ours):
+            spec[theirs] = policy[ours]
+    return {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": metadata(job, job.name, owner, labels=labels(job)),
+        "spec": spec,
+    }
+
+
+def pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, gang_scheduler: str = "") -> Thing:
+    """One pod. `address` is where the Scheduler, or the first worker, is reached; "" for a job of one."""
+    role = job.role(action.role)
+    assert role is not None
+    template = copy.deepcopy(role.template)
+    spec: Thing = template["spec"]
+    own: Thing = template.get("metadata") or {}
+    name = pod_name(job.name, role.key, action.index)
+    main = next(c for c in spec["containers"] if c["name"] == job.container)
+    main["ports"] = _ports(job, role)
+    _inject(job, role, action, main, spec, name, address)
+    spec["restartPolicy"] = "Never" if role.restart is Restart.EXIT_CODE else str(role.restart)
+    annotations = dict(own.get("annotations") or {})
+    if action.excluded:
+        _avoid(spec, action.excluded)
+    if gang_scheduler:
+        spec["schedulerName"] = gang_scheduler
+        annotations |= {"scheduling.k8s.io/group-name": job.name, "volcano.sh/task-spec": role.key.lower()}
+    found = metadata(job, name, owner, labels={**(own.get("labels") or {}), **labels(job, role.key, action.index)})
+    if annotations:
+        found["annotations"] = annotations
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": found, "spec": spec}
+
+
+def _ports(job: Job, role: Role) -> list[Thing]:
+    """The ports of the container that trains, with those that must be there."""
+    main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.container)
+    ports = copy.deepcopy(main.get("ports") or [])
+    if not any(port.get("name") == job.port_name for port in ports):
+        ports.append({"name": job.port_name, "containerPort": PORT})
+    if job.recovery.strategies and not any(port["containerPort"] == TASKD_PORT for port in ports):
+        ports.append({"name": "taskd-port", "containerPort": TASKD_PORT})
+    return ports
+
+
+def port_of(job: Job, role: Role) -> int:
+    return next(int(p["containerPort"]) for p in _ports(job, role) if p.get("name") == job.port_name)
+
+
+# -- variables -------------------------------------------------------------------------------------------------------
+
+
+def _inject(job: Job, role: Role, action: CreatePod, main: Thing, spec: Thing, name: str, address: str) -> None:
+    env: list[Thing] = main.setdefault("env", [])
+    given = {entry["name"]: entry for entry in env}
+    for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
+        if (given.get(variable) or {}).get("value"):
+            given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
+    new = {**_identity(job), **_cluster(job, role, action, address), **_recovery(job)}
+    if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
+        new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
+        main.setdefault("volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
+        spec.setdefault("volumes", []).append({"name": RECOVERY_VOLUME, "emptyDir": {}})
+    env += [
+        {"name": variable, **(value if isinstance(value, dict) else {"value": str(value)})}
+        for variable, value in new.items()
+        if variable not in given
+    ]
+
+
+def _field(path: str) -> Thing:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _identity(job: Job) -> Thing:
+    """Who a process is, and what lets it in."""
+    reference = {"name": f"{job.name}-join", "key": SECRET_KEY}
+    return {
+        "POD_IP": _field("status.podIP"),
+        "COVEY_HOST_ID": _field("metadata.name"),
+        "COVEY_JOB": f"{job.name}-{job.uid}",
+        "COVEY_SECRET": {"valueFrom": {"secretKeyRef": reference}},
+        "MINDX_TASK_ID": job.uid,
+    }
+
+
+def _cluster(job: Job, role: Role, action: CreatePod, address: str) -> Thing:
+    """Where the others are. A single worker without a Scheduler is a world of one, and is told nothing."""
+    if not address:
+        return {}
+    world = action.world
+    workers = sum(world.get(r.key, 0) for r in job.of(Duty.WORKER))
+    servers = sum(world.get(r.key, 0) for r in job.of(Duty.SERVER))
+    schedulers = job.of(Duty.SCHEDULER)
+    first = (schedulers or job.of(Duty.WORKER))[0]
+    itself = role.key == first.key and action.index == 0
+    host = _field("status.podIP") if itself else address
+    port = port_of(job, first)
+    found: Thing = {
+        "MS_SCHED_HOST": host,
+        "MS_SCHED_PORT": port,
+        "MS_NODE_ID": _field("metadata.name"),
+        "MS_SERVER_NUM": servers,
+        "MS_WORKER_NUM": workers * job.processes,
+    }
+    if schedulers:
+        found["MS_ROLE"] = ROLE_WORDS[role.duty]
+    if role.duty is Duty.WORKER:
+        before = sum(world.get(r.key, 0) for r in job.of(Duty.WORKER)[: job.of(Duty.WORKER).index(role)])
+        found |= {"MS_NODE_RANK": before + action.index, "MS_LOCAL_WORKER": job.processes}
+        if not schedulers:
+            found |= {
+                "MASTER_ADDR": host,
+                "MASTER_PORT": port,
+                "RANK": before + action.index,
+                "NODE_RANK": before + action.index,
+                "WORLD_SIZE": workers * job.processes,
+                "LOCAL_WORLD_SIZE": job.processes,
+                "NNODES": workers,
+            }
+    return found
+
+
+def _recovery(job: Job) -> Thing:
+    strategies = job.recovery.strategies
+    if not strategies:
+        return {}
+    tft = dict.fromkeys(word for strategy in strategies for word in TFT.get(strategy, ()))
+    found: Thing = {
+        "COVEY_STRATEGY": ",".join(strategy for strategy in strategies if strategy != "elastic-training"),
+        "PROCESS_RECOVER": "on",
+        "ELASTIC_PROCESS_RECOVER_ENABLE": "1",
+        "MINDIO_FOR_MINDSPORE": "1",
+        "HIGH_AVAILABILITY": ",".join(strategies),
+    }
+    if tft:
+        found["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_level else [])]) + "}"
+    if "recover-in-place" in strategies:
+        found["ENABLE_RESTART_FAULT_PROCESS"] = "on"
+    if {"recover", "recover-in-place"} & set(strategies):
+        found["MS_ENABLE_RECOVERY"] = "1"
+    return found
+
+
+def _avoid(spec: Thing, nodes: tuple[str, ...]) -> None:
+    """Keep a pod off these nodes, beside whatever affinity it has."""
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": [{}]})
+    for term in required["nodeSelectorTerms"]:
+        fields = term.setdefault("matchFields", [])
+        fields += [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]

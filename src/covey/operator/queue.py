@@ -1,0 +1,82 @@
+"""Whose turn it is: names, each at most once, at once or at a later moment, and later after each failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+RETRY_MIN_S = 0.05
+RETRY_MAX_S = 30.0
+
+
+class Queue(Generic[K]):
+    """A name that is added while its turn is under way gets another one afterwards; no name has two turns at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[K, None] = {}
+        self._busy: set[K] = set()
+        self._again: set[K] = set()
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+        self._some = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, key: K) -> None:
+        if key in self._busy:
+            self._again.add(key)
+        else:
+            self._waiting[key] = None
+            self._some.set()
+
+    def add_after(self, key: K, delay_s: float) -> None:
+        """At the latest then; an earlier timer of the same name stays."""
+        loop = asyncio.get_running_loop()
+        timer = self._timers.get(key)
+        if timer is not None and timer.when() <= loop.time() + delay_s:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._timers[key] = loop.call_later(delay_s, self._ring, key)
+
+    def retry(self, key: K) -> float:
+        """After a failure: each time twice as late. Returns how late."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        delay_s = min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(failures - 1, 16))
+        self.add_after(key, delay_s)
+        return delay_s
+
+    def forget(self, key: K) -> None:
+        """It went well: the next failure is the first again."""
+        self._failures.pop(key, None)
+
+    def drop(self, key: K) -> None:
+        """It exists no more."""
+        self.forget(key)
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def get(self) -> K:
+        """The next name; `done` must follow."""
+        while not self._waiting:
+            self._some.clear()
+            await self._some.wait()
+        key = next(iter(self._waiting))
+        del self._waiting[key]
+        self._busy.add(key)
+        return key
+
+    def done(self, key: K) -> None:
+        self._busy.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    def _ring(self, key: K) -> None:
+        self._timers.pop(key, None)
+        self.add(key)

@@ -1,0 +1,169 @@
+"""A cache of one kind of object, kept by list and watch.
+
+List once, watch from that version, and list again when the server no longer knows the version (410), or sends what cannot be
+understood. A connection that breaks or falls silent goes on from the last version heard; bookmarks keep that version young.
+What we wrote ourselves is put into the cache from the server's answer, so the next plan does not look at yesterday.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from covey.node.log import log
+from covey.operator.api import Api, ApiError, Kind, Thing
+
+Key = tuple[str, str]  # namespace, name
+BACKOFF_MIN_S = 0.2
+BACKOFF_MAX_S = 15.0
+GONE = 410
+FORBIDDEN = (401, 403, 404)
+
+
+def key_of(thing: Thing) -> Key:
+    metadata = thing["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+def slim(thing: Thing) -> Thing:
+    """Without what nobody reads: it is most of an object's bytes."""
+    thing["metadata"].pop("managedFields", None)
+    return thing
+
+
+class Reflector:
+    """`on_change` hears each object that came, changed or went, as it is or was last."""
+
+    def __init__(
+        self,
+        api: Api,
+        kind: Kind,
+        *,
+        namespace: str = "",
+        selector: str = "",
+        keep: Callable[[Thing], Thing] = slim,
+        on_change: Callable[[Thing], None] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.ready = asyncio.Event()  # the first list is in
+        self.lists = 0
+        self._api = api
+        self._namespace = namespace
+        self._selector = selector
+        self._keep = keep
+        self.listeners = [on_change] if on_change is not None else []
+        self._things: dict[Key, Thing] = {}
+        self._version = ""
+
+    def __iter__(self) -> Iterator[Thing]:
+        return iter(self._things.values())
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    def get(self, key: Key) -> Thing | None:
+        return self._things.get(key)
+
+    def put(self, thing: Thing) -> None:
+        """What the server answered to a write of ours."""
+        key = key_of(thing)
+        old = self._things.get(key)
+        if old is None or _newer(thing, old):
+            self._things[key] = self._keep(thing)
+            self._on_change(thing)
+
+    def _on_change(self, thing: Thing) -> None:
+        for listener in self.listeners:
+            listener(thing)
+
+    async def run(self) -> None:
+        """For ever; a server that is away is asked again, less and less often."""
+        wait = BACKOFF_MIN_S
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                before = self._version
+                await self._watch()
+                wait = BACKOFF_MIN_S if self._version != before else wait
+            except ApiError as error:
+                if error.code == GONE:
+                    log.info("%s: the server has forgotten version %s, listing again", self.kind.plural, self._version)
+                    self._version = ""
+                    continue
+                if error.code in FORBIDDEN and not self.ready.is_set():
+                    raise
+                log.warning("%s: %s; asking again in %.1f s", self.kind.plural, error, wait)
+            except (msgspec.DecodeError, KeyError, TypeError) as error:
+                log.warning("%s: not understood (%s), listing again", self.kind.plural, error)
+                self._version = ""
+            await asyncio.sleep(wait * random.uniform(0.8, 1.2))
+            wait = min(wait * 2, BACKOFF_MAX_S)
+
+    async def _list(self) -> None:
+        page = await self._api.list(self.kind, self._namespace, self._selector)
+        fresh = {key_of(thing): self._keep(thing) for thing in page.items}
+        gone = [thing for key, thing in self._things.items() if key not in fresh]
+        changed = [thing for key, thing in fresh.items() if _version(self._things.get(key)) != _version(thing)]
+        self._things = fresh
+        self._version = page.version
+        self.lists += 1
+        self.ready.set()
+        for thing in (*gone, *changed):
+            self._on_change(thing)
+
+    async def _watch(self) -> None:
+        async for kind, thing in self._api.watch(self.kind, self._version, self._namespace, self._selector):
+            self._version = thing["metadata"]["resourceVersion"]
+            if kind == "BOOKMARK":
+                continue
+            key = key_of(thing)
+            old = self._things.get(key)
+            if kind == "DELETED":
+                if old is None or old["metadata"]["uid"] == thing["metadata"]["uid"]:
+                    self._things.pop(key, None)
+            elif old is None or _newer(thing, old):
+                self._things[key] = self._keep(thing)
+            else:
+                continue  # we knew it from our own write
+            self._on_change(thing)
+
+
+def _version(thing: Thing | None) -> str:
+    return str(thing["metadata"].get("resourceVersion", "")) if thing is not None else ""
+
+
+def _newer(thing: Thing, old: Thing) -> bool:
+    one, other = _version(thing), _version(old)
+    if one.isdigit() and other.isdigit():
+        return int(one) > int(other)
+    return one != other
+
+
+class Index:
+    """Objects of a reflector by some word of theirs, kept as they come and go."""
+
+    def __init__(self, word: Callable[[Thing], Any]) -> None:
+        self._word = word
+        self._keys: dict[Any, dict[Key, None]] = {}
+
+    def note(self, thing: Thing) -> None:
+        self._keys.setdefault(self._word(thing), {})[key_of(thing)] = None
+
+    def of(self, word: Any, things: Reflector) -> list[Thing]:
+        """Those that are still there; others are forgotten on the way."""
+        keys = self._keys.get(word, {})
+        found = []
+        for key in list(keys):
+            thing = things.get(key)
+            if thing is None or self._word(thing) != word:
+                del keys[key]
+            else:
+                found.append(thing)
+        if not keys:
+            self._keys.pop(word, None)
+        return found

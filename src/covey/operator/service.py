@@ -1,0 +1,205 @@
+"""The operator as a process: caches, controllers, lease and metrics, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import Any
+
+import msgspec
+
+from covey.core.job import ascend
+from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
+from covey.node.log import log
+from covey.operator import lease as leases
+from covey.operator import metrics as numbers
+from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Thing
+from covey.operator.controller import Caches, Controller
+from covey.operator.reflector import Reflector, key_of, slim
+
+WORKERS = 16
+SELECTOR = f"{OPERATOR_LABEL}={OPERATOR}"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How an operator runs. `namespace` "": all of them."""
+
+    namespace: str = ""
+    lease_namespace: str = "default"
+    leader_elect: bool = True
+    lease_duration_s: float = leases.DURATION_S
+    gang_scheduler: str = ""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0  # negative: none
+    workers: int = WORKERS
+
+
+def slim_pod(pod: Thing) -> Thing:
+    """What the plan reads of a pod."""
+    metadata, spec = pod["metadata"], pod.get("spec") or {}
+    kept = (
+        "name",
+        "namespace",
+        "uid",
+        "resourceVersion",
+        "labels",
+        "ownerReferences",
+        "deletionTimestamp",
+        "creationTimestamp",
+    )
+    return {
+        "metadata": {key: metadata[key] for key in kept if key in metadata},
+        "spec": {key: spec[key] for key in ("nodeName", "activeDeadlineSeconds") if key in spec},
+        "status": pod.get("status") or {},
+    }
+
+
+def slim_node(node: Thing) -> Thing:
+    """What the plan reads of a node."""
+    metadata = node["metadata"]
+    ready = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") == "Ready"]
+    kept = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in ready]
+    return {
+        "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
+        "status": {"conditions": kept},
+    }
+
+
+class Operator:
+    """Runs until it is cancelled."""
+
+    def __init__(self, api: Api, options: Options) -> None:
+        self.api = api
+        self.options = options
+        self.metrics = numbers.Metrics()
+        self.port = 0
+        self.leading = asyncio.Event()
+        self._ready = False
+
+    async def run(self) -> None:
+        server = None
+        if self.options.metrics_port >= 0:
+            server = await numbers.serve(
+                self.metrics, self.options.metrics_host, self.options.metrics_port, lambda: self._ready
+            )
+            self.port = int(server.sockets[0].getsockname()[1])
+        try:
+            if not self.options.leader_elect:
+                await self._act()
+                return
+            self._ready = True  # a replica that waits for its turn is ready to
+            lease = leases.Lease(self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s)
+            await lease.hold(self._act)
+        finally:
+            if server is not None:
+                server.close()
+
+    async def _act(self) -> None:
+        """List, watch and reconcile."""
+        kinds = [MSJOB, *([ASCENDJOB] if await self._served("mindxdl.gitee.com", "v1") else [])]
+        gang = self.options.gang_scheduler
+        async with asyncio.TaskGroup() as group:
+            nodes = await self._nodes(group)
+            for kind in kinds:
+                controller = self._controller(kind, nodes, gang, group)
+                group.create_task(controller.run(self.options.workers))
+            self._ready = True
+            self.leading.set()
+            self.metrics.leader.set(1)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.leading.clear()
+                self.metrics.leader.set(0)
+
+    def _controller(self, kind: Any, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup) -> Controller:
+        """The caches of one kind of job, and who is woken when they change."""
+        api, namespace = self.api, self.options.namespace
+        found: list[Controller] = []
+
+        def wake(thing: Thing) -> None:
+            metadata = thing["metadata"]
+            job = (metadata.get("labels") or {}).get(JOB_LABEL)
+            if job:
+                found[0].queue.add((metadata.get("namespace", ""), job))
+
+        def pod_changed(pod: Thing) -> None:
+            caches.pods_of.note(pod)
+            caches.pods_on.note(pod)
+            wake(pod)
+
+        def service_changed(service: Thing) -> None:
+            caches.services_of.note(service)
+            wake(service)
+
+        def job_changed(job: Thing) -> None:
+            key = key_of(job)
+            if caches.jobs.get(key) is None:
+                self.metrics.deleted.inc()
+            found[0].queue.add(key)
+
+        def node_changed(node: Thing) -> None:
+            for pod in caches.pods_on.of(node["metadata"]["name"], caches.pods):
+                wake(pod)
+
+        caches = Caches(
+            Reflector(api, kind, namespace=namespace, on_change=job_changed),
+            Reflector(api, POD, namespace=namespace, selector=SELECTOR, keep=slim_pod, on_change=pod_changed),
+            Reflector(api, SERVICE, namespace=namespace, selector=SELECTOR, keep=slim, on_change=service_changed),
+        )
+        caches.nodes = nodes
+        if nodes is not None:
+            nodes.listeners.append(node_changed)
+        reflectors = [caches.jobs, caches.pods, caches.services]
+        if gang:
+            caches.groups = Reflector(api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(key_of(g)))
+            reflectors.append(caches.groups)
+        convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
+        controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang)
+        found.append(controller)
+        for reflector in reflectors:
+            group.create_task(reflector.run())
+        group.create_task(self._start(controller, reflectors))
+        return controller
+
+    async def _start(self, controller: Controller, reflectors: list[Reflector]) -> None:
+        """No turn before every cache is filled: a pod that is only not seen yet must not be created."""
+        for reflector in reflectors:
+            await reflector.ready.wait()
+        controller.go.set()
+
+    async def _nodes(self, group: asyncio.TaskGroup) -> Reflector | None:
+        """Nodes, where we may look at them: a role of one namespace may not."""
+        try:
+            await self.api.list(NODE)
+        except ApiError as error:
+            if error.code != 403:
+                raise
+            log.warning("nodes may not be looked at, so pods on lost nodes are not noticed: %s", error)
+            return None
+        nodes = Reflector(self.api, NODE, keep=slim_node)
+        group.create_task(nodes.run())
+        await nodes.ready.wait()
+        return nodes
+
+    async def _served(self, group: str, version: str) -> bool:
+        try:
+            await self.api.resources(group, version)
+        except ApiError as error:
+            if error.code == 404:
+                return False
+            raise
+        return True
+
+
+async def run(api: Api, options: Options) -> None:
+    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order."""
+    operator = Operator(api, options)
+    task = asyncio.ensure_future(operator.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await api.close()

@@ -1,0 +1,217 @@
+"""A namespace of a real API server with a kubelet of processes and an operator, for one test.
+
+    def test_it(kubernetes: Kubernetes) -> None:
+        kubernetes.operator()
+        kubernetes.apply(job("train", workers=2))
+        kubernetes.until("train", "Succeeded")
+
+Everything asynchronous runs on a loop in a thread of its own; tests are plain functions that wait for events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.operator.kubelet import Kubelet
+from tests.operator.server import Server
+from tests.processes.harness import Processes, until
+
+from covey.core.job.pod import JOB_LABEL
+from covey.operator.api import ASCENDJOB, CRD, EVENT, MSJOB, NAMESPACE, NODE, POD, SERVICE, Api, ApiError, Kind, Thing, connect
+from covey.operator.crd import ascendjob, msjob
+from covey.operator.service import Operator, Options
+
+T = TypeVar("T")
+DEADLINE_S = 90.0
+
+
+class Kubernetes:
+    """One namespace."""
+
+    def __init__(self, server: Server, namespace: str, folder: Path) -> None:
+        self.server = server
+        self.namespace = namespace
+        self.folder = folder
+        self.kubeconfig = server.kubeconfig(folder / "kubeconfig", namespace=namespace)
+        self.processes = Processes(folder)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._running: list[Future[Any]] = []
+        self.api: Api = self.do(self._connect())
+        self.kubelet: Kubelet = self.do(self._kubelet())
+        self.do(self._prepare())
+        self._running.append(self.begin(self.kubelet.run()))
+
+    async def _connect(self) -> Api:
+        return connect(str(self.kubeconfig))
+
+    async def _kubelet(self) -> Kubelet:
+        return Kubelet(self.api, self.namespace, self.folder / "pods")
+
+    async def _prepare(self) -> None:
+        """The kinds, which all tests share, and a namespace, which none do."""
+        for definition, kind in ((msjob(), MSJOB), (ascendjob(), ASCENDJOB)):
+            try:
+                await self.api.create(CRD, "", definition)
+            except ApiError as error:
+                assert error.code == 409, error
+            while True:
+                try:
+                    await self.api.list(kind)
+                    break
+                except ApiError as error:
+                    assert error.code == 404, error
+                    await asyncio.sleep(0.05)
+        await self.api.create(NAMESPACE, "", {"metadata": {"name": self.namespace}})
+        await self.kubelet.prepare()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.begin(work).result(DEADLINE_S)
+
+    def operator(self, *, url: str = "", token: str = "", **options: Any) -> Operator:
+        """An operator of this namespace, in this process; by another way to the server, or as another user, if told so."""
+        kubeconfig = self.folder / f"kubeconfig-{len(self._running)}"
+        self.server._replace(url=url or self.server.url).kubeconfig(kubeconfig, token=token, namespace=self.namespace)
+
+        async def make() -> Operator:
+            chosen = {"leader_elect": False, "namespace": self.namespace, **options}
+            return Operator(connect(str(kubeconfig)), Options(**chosen))
+
+        operator = self.do(make())
+        self._running.append(self.begin(operator.run()))
+        if not options.get("leader_elect"):
+            until(lambda: operator.leading.is_set() or self._running[-1].done(), "the operator to act", DEADLINE_S)
+        return operator
+
+    def end(self) -> None:
+        for task in self._running:
+            task.cancel()
+        for task in self._running:
+            with contextlib.suppress(BaseException):
+                task.result(20)
+        self.processes.end()
+
+        async def leave() -> None:
+            for node in self.kubelet.nodes:
+                await self.api.delete(NODE, "", node)
+            await self.api.close()
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        self.do(leave())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    # -- objects -----------------------------------------------------------------------------------------------------
+
+    def apply(self, job: Thing) -> Thing:
+        kind = ASCENDJOB if job.get("kind") == "AscendJob" else MSJOB
+        return self.do(self.api.create(kind, self.namespace, job))
+
+    def patch(self, name: str, patch: Thing, kind: Kind = MSJOB, sub: str = "") -> Thing:
+        return self.do(self.api.patch(kind, self.namespace, name, patch, sub))
+
+    def delete(self, kind: Kind, name: str, **options: Any) -> None:
+        self.do(self.api.delete(kind, self.namespace, name, **options))
+
+    def job(self, name: str, kind: Kind = MSJOB) -> Thing:
+        return self.do(self.api.get(kind, self.namespace, name))
+
+    def status(self, name: str, kind: Kind = MSJOB) -> Thing:
+        return self.job(name, kind).get("status") or {}
+
+    def pods(self, job: str = "") -> dict[str, Thing]:
+        page = self.do(self.api.list(POD, self.namespace, f"{JOB_LABEL}={job}" if job else ""))
+        return {pod["metadata"]["name"]: pod for pod in page.items}
+
+    def services(self) -> dict[str, Thing]:
+        return {s["metadata"]["name"]: s for s in self.do(self.api.list(SERVICE, self.namespace)).items}
+
+    def events(self, job: str) -> dict[str, str]:
+        """The events of a job: reason → message of the last one."""
+        found = [e for e in self.do(self.api.list(EVENT, self.namespace)).items if e["involvedObject"]["name"] == job]
+        return {event["reason"]: event["message"] for event in found}
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait(self, happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+        return until(happened, what, deadline_s, self.story)
+
+    def until(self, name: str, condition: str, kind: Kind = MSJOB, deadline_s: float = DEADLINE_S) -> Thing:
+        """The job's status, as soon as a condition holds."""
+
+        def holds() -> Thing | None:
+            status = self.status(name, kind)
+            over = {"Succeeded", "Failed"} & set(conditions(status)) - {condition}
+            assert not over or condition in conditions(status), f"{name} is {over}, not {condition}\n{self.story()}"
+            return status if condition in conditions(status) else None
+
+        found: Thing = self.wait(holds, f"{name} to be {condition}", deadline_s)
+        return found
+
+    def heard(self, pod: str, words: str, deadline_s: float = DEADLINE_S) -> None:
+        self.wait(lambda: words in self.kubelet.log(pod), f"{pod} to say {words!r}", deadline_s)
+
+    def told(self, job: str, reason: str) -> str:
+        """The message of an event, as soon as it is there."""
+        message: str = self.wait(lambda: self.events(job).get(reason), f"the event {reason}")
+        return message
+
+    def story(self) -> str:
+        """Everything, for the sentence of a failure."""
+        lines = []
+        for kind in (MSJOB, ASCENDJOB):
+            for job in self.do(self.api.list(kind, self.namespace)).items:
+                lines.append(f"--- {job['metadata']['name']}: {job.get('status')}")
+                lines += [f"{reason}: {message}" for reason, message in self.events(job["metadata"]["name"]).items()]
+        for name, pod in self.pods().items():
+            lines.append(f"--- {name}: {pod['status']}\n{self.kubelet.log(name)[-1500:]}")
+        return "\n".join(lines) + "\n" + self.processes.tails()
+
+
+def conditions(status: Thing) -> dict[str, Thing]:
+    """The conditions that hold."""
+    return {c["type"]: c for c in status.get("conditions") or [] if c["status"] == "True"}
+
+
+def job(name: str, *, roles: dict[str, Any] | None = None, labels: Any = None, annotations: Any = None, **spec: Any) -> Thing:
+    """An MSJob of small shell scripts: roles maps a role to (replicas, command) or to a whole replica spec."""
+    specs = {}
+    for key, given in (roles or {"Worker": (1, "true")}).items():
+        specs[key] = given if isinstance(given, dict) else replica(*given)
+    return {
+        "apiVersion": "mindspore.gitee.com/v1",
+        "kind": "MSJob",
+        "metadata": {"name": name, "labels": labels or {}, "annotations": annotations or {}},
+        "spec": {"msReplicaSpecs": specs, **spec},
+    }
+
+
+def replica(replicas: int, command: str | list[str], restart: str = "Never", **container: Any) -> Thing:
+    words = ["sh", "-c", command] if isinstance(command, str) else command
+    main = {"name": "mindspore", "image": "covey:test", "command": words, **container}
+    template = {"spec": {"terminationGracePeriodSeconds": 1, "containers": [main]}}
+    return {"replicas": replicas, "restartPolicy": restart, "template": template}
+
+
+def running(server: Server, namespace: str, folder: Path) -> Iterator[Kubernetes]:
+    """The body of the fixture."""
+    kubernetes = Kubernetes(server, namespace, folder)
+    try:
+        yield kubernetes
+    finally:
+        kubernetes.end()

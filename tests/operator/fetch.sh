@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Brings etcd and kube-apiserver into the folder .kubernetes: `make kubernetes`.
+# From $KUBEBUILDER_ASSETS if it has them (any version), else from ../shared/kubernetes if that is there, else built from Debian's
+# source package (about 20 minutes on two cores, 4 GB). The system's packages and apt's configuration are not touched.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+cache=$PWD/.kubernetes
+shared=$(dirname "$PWD")/shared/kubernetes
+mkdir -p "$cache"
+
+from_assets() {
+    local name=$1 path=${KUBEBUILDER_ASSETS:-}/$1
+    [ -n "${KUBEBUILDER_ASSETS:-}" ] && [ -x "$path" ] && ln -sf "$path" "$cache/$name"
+}
+
+debian() { # download a package of the configured suite and unpack it: no installation
+    local folder
+    folder=$(mktemp -d)
+    (cd "$folder" && { apt-get download -qq "$1" || { apt-get update -qq && apt-get download -qq "$1"; }; } && dpkg-deb -x ./*.deb out)
+    echo "$folder/out"
+}
+
+get_etcd() {
+    from_assets etcd && return
+    if command -v etcd >/dev/null; then
+        ln -sf "$(command -v etcd)" "$cache/etcd"
+    else
+        cp "$(debian etcd-server)/usr/bin/etcd" "$cache/etcd"
+    fi
+}
+
+get_api_server() {
+    from_assets kube-apiserver && return
+    if [ -f "$shared/kube-apiserver.xz" ]; then
+        python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+            "$shared/kube-apiserver.xz" "$cache/kube-apiserver.partial"
+        chmod +x "$cache/kube-apiserver.partial"
+        mv "$cache/kube-apiserver.partial" "$cache/kube-apiserver"
+    else
+        build_api_server
+    fi
+}
+
+build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two repairs it needs on a newer Go
+    echo "building kube-apiserver from Debian's source: this takes about 20 minutes" >&2
+    local work tree mirror packages
+    work=$cache/build tree=$cache/build/gopath/src/k8s.io/kubernetes
+    mkdir -p "$work/apt/lists/partial" "$work/apt/archives/partial" "$work/gopath/src/k8s.io"
+    mirror=$(apt-cache policy | sed -n 's/^ *[0-9]* \(http[^ ]*\) .*/\1/p' | grep -v security | head -1)
+    echo "deb-src ${mirror:-http://deb.debian.org/debian} bookworm main" >"$work/apt/sources.list"
+    echo "deb ${mirror:-http://deb.debian.org/debian} bookworm main" >>"$work/apt/sources.list"
+    local apt=(apt-get -qq -o "Dir::Etc::sourcelist=$work/apt/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::lists=$work/apt/lists")
+    "${apt[@]}" update
+    (cd "$work" && "${apt[@]}" source --download-only kubernetes && rm -rf "$tree" && dpkg-source -x --no-check ./*.dsc "$tree")
+    packages="golang-1.19-go golang-1.19-src golang-github-modern-go-reflect2-dev"
+    (cd "$work/apt" && "${apt[@]}" download $packages && for deb in *.deb; do dpkg-deb -x "$deb" "$work/root"; done)
+    rm -rf "$tree/vendor/github.com/modern-go/reflect2"
+    cp -r "$work/root/usr/share/gocode/src/github.com/modern-go/reflect2" "$tree/vendor/github.com/modern-go/"
+    export GOROOT=$work/root/usr/lib/go-1.19 GOPATH=$work/gopath GO111MODULE=off CGO_ENABLED=0 GOCACHE=$work/cache
+    ln -sfn "$work/root/usr/share/go-1.19/src" "$GOROOT/src"
+    local go=$GOROOT/bin/go version=-s
+    cd "$tree"
+    "$go" build -o "$work/openapi-gen" ./vendor/k8s.io/kube-openapi/cmd/openapi-gen
+    local inputs
+    inputs=$(grep -rl --include=doc.go '+k8s:openapi-gen=true' pkg staging/src | xargs -n1 dirname |
+        sed -e 's|^staging/src/|k8s.io/kubernetes/vendor/|' -e 's|^pkg/|k8s.io/kubernetes/pkg/|' | paste -sd,)
+    "$work/openapi-gen" --input-dirs "$inputs" --output-package k8s.io/kubernetes/pkg/generated/openapi \
+        --output-base "$GOPATH/src" --output-file-base zz_generated.openapi --go-header-file hack/boilerplate/boilerplate.generatego.txt \
+        --report-filename /dev/null
+    for package in k8s.io/kubernetes/vendor/k8s.io/component-base/version k8s.io/kubernetes/vendor/k8s.io/client-go/pkg/version; do
+        version+=" -w -X $package.gitVersion=v1.20.2 -X $package.gitMajor=1 -X $package.gitMinor=20"
+    done
+    "$go" build -trimpath -tags providerless,dockerless -ldflags "$version" -o "$cache/kube-apiserver" ./cmd/kube-apiserver
+}
+
+[ -x "$cache/etcd" ] || get_etcd
+[ -x "$cache/kube-apiserver" ] || get_api_server
+"$cache/etcd" --version | head -1
+"$cache/kube-apiserver" --version

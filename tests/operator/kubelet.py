@@ -1,0 +1,344 @@
+"""A kubelet of processes: binds each pod of a namespace to a node, runs its command as a local process, and reports its status.
+
+    kubelet.kill("job-worker-1")                 kill -9 of the process in the pod
+    kubelet.evict("job-worker-1")                as when the node runs out of memory
+    kubelet.lose("node-1")                       the node falls silent; what runs there runs on
+
+What a real node gives and this does not: images (one named "missing" cannot be pulled), cgroups, a network per pod. A pod's
+address is a loopback address of its own, a service's address in a variable is replaced by that of its pod, and a path below a
+volume's mount in variables and commands is replaced by a folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import signal
+import sys
+import time
+from base64 import b64decode
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from covey.core.job.clock import stamp
+from covey.operator.api import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def address(namespace: str, name: str) -> str:
+    """A pod's own address on loopback; a replacement has its predecessor's, so a service leads to it."""
+    a, b, c = hashlib.blake2b(f"{namespace}/{name}".encode(), digest_size=3).digest()
+    return f"127.{64 + a % 128}.{b}.{1 + c % 254}"
+
+
+class Container:
+    """A pod's process, over all its restarts."""
+
+    def __init__(self, uid: str, node: str) -> None:
+        self.uid = uid
+        self.node = node
+        self.process: asyncio.subprocess.Process | None = None
+        self.restarts = 0
+        self.verdict: Thing | None = None  # a status that stands whatever the process does
+        self.task: asyncio.Task[None] | None = None
+        self.began = 0.0
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+class Kubelet:
+    """All nodes of one namespace."""
+
+    def __init__(self, api: Api, namespace: str, folder: Path, nodes: int = 3) -> None:
+        self.nodes = [f"{namespace}-n{number}" for number in range(nodes)]
+        self.lost: set[str] = set()
+        self.unschedulable = ""  # a reason: no pod is bound
+        self.environment: dict[str, str] = {}
+        self.paths: dict[str, str] = {}  # host paths that lie elsewhere here
+        self.folder = folder
+        self._api = api
+        self._namespace = namespace
+        self._containers: dict[str, Container] = {}
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def prepare(self) -> None:
+        for node in self.nodes:
+            await self._api.create(NODE, "", {"metadata": {"name": node}})
+            await self._node_status(node, "True")
+
+    async def run(self) -> None:
+        """Watch the pods, for ever."""
+        try:
+            while True:
+                with contextlib.suppress(ApiError):
+                    page = await self._api.list(POD, self._namespace)
+                    for pod in page.items:
+                        await self._see(pod)
+                    async for kind, pod in self._api.watch(POD, page.version, self._namespace):
+                        if kind == "DELETED":
+                            self._gone(pod)
+                        elif kind != "BOOKMARK":
+                            await self._see(pod)
+                await asyncio.sleep(0.05)
+        finally:
+            for container in self._containers.values():
+                container.signal(signal.SIGKILL)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- what tests do to pods and nodes (from any thread) -----------------------------------------------------------
+
+    def kill(self, pod: str, number: int = signal.SIGKILL) -> None:
+        """A signal to every process in a pod."""
+        self._loop.call_soon_threadsafe(self._containers[pod].signal, number)
+
+    def pid(self, pod: str) -> int:
+        process = self._containers[pod].process
+        return process.pid if process is not None and process.returncode is None else 0
+
+    def evict(self, pod: str) -> None:
+        def now() -> None:
+            container = self._containers[pod]
+            container.verdict = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"}
+            container.signal(signal.SIGKILL)
+
+        self._loop.call_soon_threadsafe(now)
+
+    async def lose(self, node: str) -> None:
+        """The node is not heard of any more."""
+        self.lost.add(node)
+        await self._node_status(node, "Unknown")
+
+    def log(self, pod: str) -> str:
+        path = self.folder / pod / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # -- pods --------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _see(self, pod: Thing) -> None:
+        metadata, spec = pod["metadata"], pod["spec"]
+        name = metadata["name"]
+        container = self._containers.get(name)
+        if container is not None and container.uid != metadata["uid"]:
+            if container.node not in self.lost:
+                container.signal(signal.SIGKILL)
+            container = None
+        if spec.get("nodeName") in self.lost or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+            if metadata.get("deletionTimestamp") and spec.get("nodeName") not in self.lost:
+                await self._remove(name, metadata["uid"])
+            return
+        if metadata.get("deletionTimestamp"):
+            if container is None or container.process is None:
+                await self._remove(name, metadata["uid"])
+            elif container.verdict is None:
+                container.verdict = {}
+                self._spawn(self._end(container, metadata.get("deletionGracePeriodSeconds", 30)))
+            return
+        if spec.get("activeDeadlineSeconds") == 1 and container is not None:
+            container.verdict = {"phase": "Failed", "reason": "DeadlineExceeded"}
+            container.signal(signal.SIGKILL)
+        elif container is None:
+            await self._bind(pod)
+
+    def _gone(self, pod: Thing) -> None:
+        container = self._containers.get(pod["metadata"]["name"])
+        if container is not None and container.uid == pod["metadata"]["uid"]:
+            if container.node not in self.lost:
+                container.signal(signal.SIGKILL)
+            container.verdict = {}
+            del self._containers[pod["metadata"]["name"]]
+
+    async def _end(self, container: Container, grace: int) -> None:
+        container.signal(signal.SIGTERM)
+        await asyncio.sleep(grace)
+        container.signal(signal.SIGKILL)
+
+    async def _bind(self, pod: Thing) -> None:
+        metadata = pod["metadata"]
+        name = metadata["name"]
+        fits = [node for node in self.nodes if node not in self.lost and node not in _excluded(pod)]
+        if self.unschedulable or not fits:
+            why = self.unschedulable or f"0/{len(self.nodes)} nodes are available"
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
+            await self._report(name, {"phase": "Pending", "conditions": [condition]})
+            return
+        load = {node: sum(c.node == node for c in self._containers.values()) for node in fits}
+        node = pod["spec"].get("nodeName") or min(fits, key=lambda n: load[n])
+        container = self._containers[name] = Container(metadata["uid"], node)
+        if not pod["spec"].get("nodeName"):
+            target = {"target": {"apiVersion": "v1", "kind": "Node", "name": node}, "metadata": {"name": name}}
+            with contextlib.suppress(ApiError):
+                await self._api.create(POD, self._namespace, target, name, "binding")
+        container.task = self._spawn(self._live(pod, container))
+
+    async def _live(self, pod: Thing, container: Container) -> None:
+        """Run the pod's process, again and again where its policy says so, and report."""
+        name = pod["metadata"]["name"]
+        main = pod["spec"]["containers"][0]
+        if main["image"] == "missing":
+            waiting = {"reason": "ErrImagePull", "message": "the image missing cannot be pulled"}
+            await self._report(name, self._status(pod, container, "Pending", {"waiting": waiting}))
+            return
+        while container.process is not None or container.verdict is None:
+            try:
+                container.process = await self._start(pod, main)
+            except ApiError as error:  # a secret or a ConfigMap that is not there yet
+                waiting = {"reason": "CreateContainerConfigError", "message": str(error)}
+                await self._report(name, self._status(pod, container, "Pending", {"waiting": waiting}), container)
+                await asyncio.sleep(0.2)
+                continue
+            if container.verdict is None:
+                await self._report(name, self._status(pod, container, "Running", {"running": {}}), container)
+            code = await container.process.wait()
+            code = 128 - code if code < 0 else code
+            if container.node in self.lost:
+                return
+            if container.verdict is not None:
+                if container.verdict:
+                    await self._report(name, container.verdict, container)
+                else:
+                    await self._remove(name, container.uid)
+                return
+            policy = pod["spec"]["restartPolicy"]
+            ended = {"terminated": {"exitCode": code, "reason": "Completed" if code == 0 else "Error"}}
+            if policy == "Always" or (policy == "OnFailure" and code):
+                container.restarts += 1
+                continue
+            await self._report(name, self._status(pod, container, "Failed" if code else "Succeeded", ended), container)
+            return
+
+    async def _start(self, pod: Thing, main: Thing) -> asyncio.subprocess.Process:
+        folder = self.folder / pod["metadata"]["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "home").mkdir(exist_ok=True)
+        mounts = await self._mounts(pod, main, folder)
+        variables = {key: _moved(value, mounts) for key, value in (await self._variables(pod, main)).items()}
+        words = [_moved(_filled(word, variables), mounts) for word in [*(main.get("command") or []), *(main.get("args") or [])]]
+        with (folder / "log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *words,
+                env={
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+                    "LANG": "C.UTF-8",
+                    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+                    "HOME": str(folder / "home"),
+                    "OMP_NUM_THREADS": "1",
+                    "HARNESS_FOLDER": str(self.folder),
+                    "TERM": "dumb",
+                    **self.environment,
+                    **variables,
+                },
+                cwd=folder,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    async def _mounts(self, pod: Thing, main: Thing, folder: Path) -> dict[str, str]:
+        """Mount path → folder: a hostPath is itself, anything else a folder that lives as long as the pod."""
+        volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
+        found = {}
+        for mount in main.get("volumeMounts") or []:
+            volume = volumes[mount["name"]]
+            path = (volume.get("hostPath") or {}).get("path")
+            place = Path(self.paths.get(path, path)) if path else folder / f"volume-{pod['metadata']['uid']}" / mount["name"]
+            place.mkdir(parents=True, exist_ok=True)
+            if "configMap" in volume:
+                content = await self._api.get(CONFIG_MAP, self._namespace, volume["configMap"]["name"])
+                for name, text in content["data"].items():
+                    (place / name).write_text(text)
+            found[mount["mountPath"]] = str(place)
+        return found
+
+    async def _variables(self, pod: Thing, main: Thing) -> dict[str, str]:
+        metadata = pod["metadata"]
+        services = {
+            service["spec"]["clusterIP"]: service["metadata"]["name"]
+            for service in (await self._api.list(SERVICE, self._namespace)).items
+        }
+        found: dict[str, str] = {}
+        for entry in main.get("env") or []:
+            source = entry.get("valueFrom") or {}
+            if "fieldRef" in source:
+                fields = {"metadata.name": metadata["name"], "status.podIP": address(self._namespace, metadata["name"])}
+                value = fields[source["fieldRef"]["fieldPath"]]
+            elif "secretKeyRef" in source:
+                secret = await self._api.get(SECRET, self._namespace, source["secretKeyRef"]["name"])
+                value = b64decode(secret["data"][source["secretKeyRef"]["key"]]).decode()
+            else:
+                value = str(entry.get("value", ""))
+            found[entry["name"]] = address(self._namespace, services[value]) if value in services else value
+        return found
+
+    # -- status ------------------------------------------------------------------------------------------------------
+
+    def _status(self, pod: Thing, container: Container, phase: str, state: Thing) -> Thing:
+        main = pod["spec"]["containers"][0]
+        up = "running" in state
+        return {
+            "phase": phase,
+            "podIP": address(self._namespace, pod["metadata"]["name"]),
+            "startTime": stamp(time.time()),
+            "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": str(up)}],
+            "containerStatuses": [
+                {
+                    "name": main["name"],
+                    "image": main["image"],
+                    "imageID": "",
+                    "ready": up,
+                    "started": up,
+                    "restartCount": container.restarts,
+                    "state": state,
+                }
+            ],
+        }
+
+    async def _report(self, name: str, status: Thing, container: Container | None = None) -> None:
+        body: Thing = {"status": status}
+        if container is not None:
+            body["metadata"] = {"uid": container.uid}
+        with contextlib.suppress(ApiError):  # it is gone, or another one now
+            await self._api.patch(POD, self._namespace, name, body, "status")
+
+    async def _remove(self, name: str, uid: str) -> None:
+        with contextlib.suppress(ApiError):
+            await self._api.delete(POD, self._namespace, name, uid=uid, grace=0)
+
+    async def _node_status(self, node: str, ready: str) -> None:
+        now = stamp(time.time())
+        condition = {"type": "Ready", "status": ready, "lastTransitionTime": now, "lastHeartbeatTime": now}
+        await self._api.patch(NODE, "", node, {"status": {"conditions": [condition]}}, "status")
+
+
+def _excluded(pod: Thing) -> set[str]:
+    affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
+    return {value for term in terms for field in term.get("matchFields") or [] for value in field["values"]}
+
+
+def _filled(word: str, variables: dict[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word)
+
+
+def _moved(text: str, mounts: dict[str, str]) -> str:
+    for path, place in mounts.items():
+        if path != place:
+            text = re.sub(rf"(?<![\w/]){re.escape(path)}(?=/|$|[\s;&|])", place, text)
+    return text

@@ -1,0 +1,64 @@
+"""What is shipped is what the code says, and a server takes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.operator.cluster import Kubernetes
+
+from covey.operator import manifests
+from covey.operator.api import CRD, Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_manifest_is_what_the_code_says() -> None:
+    written = (ROOT / "deploy" / "v1" / "covey-operator.yaml").read_text()
+    assert written == manifests.as_yaml(manifests.everything()), "make manifests writes it anew"
+
+
+def test_the_deployment_runs_a_command_that_exists() -> None:
+    """Its arguments are those of covey operator run, which says so with --help beside them."""
+    [container] = manifests.deployment("some", "team")["spec"]["template"]["spec"]["containers"]
+    command = [sys.executable, "-m", "covey.cli.main", *container["args"], "--help"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+def test_no_right_is_wider_than_it_needs() -> None:
+    for rule in manifests.rules(cluster=True):
+        assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
+    [secrets] = [rule for rule in manifests.rules(cluster=True) if "secrets" in rule["resources"]]
+    assert secrets["verbs"] == ["create"]
+    assert not any("nodes" in rule["resources"] for rule in manifests.rules(cluster=False))
+
+
+@pytest.mark.parametrize("options", [[], ["--namespace", "team", "--no-ascend"]])
+def test_a_dry_run_prints_what_would_be_applied(options: list[str]) -> None:
+    command = [sys.executable, "-m", "covey.cli.main", "operator", "install", "--dry-run", "--image", "mine:1", *options]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    things = list(yaml.safe_load_all(said.stdout))
+    kinds = [thing["kind"] for thing in things]
+    assert kinds[-1] == "Deployment" and things[-1]["spec"]["replicas"] == 2
+    assert things[-1]["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"
+    assert ("ClusterRole" in kinds) == (not options) and kinds.count("CustomResourceDefinition") == (1 if options else 2)
+
+
+def test_install_applies_everything_and_again(kubernetes: Kubernetes) -> None:
+    command = [sys.executable, "-m", "covey.cli.main", "operator", "install", "--kubeconfig", str(kubernetes.kubeconfig)]
+    for _ in range(2):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert said.returncode == 0 and "deployment/covey-operator applied" in said.stdout, said.stderr
+    deployments = Kind("apis/apps/v1", "deployments", "Deployment")
+    found = kubernetes.do(kubernetes.api.get(deployments, manifests.NAMESPACE, manifests.NAME))
+    assert found["spec"]["replicas"] == 2
+    assert kubernetes.do(kubernetes.api.get(CRD, "", "msjobs.mindspore.gitee.com"))["spec"]["scope"] == "Namespaced"
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "covey.cli.main", "jobs", "--kubeconfig", str(tmp_path / "none")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 10 and said.stderr.count("\n") == 1 and "KUBECONFIG" in said.stderr

@@ -1,0 +1,45 @@
+"""Every sample of config/samples, applied as it is and run to its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.operator.cluster import Kubernetes
+from tests.operator.trainings import JOIN
+
+from covey.operator.api import ASCENDJOB, MSJOB
+
+SAMPLES = Path(__file__).resolve().parents[2] / "config" / "samples"
+START = """#!/bin/bash
+covey run --no-live --local 1 $1/$3
+"""
+
+
+def prepared(kubernetes: Kubernetes) -> None:
+    """The folders that the samples mount, with what they run."""
+    folder = kubernetes.folder / "host"
+    (folder / "scripts").mkdir(parents=True)
+    for name in ("train.py", "train_and_eval_distribute.py", "pretrain_gpt.py"):
+        (folder / name).write_text(JOIN)
+    (folder / "scripts" / "train_start.sh").write_text(START)
+    kubernetes.kubelet.paths = {"/absolute_path": str(folder), "/job/code": str(folder)}
+    kubernetes.kubelet.environment = {"MS_SCHED_MANAGE_PORT": "0"}
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sample_runs_to_its_end(kubernetes: Kubernetes, path: Path) -> None:
+    prepared(kubernetes)
+    kubernetes.operator()
+    sample: dict[str, Any] = yaml.safe_load(path.read_text())
+    name, kind = sample["metadata"]["name"], ASCENDJOB if sample["kind"] == "AscendJob" else MSJOB
+    kubernetes.apply(sample)
+    kubernetes.until(name, "Succeeded", kind)
+    roles = sample["spec"].get("msReplicaSpecs") or sample["spec"]["replicaSpecs"]
+    per_pod = int(sample["metadata"].get("annotations", {}).get("covey/processes-per-pod", 1))
+    world = per_pod * sum(role["replicas"] for key, role in roles.items() if key in ("Worker", "Master"))
+    expected = 1 if "enableDynamicWorker" in sample["spec"] else world
+    kubernetes.heard(f"{name}-worker-0", f"world={expected}")
+    kubernetes.heard(f"{name}-worker-0", "done")

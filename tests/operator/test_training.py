@@ -1,0 +1,140 @@
+"""covey inside the pods: what runs, and what a death of a pod or of a process leads to."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from tests.operator.cluster import Kubernetes, job, replica
+from tests.operator.trainings import COUNT, LOOP
+
+from covey.operator.api import Thing
+
+GRACE = {"fault-scheduling": "grace"}
+WORKERS = 3
+SLOW_S = 150.0  # every process imports torch, and they share what processors there are
+
+
+def scripts(kubernetes: Kubernetes) -> dict[str, str]:
+    """The scripts as files, and what their processes need to know."""
+    for name, text in (("count.py", COUNT), ("loop.py", LOOP)):
+        (kubernetes.folder / name).write_text(text)
+    kubernetes.kubelet.environment = {"GO": str(kubernetes.folder / "go"), "MS_SCHED_MANAGE_PORT": "0"}
+    return {name: str(kubernetes.folder / f"{name}.py") for name in ("count", "loop")}
+
+
+def training(name: str, scheduler: list[str], worker: list[str], strategy: str = "", **more: Any) -> Thing:
+    return job(
+        name,
+        roles={"Scheduler": replica(1, scheduler), "Worker": replica(WORKERS, worker)},
+        labels=GRACE if strategy else {},
+        annotations={"recover-strategy": strategy} if strategy else {},
+        successPolicy="AllWorkers",
+        **more,
+    )
+
+
+def hashes(kubernetes: Kubernetes, name: str) -> list[str]:
+    logs = [kubernetes.kubelet.log(f"{name}-worker-{index}") for index in range(WORKERS)]
+    return [match for log in logs for match in re.findall(r"HASH (\w+)", log)]
+
+
+def test_a_script_in_every_role(kubernetes: Kubernetes) -> None:
+    script = scripts(kubernetes)["count"]
+    kubernetes.operator()
+    kubernetes.apply(training("count", ["python", script], ["python", script]))
+    kubernetes.until("count", "Succeeded")
+    logs = [kubernetes.kubelet.log(f"count-worker-{index}") for index in range(WORKERS)]
+    assert sorted(re.findall(r"rank=(\d)", "".join(logs))) == ["0", "1", "2"] and all("total 40.0" in log for log in logs)
+
+
+@pytest.mark.timeout(300)
+def test_recover_replaces_a_pod_and_the_others_go_on(kubernetes: Kubernetes) -> None:
+    script = scripts(kubernetes)["loop"]
+    kubernetes.operator()
+    kubernetes.apply(training("loop", ["python", script], ["python", script], "recover"))
+    for index in range(WORKERS):
+        kubernetes.heard(f"loop-worker-{index}", "step 4", SLOW_S)
+    before = kubernetes.pods("loop")
+    first = next(name for name in before if "rank=0" in kubernetes.kubelet.log(name))  # rank 0 is not special
+    kubernetes.kubelet.kill(first)
+    kubernetes.wait(lambda: _uid(kubernetes, first) not in ("", before[first]["metadata"]["uid"]), "a replacement")
+    (kubernetes.folder / "go").touch()
+    status = kubernetes.until("loop", "Succeeded", deadline_s=SLOW_S)
+    after = kubernetes.pods("loop")
+    assert after[first]["spec"]["nodeName"] != before[first]["spec"]["nodeName"]
+    others = [name for name in before if name != first and "worker" in name]
+    assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in others)
+    assert all(re.findall(r"step (\d+)", kubernetes.kubelet.log(name)) == [str(n) for n in range(12)] for name in others)
+    assert len(set(hashes(kubernetes, "loop"))) == 1 and len(hashes(kubernetes, "loop")) == WORKERS
+    assert status["restartsTotal"] == 1
+
+
+def _uid(kubernetes: Kubernetes, name: str) -> str:
+    pod = kubernetes.pods().get(name)
+    return str(pod["metadata"]["uid"]) if pod is not None and pod["status"].get("phase") == "Running" else ""
+
+
+@pytest.mark.timeout(300)
+def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes) -> None:
+    script = scripts(kubernetes)["loop"]
+    kubernetes.operator()
+    worker = ["covey", "run", "--no-live", "--tail_worker_log", "-1", script]
+    kubernetes.apply(training("place", ["python", "-c", "import covey; covey.init()"], worker, "recover-in-place"))
+    for index in range(WORKERS):
+        kubernetes.heard(f"place-worker-{index}", "step 4", SLOW_S)
+    before = kubernetes.pods("place")
+    [victim] = re.findall(r"pid=(\d+)", kubernetes.kubelet.log("place-worker-1"))
+    os.kill(int(victim), signal.SIGKILL)
+    (kubernetes.folder / "go").touch()
+    status = kubernetes.until("place", "Succeeded", deadline_s=SLOW_S)
+    after = kubernetes.pods("place")
+    assert {name: pod["metadata"]["uid"] for name, pod in after.items()} == {
+        name: pod["metadata"]["uid"] for name, pod in before.items()
+    }
+    assert status["restartsTotal"] == 0 and len(set(hashes(kubernetes, "place"))) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubernetes) -> None:
+    """The node falls silent with its process (stopped); the replacement finishes the training; then the process wakes up."""
+    script = scripts(kubernetes)["loop"]
+    kubernetes.kubelet.environment["MS_NODE_TIMEOUT"] = "3"
+    kubernetes.operator()
+    asked = training("fence", ["python", script], ["python", script], "recover")
+    asked["metadata"]["annotations"]["covey/node-lost-seconds"] = "0.2"
+    kubernetes.apply(asked)
+    for index in range(WORKERS):
+        kubernetes.heard(f"fence-worker-{index}", "step 4", SLOW_S)
+    before = kubernetes.pods("fence")["fence-worker-1"]
+    old = kubernetes.kubelet.pid("fence-worker-1")
+    os.killpg(old, signal.SIGSTOP)
+    kubernetes.do(kubernetes.kubelet.lose(before["spec"]["nodeName"]))
+    kubernetes.wait(lambda: _uid(kubernetes, "fence-worker-1") not in ("", before["metadata"]["uid"]), "a replacement")
+    (kubernetes.folder / "go").touch()
+    kubernetes.wait(lambda: kubernetes.kubelet.log("fence-worker-1").count("pid=") == 2, "the replacement to join", SLOW_S)
+    os.killpg(old, signal.SIGCONT)
+    kubernetes.until("fence", "Succeeded", deadline_s=SLOW_S)
+    kubernetes.wait(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE, "it to end")
+    assert len(set(hashes(kubernetes, "fence"))) == 1 and len(hashes(kubernetes, "fence")) == WORKERS
+
+
+@pytest.mark.timeout(300)
+def test_a_pod_of_covey_run_that_is_killed_starts_everyone_anew(kubernetes: Kubernetes) -> None:
+    script = scripts(kubernetes)["loop"]
+    kubernetes.operator()
+    worker = ["covey", "run", "--no-live", "--tail_worker_log", "-1", script]
+    kubernetes.apply(training("anew", ["python", "-c", "import covey; covey.init()"], worker, "recover-in-place,recover"))
+    for index in range(WORKERS):
+        kubernetes.heard(f"anew-worker-{index}", "step 4", SLOW_S)
+    before = kubernetes.pods("anew")
+    (kubernetes.folder / "go").touch()
+    kubernetes.kubelet.kill("anew-worker-1")
+    status = kubernetes.until("anew", "Succeeded", deadline_s=SLOW_S)
+    after = kubernetes.pods("anew")
+    assert all(after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"] for name in after)
+    assert len(set(hashes(kubernetes, "anew"))) == 1 and status["restartsTotal"] == 1

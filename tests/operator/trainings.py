@@ -1,0 +1,52 @@
+"""Scripts that pods run: small, of covey, with a file that holds them back so that a test can act in the middle."""
+
+from __future__ import annotations
+
+# Joins and is done: no collective, so no torch.
+JOIN = """
+import covey
+
+covey.init()
+print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
+print("done", flush=True)
+"""
+
+# Trains on numpy arrays: the mean over all workers of a number, step by step.
+COUNT = """
+import os, pathlib, sys, time
+import covey, numpy
+
+covey.init()
+print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
+total = 0.0
+for step in range(20):
+    total += float(covey.all_reduce(numpy.array([1.0 + covey.get_rank()]), "mean")[0])
+    covey.report(step, "train")
+    print(f"step {step}", flush=True)
+print(f"total {total}", flush=True)
+"""
+
+# A loop that heals; it waits at step 5 until the file GO exists, and prints a hash of its parameters at the end.
+LOOP = """
+import hashlib, os, pathlib, time
+import covey, torch
+from torch import nn
+
+covey.init()
+torch.set_num_threads(1)
+covey.set_seed(1)
+rank, world = covey.get_rank(), covey.get_group_size()
+print(f"rank={rank} world={world} pid={os.getpid()}", flush=True)
+net = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(64, 8) / 512, torch.arange(64) % 2)
+loop = covey.Loop(net, optimizer, covey.Data(data, 4), steps=int(os.environ.get("STEPS", "12")), seed=7)
+for x, y in loop:
+    while loop.step >= 5 and not pathlib.Path(os.environ["GO"]).exists():
+        time.sleep(0.02)
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {loop.step}", flush=True)
+print("HASH", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest(), flush=True)
+"""

@@ -1,0 +1,493 @@
+"""The plan of an MSJob, with plain dicts: what it asks for, what it remembers, when it comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.jobs import NOW, World, container, job, node, pod, service
+
+from covey.core.job import Observed, Plan, plan
+from covey.core.job.actions import (
+    Adopt,
+    CreateGang,
+    CreatePod,
+    CreateSecret,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    DeleteService,
+    EndPod,
+    Label,
+    Tell,
+)
+
+
+def states(made: Plan) -> dict[str, str]:
+    assert made.status is not None
+    return {c["type"]: c["status"] for c in made.status["conditions"]}
+
+
+def reasons(made: Plan) -> dict[str, str]:
+    assert made.status is not None
+    return {c["type"]: c["reason"] for c in made.status["conditions"]}
+
+
+def of(made: Plan, kind: type) -> list[Any]:
+    return [action for action in made.actions if isinstance(action, kind)]
+
+
+def told(made: Plan) -> dict[str, str]:
+    return {action.reason: action.message for action in of(made, Tell)}
+
+
+def test_first_the_service_then_everyone() -> None:
+    made = plan(job(), Observed(), NOW)
+    assert of(made, CreateService) == [CreateService("Scheduler")] and not of(made, CreatePod)
+    assert states(made) == {"Created": "True"}
+    made = plan(job(status=made.status), Observed(services=[service("train-scheduler-0")]), NOW)
+    assert [(a.role, a.index) for a in of(made, CreatePod)] == [("Scheduler", 0), ("Worker", 0), ("Worker", 1)]
+    assert not of(made, CreateService) and of(made, CreateSecret)
+
+
+def test_a_single_worker_needs_no_service() -> None:
+    made = plan(job(roles={"Worker": 1}), Observed(), NOW)
+    assert [(a.role, a.index) for a in of(made, CreatePod)] == [("Worker", 0)] and not of(made, CreateService)
+
+
+def test_letter_case_of_roles_does_not_matter() -> None:
+    made = plan(job(roles={"worker": 1}), Observed(), NOW)
+    assert [a.role for a in of(made, CreatePod)] == ["Worker"]
+
+
+# -- success ---------------------------------------------------------------------------------------------------------
+
+
+def test_by_default_worker_0_decides() -> None:
+    world = World(job()).start()
+    world.ends("train-worker-1", 0)
+    assert world.look().reason != "" and "Succeeded" not in world.conditions()
+    world.ends("train-worker-0", 0)
+    made = world.look()
+    assert states(made) == {"Running": "False", "Created": "True", "Succeeded": "True"}
+    assert made.status is not None and made.status["state"] == "Succeeded" and made.status["completionTime"]
+
+
+def test_all_workers_wait_for_the_last() -> None:
+    world = World(job(successPolicy="AllWorkers")).start()
+    world.ends("train-worker-0", 0)
+    world.look()
+    assert "Succeeded" not in world.conditions()
+    world.ends("train-worker-1", 0)
+    world.look()
+    assert "Succeeded" in world.conditions()
+
+
+def test_a_succeeded_pod_that_was_collected_does_not_run_again() -> None:
+    world = World(job(successPolicy="AllWorkers")).start()
+    world.ends("train-worker-0", 0)
+    world.look()
+    del world.pods["train-worker-0"]
+    assert not of(world.look(), CreatePod)
+    world.ends("train-worker-1", 0)
+    world.look()
+    assert "Succeeded" in world.conditions()
+
+
+# -- failure ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
+def test_never_means_the_first_failure_is_the_last(role: str) -> None:
+    world = World(job()).start()
+    world.ends(f"train-{role}-0", 3)
+    made = world.look()
+    assert states(made)["Failed"] == "True" and "exit code 3" in told(made)["MSJobFailed"]
+    assert "Succeeded" not in states(made)
+
+
+def test_a_failure_and_a_success_in_one_look_are_one_condition() -> None:
+    world = World(job()).start()
+    world.ends("train-worker-0", 0)
+    world.ends("train-worker-1", 1)
+    made = world.look()
+    assert len({"Succeeded", "Failed"} & {k for k, v in states(made).items() if v == "True"}) == 1
+
+
+@pytest.mark.parametrize("code", [130, 137, 138, 143])
+def test_retryable_codes_bring_a_replacement(code: int) -> None:
+    world = World(job(restart="ExitCode")).start()
+    world.ends("train-worker-1", code)
+    made = world.look()
+    [deleted] = of(made, DeletePod)
+    assert deleted.name == "train-worker-1" and deleted.uid == world.pods["train-worker-1"]["metadata"]["uid"]
+    assert states(made)["Restarting"] == "True" and states(made)["Running"] == "False"
+    del world.pods["train-worker-1"]
+    assert [(a.role, a.index) for a in of(world.look(), CreatePod)] == [("Worker", 1)]
+    world.runs("train-worker-1")
+    made = world.look()
+    assert states(made)["Running"] == "True" and made.status is not None and made.status["restartsTotal"] == 1
+
+
+@pytest.mark.parametrize("code", [1, 2, 126, 127, 128, 139, 77])
+def test_permanent_codes_end_the_job(code: int) -> None:
+    world = World(job(restart="ExitCode")).start()
+    world.ends("train-worker-1", code)
+    assert states(world.look())["Failed"] == "True"
+
+
+def test_a_restart_is_counted_once_however_often_it_is_looked_at() -> None:
+    world = World(job(restart="ExitCode")).start()
+    world.ends("train-worker-1", 137)
+    for _ in range(3):
+        made = world.look()
+        assert world.status["restarts"] == 1 and len(of(made, DeletePod)) == 1
+
+
+def test_backoff_limit_counts_our_restarts() -> None:
+    world = World(job(restart="ExitCode", runPolicy={"backoffLimit": 2})).start()
+    for _ in range(2):
+        world.ends("train-worker-1", 137)
+        world.look()
+        del world.pods["train-worker-1"]
+        world.look()
+        world.runs("train-worker-1")
+        world.look()
+    world.ends("train-worker-1", 137)
+    made = world.look()
+    assert reasons(made)["Failed"] == "BackoffLimitExceeded" and made.status is not None
+    assert made.status["restartsTotal"] == 2
+
+
+def test_backoff_limit_counts_the_kubelets_restarts() -> None:
+    world = World(job(restart="OnFailure", runPolicy={"backoffLimit": 1})).start()
+    world.runs("train-worker-0", restarts=1)
+    made = world.look()
+    assert "Failed" not in states(made) and "ContainerRestarted" in told(made)
+    world.runs("train-worker-0", restarts=2)
+    assert reasons(world.look())["Failed"] == "BackoffLimitExceeded"
+
+
+def test_restarts_of_a_replaced_pod_stay_counted() -> None:
+    world = World(job(restart="OnFailure")).start()
+    world.runs("train-worker-0", restarts=3)
+    world.look()
+    world.pods["train-worker-0"]["status"] |= {"phase": "Failed", "reason": "Evicted"}
+    world.look()
+    assert world.status["restartsTotal"] == 4
+    del world.pods["train-worker-0"]
+    world.look()
+    world.runs("train-worker-0")
+    world.look()
+    assert world.status["restartsTotal"] == 4
+
+
+def test_dynamic_workers_may_fail_but_not_all() -> None:
+    world = World(job(enableDynamicWorker=True)).start()
+    world.ends("train-worker-1", 1)
+    made = world.look()
+    assert "Failed" not in states(made) and "WorkerLost" in told(made)
+    assert "WorkerLost" not in told(world.look())
+    world.ends("train-worker-0", 1)
+    assert states(world.look())["Failed"] == "True"
+
+
+def test_dynamic_workers_do_not_excuse_the_scheduler() -> None:
+    world = World(job(enableDynamicWorker=True)).start()
+    world.ends("train-scheduler-0", 1)
+    assert states(world.look())["Failed"] == "True"
+
+
+def test_a_dynamic_job_succeeds_with_those_that_are_left() -> None:
+    world = World(job(enableDynamicWorker=True, successPolicy="AllWorkers")).start()
+    world.ends("train-worker-1", 1)
+    world.look()
+    world.ends("train-worker-0", 0)
+    assert states(world.look())["Succeeded"] == "True"
+
+
+# -- after the end ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "deleted"),
+    [
+        ("All", {"train-scheduler-0", "train-worker-0", "train-worker-1"}),
+        ("Running", {"train-scheduler-0", "train-worker-1"}),
+        ("None", set()),
+    ],
+)
+def test_clean_pod_policy(policy: str, deleted: set[str]) -> None:
+    world = World(job(runPolicy={"cleanPodPolicy": policy})).start()
+    world.ends("train-worker-0", 0)
+    made = world.look()
+    assert {a.name for a in of(made, DeletePod)} == deleted
+    assert bool(of(made, DeleteService)) == (policy != "None")
+    assert not of(made, EndPod)
+
+
+def test_under_none_the_pods_of_a_failed_job_are_ended_and_kept() -> None:
+    world = World(job(runPolicy={"cleanPodPolicy": "None"})).start()
+    world.ends("train-worker-0", 1)
+    made = world.look()
+    assert {a.name for a in of(made, EndPod)} == {"train-scheduler-0", "train-worker-1"} and not of(made, DeletePod)
+    for name in ("train-scheduler-0", "train-worker-1"):
+        world.pods[name]["spec"]["activeDeadlineSeconds"] = 1
+    assert not of(world.look(), EndPod)
+
+
+def test_ttl_is_a_timer() -> None:
+    world = World(job(runPolicy={"ttlSecondsAfterFinished": 100})).start()
+    world.ends("train-worker-0", 0)
+    world.look()
+    made = world.look()
+    assert made.requeue_after == pytest.approx(100, abs=1) and not of(made, DeleteJob)
+    world.now += 101
+    assert of(world.look(), DeleteJob)
+
+
+def test_the_deadline_is_a_timer() -> None:
+    world = World(job(runPolicy={"activeDeadlineSeconds": 50})).start()
+    made = world.look()
+    assert made.requeue_after == pytest.approx(50, abs=1)
+    world.now += 51
+    assert reasons(world.look())["Failed"] == "DeadlineExceeded"
+
+
+def test_a_finished_job_stays_finished() -> None:
+    world = World(job()).start()
+    world.ends("train-worker-0", 0)
+    world.look()
+    world.pods.clear()
+    made = world.look()
+    assert not of(made, CreatePod) and not of(made, CreateService) and "Succeeded" in world.conditions()
+    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 5
+    assert not of(world.look(), CreatePod)
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    deleted = job()
+    deleted["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert plan(deleted, Observed(pods=[pod("train-worker-0", phase="Failed")]), NOW).actions == ()
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_why_nothing_starts_is_told_when_it_changes() -> None:
+    world = World(job()).start(phase="Pending")
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a GPU"}
+    world.pods["train-worker-1"]["status"]["conditions"] = [unscheduled]
+    made = world.look()
+    assert told(made)["Pending"] == "train-worker-1: Unschedulable: 0/3 nodes have a GPU"
+    assert "Pending" not in told(world.look())
+    world.pods["train-worker-1"]["status"] = container("waiting", {"reason": "ErrImagePull", "message": "no such image"})
+    assert told(world.look())["Pending"] == "train-worker-1: ErrImagePull: no such image"
+
+
+def test_a_pending_timeout_ends_in_a_condition() -> None:
+    world = World(job(runPolicy={"pendingTimeoutSeconds": 60})).start(phase="Pending")
+    made = world.look()
+    assert made.requeue_after == pytest.approx(60, abs=1)
+    world.now += 61
+    assert reasons(world.look())["Failed"] == "PendingTimeout"
+
+
+def test_a_pod_that_cannot_even_be_created_times_out_too() -> None:
+    world = World(job(roles={"Worker": 1}, runPolicy={"pendingTimeoutSeconds": 60}))
+    world.look()
+    world.now += 61
+    assert reasons(world.look())["Failed"] == "PendingTimeout"
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pod_on_a_lost_node_is_replaced_by_force() -> None:
+    world = World(job(restart="OnFailure")).start()
+    world.nodes = {"n0": node("n0", ready="Unknown", since=NOW), "n1": node("n1")}
+    world.pods["train-worker-0"]["spec"]["nodeName"] = "n0"
+    world.pods["train-worker-1"]["spec"]["nodeName"] = "n1"
+    made = world.look()
+    assert not of(made, DeletePod) and made.requeue_after == pytest.approx(60, abs=1)
+    world.now += 61
+    made = world.look()
+    assert [(a.name, a.grace) for a in of(made, DeletePod)] == [("train-worker-0", 0)]
+    assert world.status["restarts"] == 1
+
+
+def test_a_deletion_that_hangs_on_a_lost_node_is_forced() -> None:
+    world = World(job(restart="OnFailure")).start()
+    world.nodes = {"n0": node("n0", ready="Unknown", since=NOW - 1000)}
+    for name in ("train-scheduler-0", "train-worker-0"):
+        world.pods[name]["spec"].pop("nodeName", None)
+    world.pods["train-worker-1"]["spec"]["nodeName"] = "n0"
+    world.pods["train-worker-1"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert ("train-worker-1", 0) in [(a.name, a.grace) for a in of(world.look(), DeletePod)]
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------
+
+GRACE = {"fault-scheduling": "grace"}
+
+
+def test_recover_moves_the_one_pod_to_another_node() -> None:
+    world = World(job(labels=GRACE, annotations={"recover-strategy": "recover"})).start()
+    assert (
+        Label("process-recover-enable", "on")
+        in plan(job(labels=GRACE, annotations={"recover-strategy": "recover"}), Observed(), NOW).actions
+    )
+    world.pods["train-worker-0"]["spec"]["nodeName"] = "bad"
+    world.ends("train-worker-0", 1)
+    made = world.look()
+    assert [a.name for a in of(made, DeletePod)] == ["train-worker-0"]
+    del world.pods["train-worker-0"]
+    [created] = of(world.look(), CreatePod)
+    assert (created.role, created.index, created.excluded) == ("Worker", 0, ("bad",))
+    world.runs("train-worker-0")
+    world.pods["train-worker-0"]["spec"]["nodeName"] = "worse"
+    world.look()
+    world.ends("train-worker-0", 1)
+    world.look()
+    del world.pods["train-worker-0"]
+    assert [a.excluded for a in of(world.look(), CreatePod)] == [("worse",)]  # or soon no node would be left
+
+
+def test_recover_of_covey_run_starts_everyone_anew() -> None:
+    asked = job(labels=GRACE, annotations={"recover-strategy": "recover-in-place,recover"})
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"] = ["covey", "run", "train.py"]
+    world = World(asked).start()
+    world.ends("train-worker-0", 137)
+    assert len(of(world.look(), DeletePod)) == 3 and world.status["restarts"] == 1
+    for name in ("train-scheduler-0", "train-worker-1"):  # they fail in consequence, which counts no further
+        world.ends(name, 30)
+    world.look()
+    assert world.status["restarts"] == 1
+
+
+def test_recovery_is_off_without_fault_scheduling() -> None:
+    asked = job(annotations={"recover-strategy": "recover"})
+    assert "no effect" in told(plan(asked, Observed(), NOW))["Remark"]
+    world = World(asked).start()
+    world.ends("train-worker-0", 1)
+    assert states(world.look())["Failed"] == "True"
+
+
+def test_fault_scheduling_alone_restarts_everyone() -> None:
+    world = World(job(labels={**GRACE, "fault-retry-times": "1"})).start()
+    world.ends("train-worker-1", 1)
+    made = world.look()
+    assert {a.name for a in of(made, DeletePod)} == {"train-scheduler-0", "train-worker-0", "train-worker-1"}
+    assert world.status["restarts"] == 1
+    world.pods.clear()
+    assert len(of(world.look(), CreatePod)) == 3
+    for name in ("train-scheduler-0", "train-worker-0", "train-worker-1"):
+        world.runs(name)
+    world.look()
+    world.ends("train-worker-1", 1)
+    assert reasons(world.look())["Failed"] == "FaultRetryTimesExceeded"
+
+
+def test_pod_rescheduling_replaces_one() -> None:
+    world = World(job(labels={**GRACE, "fault-retry-times": "2", "pod-rescheduling": "on"})).start()
+    world.ends("train-worker-1", 1)
+    assert [a.name for a in of(world.look(), DeletePod)] == ["train-worker-1"]
+
+
+def test_force_does_not_wait() -> None:
+    world = World(job(labels={"fault-scheduling": "force", "fault-retry-times": "2", "pod-rescheduling": "on"})).start()
+    world.ends("train-worker-1", 1)
+    assert [a.grace for a in of(world.look(), DeletePod)] == [0]
+
+
+def test_a_replacement_that_does_not_come_escalates_once_then_fails() -> None:
+    notes = {"recover-strategy": "recover", "wait-reschedule-timeout": "30"}
+    world = World(job(labels=GRACE, annotations=notes)).start()
+    world.ends("train-worker-0", 1)
+    world.look()
+    del world.pods["train-worker-0"]
+    made = world.look()
+    assert made.requeue_after == pytest.approx(30, abs=1)
+    world.pods["train-worker-0"] = pod("train-worker-0", uid="new", phase="Pending")
+    world.now += 31
+    made = world.look()
+    assert "RescheduleTimeout" in told(made) and len(of(made, DeletePod)) == 3 and "Failed" not in states(made)
+    world.pods.clear()
+    world.look()
+    world.now += 31
+    assert reasons(world.look())["Failed"] == "RescheduleTimeout"
+
+
+# -- suspend, scale, adoption, gang ----------------------------------------------------------------------------------
+
+
+def test_suspend_takes_pods_away_and_resume_brings_them_back() -> None:
+    world = World(job()).start()
+    world.job["spec"]["runPolicy"] = {"suspend": True}
+    made = world.look()
+    assert len(of(made, DeletePod)) == 3 and states(made)["Suspended"] == "True" and states(made)["Running"] == "False"
+    world.pods.clear()
+    world.look()
+    world.job["spec"]["runPolicy"] = {"suspend": False}
+    made = world.look()
+    assert len(of(made, CreatePod)) == 3 and states(made)["Suspended"] == "False" and world.status.get("restarts", 0) == 0
+
+
+def test_scaling_a_running_job_is_told_to_be_unsupported() -> None:
+    world = World(job()).start()
+    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 4
+    made = world.look()
+    assert "elastic training is not supported" in told(made)["ScaleUnsupported"] and not of(made, CreatePod)
+    assert world.status["workers"] == "2/4"
+    assert "ScaleUnsupported" not in told(world.look())
+
+
+def test_dynamic_workers_scale_while_they_run() -> None:
+    world = World(job(enableDynamicWorker=True)).start()
+    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3
+    assert [(a.role, a.index) for a in of(world.look(), CreatePod)] == [("Worker", 2)]
+    world.runs("train-worker-2")
+    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 1
+    assert {a.name for a in of(world.look(), DeletePod)} == {"train-worker-1", "train-worker-2"}
+
+
+def test_a_job_that_does_not_run_yet_takes_the_new_number() -> None:
+    world = World(job()).start(phase="Pending")
+    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3
+    assert len(of(world.look(), DeletePod)) == 3
+    world.pods.clear()
+    created = of(world.look(), CreatePod)
+    assert len(created) == 4 and created[0].world == {"Scheduler": 1, "Worker": 3}
+
+
+def test_orphans_are_adopted_and_strangers_left_alone() -> None:
+    orphan, stranger = pod("train-worker-0", owner=""), pod("train-worker-1", owner="another")
+    observed = Observed(pods=[orphan, stranger], services=[service("train-scheduler-0", owner="")])
+    made = plan(job(), observed, NOW)
+    assert {a.name for a in of(made, Adopt)} == {"train-worker-0", "train-scheduler-0"}
+    assert [a.role for a in of(made, CreatePod)] == ["Scheduler"] and "NameTaken" in told(made)
+    assert not of(made, DeletePod)
+
+
+def test_a_gang_is_made_when_asked() -> None:
+    made = plan(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(gang=True), NOW)
+    assert of(made, CreateGang) == [CreateGang(3, {"queue": "big"})]
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_an_invalid_job_fails_with_the_path() -> None:
+    bad = job()
+    bad["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"] = [{"name": "script_data"}]
+    made = plan(bad, Observed(), NOW)
+    assert reasons(made)["Failed"] == "InvalidSpec"
+    assert "spec.msReplicaSpecs.Worker.template.spec.volumes[0].name: 'script_data'" in told(made)["InvalidSpec"]
+
+
+def test_an_invalid_change_does_not_end_a_running_job() -> None:
+    world = World(job()).start()
+    world.job["spec"]["successPolicy"] = "Most"
+    made = world.look()
+    assert "spec.successPolicy" in told(made)["InvalidSpec"] and "Failed" not in states(made)
+    assert world.look().actions == ()

@@ -1,0 +1,226 @@
+"""What a pod of a job looks like; what a job may say; and how an AscendJob is read."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from tests.unit.jobs import UID, Thing, job
+
+from covey.core.job import Invalid, read
+from covey.core.job.actions import CreateGang, CreatePod
+from covey.core.job.ascend import convert
+from covey.operator import pods
+
+OWNER = {"apiVersion": "v1", "kind": "MSJob", "name": "train", "uid": UID, "controller": True}
+
+
+def made(asked: Thing, role: str = "Worker", index: int = 0, address: str = "10.0.0.7", **more: Any) -> Thing:
+    spec = read(asked)
+    return pods.pod(spec, CreatePod(role, index, spec.wanted, **more), OWNER, address=address)
+
+
+def variables(pod: Thing) -> dict[str, Any]:
+    found = next(c for c in pod["spec"]["containers"] if c["name"] in ("mindspore", "ascend"))["env"]
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in found}
+
+
+def with_container(asked: Thing, role: str = "Worker", **container: Any) -> Thing:
+    asked = copy.deepcopy(asked)
+    asked["spec"]["msReplicaSpecs"][role]["template"]["spec"]["containers"][0].update(container)
+    return asked
+
+
+def test_the_variables_of_the_original() -> None:
+    env = variables(made(job(roles={"Scheduler": 1, "Worker": 4, "PS": 2}), index=3))
+    assert (env["MS_SCHED_HOST"], env["MS_SCHED_PORT"], env["MS_ROLE"]) == ("10.0.0.7", "2222", "MS_WORKER")
+    assert (env["MS_WORKER_NUM"], env["MS_SERVER_NUM"]) == ("4", "2")
+    assert env["MS_NODE_ID"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    scheduler = variables(made(job(), "Scheduler"))
+    assert scheduler["MS_SCHED_HOST"] == {"fieldRef": {"fieldPath": "status.podIP"}} and scheduler["MS_ROLE"] == "MS_SCHED"
+
+
+def test_the_port_is_the_schedulers_own() -> None:
+    asked = with_container(job(), "Scheduler", ports=[{"name": "msjob-port", "containerPort": 8118}])
+    assert variables(made(asked))["MS_SCHED_PORT"] == "8118"
+    assert pods.service(read(asked), "Scheduler", OWNER)["spec"]["ports"] == [{"name": "msjob-port", "port": 8118}]
+
+
+def test_a_variable_of_the_user_stays() -> None:
+    asked = with_container(job(), env=[{"name": "MS_WORKER_NUM", "value": "9"}])
+    found = made(asked)["spec"]["containers"][0]["env"]
+    assert [e["value"] for e in found if e["name"] == "MS_WORKER_NUM"] == ["9"]
+
+
+def test_recovery_files_and_logs_of_different_runs_lie_apart() -> None:
+    given = [{"name": "MS_RECOVERY_PATH", "value": "/data/recovery/"}, {"name": "GLOG_log_dir", "value": "/logs"}]
+    env = variables(made(with_container(job(), env=given), index=1))
+    assert env["MS_RECOVERY_PATH"] == f"/data/recovery/{UID}" and env["GLOG_log_dir"] == "/logs/train-worker-1"
+    assert env["COVEY_JOB"] == f"train-{UID}"
+
+
+def test_recovery_brings_its_variables_a_volume_and_a_port() -> None:
+    asked = job(labels={"fault-scheduling": "grace"}, annotations={"recover-strategy": "recover-in-place,recover,dump"})
+    pod = made(asked)
+    env = variables(pod)
+    assert env["MS_ENABLE_RECOVERY"] == "1" and env["MS_RECOVERY_PATH"].endswith(UID)
+    assert env["COVEY_STRATEGY"] == "recover-in-place,recover,dump" and env["MS_ENABLE_TFT"] == "{ARF:1,TTP:1}"
+    assert env["PROCESS_RECOVER"] == "on" and env["ENABLE_RESTART_FAULT_PROCESS"] == "on"
+    assert {"name": "taskd-port", "containerPort": 9601} in pod["spec"]["containers"][0]["ports"]
+    assert [volume["name"] for volume in pod["spec"]["volumes"]] == ["covey-recovery"]
+
+
+def test_without_recovery_nothing_of_it_is_there() -> None:
+    pod = made(job())
+    assert "MS_ENABLE_RECOVERY" not in variables(pod) and "volumes" not in pod["spec"]
+    assert [port["name"] for port in pod["spec"]["containers"][0]["ports"]] == ["msjob-port"]
+
+
+def test_processes_per_pod() -> None:
+    env = variables(made(job(annotations={"covey/processes-per-pod": "4"}), index=1))
+    assert (env["MS_WORKER_NUM"], env["MS_LOCAL_WORKER"], env["MS_NODE_RANK"]) == ("8", "4", "1")
+
+
+def test_excluded_nodes_are_added_to_every_term() -> None:
+    term = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    asked = job()
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["affinity"] = affinity
+    found = made(asked, excluded=("n1", "n2"))["spec"]["affinity"]["nodeAffinity"]
+    [changed] = found["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert changed["matchExpressions"] == term["matchExpressions"]
+    assert [field["values"] for field in changed["matchFields"]] == [["n1"], ["n2"]]
+    assert "affinity" not in made(job())["spec"]
+
+
+@pytest.mark.parametrize(("policy", "pod"), [("ExitCode", "Never"), ("OnFailure", "OnFailure"), ("Always", "Always")])
+def test_the_pods_own_restart_policy(policy: str, pod: str) -> None:
+    assert made(job(restart=policy))["spec"]["restartPolicy"] == pod
+
+
+def test_gangs() -> None:
+    spec = read(job())
+    group = pods.gang(spec, CreateGang(3, {"queue": "big", "priorityClass": "high"}), OWNER)
+    assert group["spec"] == {"minMember": 3, "queue": "big", "priorityClassName": "high"}
+    pod = pods.pod(spec, CreatePod("Worker", 0, spec.wanted), OWNER, address="x", gang_scheduler="volcano")
+    assert (
+        pod["spec"]["schedulerName"] == "volcano" and pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "train"
+    )
+
+
+# -- what a job may say ----------------------------------------------------------------------------------------------
+
+
+def test_every_problem_is_named_with_its_path() -> None:
+    asked = job(roles={"Scheduler": 2, "Worker": 1}, annotations={"recover-strategy": "hope", "covey/processes-per-pod": "0"})
+    asked["metadata"]["name"] = "wide_deep"
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["name"] = "main"
+    asked["spec"]["runPolicy"] = {"backoffLimit": -1}
+    with pytest.raises(Invalid) as refused:
+        read(asked)
+    assert {problem.path for problem in refused.value.problems} == {
+        *("metadata.name", "spec.msReplicaSpecs.Scheduler.replicas", "spec.msReplicaSpecs.Worker.template.spec.containers"),
+        *("spec.runPolicy.backoffLimit", "metadata.annotations[recover-strategy]"),
+        "metadata.annotations[covey/processes-per-pod]",
+    }
+
+
+def test_an_underscore_gets_a_hint() -> None:
+    asked = job()
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"] = [{"name": "script_data"}]
+    with pytest.raises(Invalid, match="'script-data' would do"):
+        read(asked)
+
+
+@pytest.mark.parametrize(
+    ("container", "warns"),
+    [
+        ({"args": ["train.py --output_path=./ckpt"]}, True),
+        ({"args": ["python train.py > train.log 2>&1"]}, True),
+        ({"env": [{"name": "GLOG_log_dir", "value": "logs"}]}, True),
+        ({"args": ["train.py --output_path=/data/ckpt"]}, False),
+        ({"args": ["train.py --output_path=./ckpt"], "workingDir": "/data/run"}, False),
+        ({"args": ["cd /data; train.py --save ckpt"]}, False),
+        ({"args": ["train.py --epochs 3 > /dev/null 2>&1"]}, False),
+    ],
+)
+def test_a_relative_output_path_on_no_mount_is_remarked(container: Thing, warns: bool) -> None:
+    found = read(with_container(job(), volumeMounts=[{"name": "data", "mountPath": "/data"}], **container))
+    assert bool(found.remarks) == warns and all("lost with the pod" in remark for remark in found.remarks)
+
+
+def test_a_template_that_says_another_policy_is_remarked() -> None:
+    asked = job(restart="OnFailure")
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["restartPolicy"] = "Never"
+    assert any("overrules" in remark for remark in read(asked).remarks)
+
+
+@pytest.mark.parametrize(
+    ("command", "supported"),
+    [
+        (["covey", "run", "train.py"], True),
+        (["bash", "-c", "cd /data && covey run --local 2 train.py"], True),
+        (["python", "train.py"], False),
+    ],
+)
+def test_recover_in_place_needs_somebody_in_the_container(command: list[str], supported: bool) -> None:
+    asked = job(labels={"fault-scheduling": "grace"}, annotations={"recover-strategy": "recover-in-place"})
+    remarks = read(with_container(asked, command=command)).remarks
+    assert any("not supported for Worker" in remark for remark in remarks) != supported
+
+
+# -- AscendJob -------------------------------------------------------------------------------------------------------
+
+
+def ascend(strategy: str = "recover", **policy: Any) -> Thing:
+    container = {
+        "name": "ascend",
+        "image": "some",
+        "args": ["train"],
+        "ports": [{"name": "ascendjob-port", "containerPort": 2222}],
+    }
+    template = {"spec": {"containers": [container]}}
+    return {
+        "apiVersion": "mindxdl.gitee.com/v1",
+        "kind": "AscendJob",
+        "metadata": {
+            "name": "gpt",
+            "namespace": "default",
+            "uid": UID,
+            "labels": {"fault-scheduling": "grace"},
+            "annotations": {"recover-strategy": strategy},
+        },
+        "spec": {
+            "runPolicy": policy,
+            "replicaSpecs": {
+                "Master": {"replicas": 1, "template": copy.deepcopy(template)},
+                "Worker": {"replicas": 2, "template": copy.deepcopy(template)},
+            },
+        },
+    }
+
+
+def test_an_ascend_job_is_an_ms_job() -> None:
+    converted = convert(ascend())
+    found = read(converted)
+    assert [(role.key, role.replicas) for role in found.roles] == [("Master", 1), ("Worker", 2)]
+    assert found.recovery.strategies == ("recover",) and found.container == "ascend" and found.all_workers
+    env = variables(made(converted, index=1))
+    assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("2", "3", "10.0.0.7", "2222")
+    master = variables(made(converted, "Master"))
+    assert master["RANK"] == "0" and master["MASTER_ADDR"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert master["MINDX_TASK_ID"] == UID and "MS_ROLE" not in master
+    assert "taskd-port" in [port["name"] for port in made(converted)["spec"]["containers"][0]["ports"]]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, None), (-1, None), (3, 3)])
+def test_its_backoff_limit_of_nothing_is_no_limit(limit: int, expected: int | None) -> None:
+    assert read(convert(ascend(backoffLimit=limit))).backoff == expected
+
+
+def test_conversion_leaves_the_original_alone() -> None:
+    original = ascend(backoffLimit=0)
+    before = copy.deepcopy(original)
+    convert(original)
+    assert original == before

@@ -1,0 +1,178 @@
+"""The operator's HTTP client and its queue of names, against real sockets and a real loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx2
+import pytest
+from lightkube.config.client_adapter import BearerTokenFileAuth
+
+from covey.operator.api import Identity
+from covey.operator.http import Answer, Http
+from covey.operator.queue import Queue
+
+Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def served(reply: Reply) -> tuple[asyncio.Server, str, list[int]]:
+    """A server that answers each request by `reply`; how many connections it saw is in the list's length."""
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+                body = await reader.readexactly(int(length[0])) if length else b""
+                await reply(head + body, writer)
+        except (asyncio.IncompleteReadError, OSError):
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+
+
+def test_answers_come_whole_and_connections_are_kept() -> None:
+    async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
+        body = request.rsplit(b"\r\n\r\n", 1)[1] * 2
+        writer.write(b"HTTP/1.1 201 Created\r\nContent-Length: %d\r\n\r\n" % len(body))
+        await asyncio.sleep(0)
+        writer.write(body)
+
+    async def main() -> None:
+        server, url, connections = await served(reply)
+        http = Http(url, None, timeout_s=10)
+        for _ in range(3):
+            answer = await http.ask("POST", "/x", {"a": "b c"}, {"Content-Type": "t"}, b"12345")
+            assert (answer.status, answer.body) == (201, b"1234512345")
+        assert len(connections) == 1
+        http.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_stream_is_split_into_lines_wherever_it_was_cut() -> None:
+    async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for part in (b"one\ntw", b"o\n", b"three\n", b"rest"):
+            writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+
+    async def main() -> None:
+        server, url, _ = await served(reply)
+        http = Http(url, None, timeout_s=10)
+        found = [part async for part in http.lines("/watch", {}, {}, 10)]
+        assert isinstance(found[0], Answer) and found[1:] == [b"one", b"two", b"three", b"rest"]
+        server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["closes", "rubbish", "silent"])
+def test_a_server_that_does_not_answer_is_an_error_and_is_asked_on_a_new_connection(kind: str) -> None:
+    healthy = False
+
+    async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if healthy:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        elif kind == "closes":
+            writer.close()
+        elif kind == "rubbish":
+            writer.write(b"SSH-2.0-hello\r\n\r\n")
+
+    async def main() -> None:
+        nonlocal healthy
+        server, url, connections = await served(reply)
+        http = Http(url, None, timeout_s=0.5)
+        with pytest.raises((OSError, TimeoutError)):
+            await http.ask("GET", "/", None, {}, None)
+        healthy = True
+        assert (await http.ask("GET", "/", None, {}, None)).status == 200 and len(connections) == 2
+        http.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_falls_silent_is_an_error() -> None:
+    async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n")
+
+    async def main() -> None:
+        server, url, _ = await served(reply)
+        heard = []
+        with pytest.raises(TimeoutError):
+            async for part in Http(url, None, timeout_s=10).lines("/watch", {}, {}, 0.2):
+                heard.append(part)
+        assert heard[1:] == [b"one"]
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_token_that_changed_is_read_again_when_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("old")
+
+    async def main() -> None:
+        identity = Identity(BearerTokenFileAuth(str(path)))
+        assert await identity.headers() == {"authorization": "Bearer old"}
+        path.write_text("new")
+        assert await identity.headers() == {"authorization": "Bearer old"}  # as long as it holds, nothing is read
+        assert await identity.headers(refused=True) == {"authorization": "Bearer new"}
+        assert await Identity(None).headers() == {} and await Identity(None).headers(refused=True) == {}
+        assert (await Identity(httpx2.BasicAuth("me", "x")).headers())["authorization"].startswith("Basic ")
+
+    asyncio.run(main())
+
+
+# -- the queue -------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_waits_once_and_has_one_turn_at_a_time() -> None:
+    async def main() -> None:
+        queue: Queue[str] = Queue()
+        for name in ("a", "b", "a"):
+            queue.add(name)
+        assert [await queue.get(), await queue.get()] == ["a", "b"] and len(queue) == 0
+        queue.add("a")  # while its turn is under way
+        assert len(queue) == 0
+        queue.done("a")
+        assert await queue.get() == "a"
+
+    asyncio.run(main())
+
+
+def test_the_earlier_of_two_timers_counts() -> None:
+    async def main() -> None:
+        queue: Queue[str] = Queue()
+        queue.add_after("a", 100.0)
+        queue.add_after("a", 0.01)
+        queue.add_after("a", 50.0)
+        async with asyncio.timeout(5):
+            assert await queue.get() == "a"
+        queue.add_after("gone", 0.01)
+        queue.drop("gone")
+        queue.add_after("b", 0.02)
+        async with asyncio.timeout(5):
+            assert await queue.get() == "b"
+
+    asyncio.run(main())
+
+
+def test_failures_make_it_later_and_success_forgets_them() -> None:
+    async def main() -> None:
+        queue: Queue[str] = Queue()
+        delays = [queue.retry("a") for _ in range(20)]
+        assert delays[:3] == [0.05, 0.1, 0.2] and delays[-1] == 30.0
+        queue.forget("a")
+        assert queue.retry("a") == 0.05
+
+    asyncio.run(main())
