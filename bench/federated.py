@@ -2,9 +2,9 @@
 
 Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' own CPU time is
 read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
-persistent gRPC path (`start_server`, `start_client`) with the same clients, where FLWR_PYTHON names an interpreter that has
-it. Its deployment path takes seconds per round by construction (polls of 3 s) and is not run here. Simulated: `covey
-federated simulate`'s rounds.
+persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own. Its
+deployment path takes seconds per round by construction (polls of 3 s) and is not run here. Simulated: `covey federated
+simulate`'s rounds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
+from bench import peers
 from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
 from covey.federated.device import Device
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small numbers, about a minute")
     options = parser.parse_args()
     about = machine()
-    python = os.environ.get("FLWR_PYTHON", "")
+    python = str(peers.python_of("flower", "flwr", "numpy") or "")
     few = options.quick
     updates = {
         (label, servers, durability): measure_updates(
@@ -208,7 +209,7 @@ def main() -> None:
         aims_table(aims),
         table(["model", "servers", "durability", "updates per CPU-second", "CPU us each", "per second"], update_rows),
         table(["model", "clients", "covey, ms per round", "p95", "Flower start_server, ms per round"], round_rows),
-        "" if python else "Flower was not there (FLWR_PYTHON names an interpreter that has it), so its column is empty.",
+        "" if python else "Flower does not install here, so its column is empty.",
     ]
     data = {
         "machine": about,

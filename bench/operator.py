@@ -2,7 +2,7 @@
 
 100 jobs of 10 worker pods are created; the time runs from the last create to the last pod's. covey's operator also makes a
 service and a secret for each job, writes status and events; the yardsticks, run in the same invocation, post pods and patch
-status only: a plain loop on aiohttp, and the same in kopf (both in a venv of their own, .venv-peers, where it can be made).
+status only: a plain loop on aiohttp, and the same in kopf (both in an environment of their own, where it can be made).
 Nothing runs the pods: what is measured is the operator and the server, which share this machine.
 """
 
@@ -25,12 +25,12 @@ from tests.operator.cluster import Kubernetes, replica
 from tests.operator.cluster import job as msjob_of
 from tests.operator.server import HOW, Server, binaries, start
 
+from bench import peers
 from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.operator.api import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
 from covey.operator.crd import msjob
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ROOT / ".venv-peers"
 SCRIPTS = ROOT / "bench" / "scripts"
 PODS = 10
 CREATE_S, CPU_S, IDLE_PART, IDLE_MIB, REPLACE_S = 1.5, 0.8, 0.01, 150.0, 0.1  # the aims
@@ -54,18 +54,6 @@ def job(name: str, pods: int, restart: str = "Never") -> Thing:
         "metadata": {"name": name},
         "spec": {"msReplicaSpecs": {"Worker": worker}},
     }
-
-
-def peers() -> str:
-    """The interpreter with kopf and aiohttp; "" where they cannot be installed."""
-    python = PEERS / "bin" / "python"
-    try:
-        if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True, capture_output=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "kopf"], check=True, capture_output=True)
-    except subprocess.CalledProcessError:
-        return ""
-    return str(python)
 
 
 def commands(server: Server, kubeconfig: Path, namespace: str, python: str) -> dict[str, list[str]]:
@@ -280,7 +268,7 @@ async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
             break
         except ApiError:
             await asyncio.sleep(0.05)
-    python = peers()
+    python = str(peers.python_of("kopf", "kopf", "aiohttp") or "")
     jobs, idle, deaths = (20, 50, 5) if quick else (100, 1000, 40)
 
     async def space(name: str) -> str:
