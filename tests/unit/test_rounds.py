@@ -279,3 +279,12 @@ def test_no_better_loss_for_long_enough_stops_early() -> None:
         bench.stand(1, model=number, digest=f"m{number}", metrics={"loss": loss})
     assert bench.machine.instance is Instance.FINISHED
     assert bench.machine.best == (1, 0.5)
+
+
+def test_a_server_without_an_id_takes_none_that_another_comes_with() -> None:
+    bench = Bench(servers=3)
+    for link in (1, 2):
+        bench.hear(link, Enlist("", f"l{link}", HERE, f"h:{link}", f"p:{link}"))
+    bench.come(3, "0")
+    assert sorted(bench.machine.servers) == ["0", "1", "2"]
+    assert not [effect for effect in bench.out if isinstance(effect, Send) and isinstance(effect.message, Refused)]

@@ -115,12 +115,17 @@ class Roster:
         return None
 
     def _id_for(self, asked: Enlist) -> str:
-        """The id this host and port had, if that server is gone; else the lowest number that nobody has."""
+        """The id this host and port had, if that server is gone; else a number that nobody has.
+
+        While the cluster forms that is the highest: the lowest are those that servers with ids of their own are given.
+        """
         for server in self.servers.values():
             if (server.host.id, server.http) == (asked.host.id, asked.http) and (not server.link or server.life == asked.life):
                 return server.node_id
         wished = [asked.wish] if 0 <= asked.wish < self.wanted else []
-        return next(str(number) for number in (*wished, *range(len(self.servers) + 1)) if str(number) not in self.servers)
+        high = reversed(range(self.wanted)) if self.stage is Stage.FORMING and not wished else ()
+        numbers = (*wished, *high, *range(len(self.servers) + 1))
+        return next(str(number) for number in numbers if str(number) not in self.servers)
 
     def _refuse(self, link: int, reason: str) -> None:
         self._out += [Send(Refused(reason), link), Close(link)]
