@@ -25,11 +25,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from covey.core.model import Progress
 from covey.errors import UsageError
+from covey.train.chance import mix, seed_all
 from covey.train.checkpoint import Checkpoint
 from covey.train.collectives import Collectives
-from covey.train.data import Data, mix, seed_all
+from covey.train.course import Course, Share
+from covey.train.data import Data
 from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.operations import Broadcast
@@ -81,16 +85,18 @@ class Loop:
         group: Group,
     ) -> None:
         self.model, self.optimizer, self.data = model, optimizer, data
-        self.accumulate, self.seed = accumulate, seed
+        self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
         self._rank = group.meeting.place.rank if group.meeting is not None else 0
         self._world = group.world
-        self._plan = data.plan(seed=seed, rank=self._rank, world=self._world)
-        self.steps_per_epoch = self._plan.per_epoch // accumulate
-        if self.steps_per_epoch == 0:
-            raise UsageError(f"accumulate={accumulate} needs more micro-batches than one epoch has ({self._plan.per_epoch})")
-        self.steps = steps if steps is not None else epochs * self.steps_per_epoch
+        self._seat = self._rank
+        course = data.course(seed=seed, world=self._world, accumulate=accumulate)
+        self._course = msgspec.structs.replace(course, steps=epochs * course.steps_per_epoch if steps is None else steps)
+        self._following: Course | None = None  # the course after this step, once its reduction is complete
+        self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
+        self._share = self._own_share()
+        self._cut = self._share.cut(0)
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
         self._again, self._repeats = False, 0
@@ -107,11 +113,12 @@ class Loop:
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
+        optimizer.register_step_pre_hook(self._optimizer_steps)
         optimizer.register_step_post_hook(self._optimizer_stepped)
         if self._collectives is not None:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
-            self._reducer = Reducer(model, self._collectives, rank=self._rank, world=self._world, active=lambda: self.boundary)
+            self._reducer = Reducer(model, self._collectives, rank=self._rank, scale=self._scale, active=lambda: self.boundary)
             self._attach(self._collectives)
         else:
             self._resume()
@@ -125,25 +132,55 @@ class Loop:
             put(self._restored[name])
 
     @property
+    def steps(self) -> int:
+        """How many steps this training has. Where the world shrinks in an epoch's last step, one more than planned."""
+        return (self._following or self._course).end
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._course.steps_per_epoch
+
+    @property
     def epoch(self) -> int:
-        return self.step // self.steps_per_epoch
+        return self._course.place(self.step)[0]
+
+    @property
+    def step_of_epoch(self) -> int:
+        return self._course.place(self.step)[1]
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this step is its epoch's last. Certain once the step's gradients are there."""
+        return (self._following or self._course).place(self.step + 1)[0] != self.epoch
+
+    @property
+    def accumulate(self) -> int:
+        """How many micro-batches this step has on this rank."""
+        return len(self._cut)
 
     @property
     def boundary(self) -> bool:
         """Whether this micro-batch is its step's last: the one after which the optimizer steps."""
         return self.micro == self.accumulate - 1
 
+    @property
+    def weight(self) -> float:
+        """What this micro-batch's mean loss counts for in this rank's: multiply by it where a step has several."""
+        return len(self._cut[self.micro]) / sum(len(part) for part in self._cut)
+
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
-        batches = self._batches()
+        batches, share = self._batches(), self._share
         while self.step < self.steps:
             self._begin_step()
             self.micro = 0
+            if share is not self._share:
+                batches, share = self._batches(), self._share
             while self.micro < self.accumulate:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
                 batch = next(batches)
-                seed_all(mix(self.seed, self.step, self.micro, self._rank))
+                seed_all(mix(self.seed, self.step, self.micro, self._share.index))
                 yield batch
                 if self._again:
                     batches, self.micro, self._again = self._batches(), 0, False
@@ -156,8 +193,14 @@ class Loop:
         return self._collectives.waited_s if self._collectives is not None else 0.0
 
     def _batches(self) -> Iterator[Any]:
-        first, last = self.step * self.accumulate, self.steps * self.accumulate
-        return iter(self.data.batches(self._plan, first=first, last=last))
+        return self.data.batches(self._share, self.step)
+
+    def _own_share(self) -> Share:
+        return Share(self._course, self._course.seats.index(self._seat), self._limit)
+
+    def _scale(self) -> float:
+        """What this rank's gradients count for among those of all."""
+        return self._course.weight(self.step, self._share.index, self._course.seats)
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -190,6 +233,9 @@ class Loop:
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
+        if self._share.course is not self._course and self._share.course != self._course:
+            self._share = self._own_share()
+        self._cut = self._share.cut(self.step)
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
@@ -211,6 +257,13 @@ class Loop:
             if self._checkpoint is not None:
                 self.dump()  # in case nobody is left to take this rank over
             meeting.depart()
+
+    def _optimizer_steps(self, *_: Any) -> None:
+        if self._collectives is not None and not self.boundary:
+            raise UsageError(
+                f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
+                " rank's alone: step it where loop.boundary is true"
+            )
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._applied = True
@@ -234,6 +287,7 @@ class Loop:
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "parts": {name: get() for name, (get, _) in self._parts.items()},
+            "course": self._course.state(),
         }
 
     def dump(self) -> tuple[int, str]:
@@ -274,12 +328,15 @@ class Loop:
         found = self._checkpoint.newest(rank=self._rank)
         state = found[1] if found is not None else None
         if self._collectives is not None:
-            state = self._share(found[0] if found is not None else -1, state)
+            state = self._agree_on(found[0] if found is not None else -1, state)
         if state is not None:
             self.step = state["step"]
             self._restore(state)
+            if len(self._course.seats) != self._world:
+                log.info("resumed in a world of %d, after one of %d", self._world, len(self._course.seats))
+            self._course = self._course.seated(tuple(range(self._world)))
 
-    def _share(self, step: int, state: Any) -> Any:
+    def _agree_on(self, step: int, state: Any) -> Any:
         """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
         torch = torch_module()
         steps = [int(t) for t in self._group.all_gather(torch.tensor(step))]
@@ -299,6 +356,7 @@ class Loop:
             self.model.load_state_dict(state["model"])
         # torch takes the tensors themselves, and the optimizer writes to them: what is restored again must be a copy
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if self.replaying else state["optimizer"])
+        self._course = self._course.restored(state["course"])
         self._restored = state["parts"]
         for name, (_, put) in self._parts.items():
             if name in self._restored:

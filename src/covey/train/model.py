@@ -42,7 +42,7 @@ class LossMonitor(Callback):
     def step_end(self, loop: Loop, loss: Any) -> None:
         if loop.replaying or not self.per_print_times or (loop.step + 1) % self.per_print_times:
             return
-        within = loop.step % loop.steps_per_epoch + 1
+        within = loop.step_of_epoch + 1
         print(f"epoch: {loop.epoch + 1} step: {within}, loss is {loss.item()}", flush=True)  # noqa: T201
 
 
@@ -118,7 +118,7 @@ class Model:
                 scheduler.step()
             for callback in callbacks:
                 callback.step_end(loop, loss.detach())
-            if (loop.step + 1) % loop.steps_per_epoch == 0:
+            if loop.ends_epoch:
                 for callback in callbacks:
                     callback.epoch_end(loop)
         return loop

@@ -1,9 +1,10 @@
 """Gradients: averaged over all ranks while the backward pass still runs.
 
 The parameters are cut into buckets by their order alone, because the bits of a sum depend on where an element lies. A hook
-copies each finished gradient, divided by the world's size, into its bucket and issues full buckets in order; autograd's end of
-the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a reduction that a
-death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed it.
+copies each finished gradient, times this rank's part of the samples, into its bucket and issues full buckets in order;
+autograd's end of the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a
+reduction that a death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed
+it.
 
 Buffers (batch norm's statistics) travel in the last bucket: rank 0's values from rank 0, nothing from the others.
 """
@@ -63,12 +64,14 @@ def cut(parameters: Iterable[Any]) -> list[Bucket]:
 class Reducer:
     """The hooks of one model. `active` says whether this backward pass ends a step."""
 
-    def __init__(self, model: Any, collectives: Collectives, *, rank: int, world: int, active: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: Any, collectives: Collectives, *, rank: int, scale: Callable[[], float], active: Callable[[], bool]
+    ) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.numel()]
         self._collectives = collectives
         self._rank = rank
-        self._scale = 1.0 / world
+        self._scale = scale
         self._active = active
         self._buckets = cut(trained)
         self._reduction: Reduction | None = None
@@ -127,7 +130,9 @@ class Reduction:
     `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
     """
 
-    def __init__(self, buckets: list[Bucket], buffers: list[Any], *, rank: int, scale: float, spare: Spare) -> None:
+    def __init__(
+        self, buckets: list[Bucket], buffers: list[Any], *, rank: int, scale: Callable[[], float], spare: Spare
+    ) -> None:
         self.filled: Spare = {}
         self._buckets = buckets
         self._buffers = buffers
@@ -184,11 +189,12 @@ class Reduction:
             flat = bucket.flat()
             parts = bucket.parts(flat)
         self.filled[number] = (flat, parts)
+        scale = self._scale()
         for parameter, part in zip(bucket.parameters, parts, strict=True):
             if parameter.grad is None:
                 part.zero_()
             else:
-                torch.mul(parameter.grad, self._scale, out=part)
+                torch.mul(parameter.grad, scale, out=part)
         self._issue(group, flat)
 
     def _issue(self, group: Gloo, flat: Any) -> None:
