@@ -23,3 +23,22 @@ def test_a_training_resumes_in_other_worlds(shell: Shell) -> None:
     train(shell, "-n", "5", LOADERS="1")
     assert [(end["world"], end["steps"]) for end in check(shell)] == [(3, 5)] * 3 + [(2, 10)] * 2 + [(5, 15)] * 5
     assert "BEGINS at 10" in shell.log(4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("world", "steps", "deaths"),
+    [
+        (3, 15, "2:2:forward 0:6:reduction"),  # rank 0, with a bucket under way; then one is left
+        (3, 15, "1:4:optimizer 0:9:forward"),  # in an epoch's last step: after its reduction, and before
+        (4, 16, "0:3:evaluation 2:14:between 1:15:forward"),  # after the optimizer; then an extra step is the very last
+        (3, 15, "0:5:forward 1:5:forward"),
+    ],
+)
+def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, steps: int, deaths: str) -> None:
+    train(shell, "-n", str(world), STEPS=str(steps), FAULTS=deaths)
+    marks = {path.name for path in (shell.folder / "marks").glob("*-*-*")}
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
+    ends = check(shell, world)
+    assert [end["world"] for end in ends] == [world - len(marks)] * (world - len(marks))
+    assert ends[0]["steps"] == steps + ("1:15" in deaths or "0:9" in deaths)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.core import formation, ranks, recovery
+from covey.core import formation, ranks, recovery, scaling
 from covey.core.board import Board
 from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
@@ -160,6 +160,8 @@ class Lifecycle:
             self._regroup(_gone(member, failure), member)
         elif after in (recovery.After.REPLACE, recovery.After.MOVE):
             self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
+        elif after is recovery.After.SHRINK:
+            self._shrink(member, failure, reason)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
             self._restart_all(_gone(member, failure))
@@ -227,6 +229,33 @@ class Lifecycle:
         if agent.link:
             self._send(agent.link, self._places().start(agent))
 
+    def _shrink(self, member: Member, failure: Failure, reason: str) -> None:
+        """The others go on without one, in the step they are in."""
+        plan, _ = scaling.shrink(self.cluster, member)
+        assert plan is not None
+        self._count("shrinks")
+        self._replacing = True
+        self._await_healing()
+        if self.cluster.phase is not Phase.HEALING:
+            self._move(Phase.HEALING, reason)
+        self._speakers.pop(member.link, None)
+        self._resize(_gone(member, failure), scaling.carry_out(self.cluster, plan))
+        agent = self.cluster.agents.get(member.agent)
+        if agent is not None and agent.link:  # to end what may be left of it
+            self._send(agent.link, self._places().start(agent))
+
+    def _resize(self, reason: str, changed: list[Member]) -> None:
+        """A new generation in a world of another size: everyone is told its place in it."""
+        self._layout = None
+        self.cluster.resized = self.cluster.generation + 1
+        self._awaited = None
+        self._next_generation(*changed)
+        self._publish("cluster", "resized", f"{reason}; the world is now {self.cluster.size(Role.WORKER)}", Level.WARNING)
+        places = self._places()
+        for member in self.cluster.members.values():
+            if member.link and member.present:
+                self._send(member.link, places.formed(member))
+
     def _next_life(self, member: Member) -> None:
         """A child's place, ready for the next process. The old one is ended by its agent, and need not learn it from us."""
         self._speakers.pop(member.link, None)
@@ -243,6 +272,7 @@ class Lifecycle:
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
             self._next_life(member)
+            member.seat = member.rank  # nobody is left who knows it by another
         self._regroup(reason, *workers)
         self._tell_places()
 
@@ -372,6 +402,7 @@ class Lifecycle:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
+        self.cluster.resized = kept.resized
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
@@ -431,16 +462,19 @@ class Lifecycle:
 
     def _regroup(self, reason: str, *changed: Member) -> None:
         """A new generation: durable first, then whoever changed, then told to the members that were there before."""
+        self._next_generation(*changed)
+        news = Regrouped(self.cluster.generation, reason)
+        for member in self.cluster.members.values():
+            if member.link and member.present:
+                self._send(member.link, news)
+
+    def _next_generation(self, *changed: Member) -> None:
         self.cluster.generation += 1
         self._board = Board()
         self._gathering = Gathering(self.cluster.generation)
         self._persist(self.cluster.record())
         for member in changed:
             self._persist(MemberRecord.of(member))
-        news = Regrouped(self.cluster.generation, reason)
-        for member in self.cluster.members.values():
-            if member.link and member.present:
-                self._send(member.link, news)
 
     def _open_incident(
         self, strategy: str, reason: str, cause: str, *, since: float, known: float, member: Member | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core import ranks
+from covey.core import ranks, scaling
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
@@ -266,8 +266,10 @@ class Machine(Lifecycle):
             return self._roll_back(failure)
         if plans:
             self.incidents.mark(Stage.REFORMED, self._now)
+        unknown = any(said.seated < self.cluster.resized for said in self._gathering.reports.values())
+        seating = scaling.seating(self.cluster) if unknown else None
         for rank, plan in plans.items():
-            self._send(workers[rank].link, plan)
+            self._send(workers[rank].link, msgspec.structs.replace(plan, seating=seating) if seating else plan)
         return None
 
     def _broke(self, link: int, broke: Broke) -> None:

@@ -127,6 +127,8 @@ def _holder(cluster: Cluster, wish: Register) -> Member | None:
     if (member := cluster.members.get((wish.role, node_id(wish)))) is not None:
         return member
     rank = ranks.claim(wish.node_id)
+    if wish.incarnation and cluster.phase is not Phase.FORMING:  # its place is gone; that rank is another's
+        return None
     return cluster.at(wish.role, rank) if rank is not None else None
 
 

@@ -140,6 +140,7 @@ class Formed(Message, frozen=True):
     local_rank: int
     local_world: int
     restarts: int = 0
+    seat: int = -1  # this member's number for life, where it is not its rank
 
 
 class Regrouped(Message, frozen=True):
@@ -226,6 +227,7 @@ class Report(Message, frozen=True):
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
     finished: bool = False  # its program has come to the end
+    seated: int = 0  # the newest seating by which it shares the data
     port: int = 0
     token: Name = ""
 
@@ -280,12 +282,21 @@ class Giver(msgspec.Struct, frozen=True):
     token: str
 
 
+class Seating(msgspec.Struct, frozen=True):
+    """Who is in the world: everyone's seat, in order of rank."""
+
+    version: int  # the generation in which it came about
+    seats: list[int]
+
+
 class HealPlan(Message, frozen=True):
     """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
-    `failure` is never sent: why these ranks cannot go on from here."""
+    `seating` is there when the world has changed and somebody does not know it. `failure` is never sent: why these ranks cannot
+    go on from here."""
 
     generation: int
     giver: Giver | None = None
+    seating: Seating | None = None
     done: bool = False
     failure: Sentence = ""
 

@@ -88,15 +88,14 @@ class Loop:
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._rank = group.meeting.place.rank if group.meeting is not None else 0
-        self._world = group.world
-        self._seat = self._rank
-        course = data.course(seed=seed, world=self._world, accumulate=accumulate)
+        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        course = data.course(seed=seed, world=group.world, accumulate=accumulate)
         self._course = msgspec.structs.replace(course, steps=epochs * course.steps_per_epoch if steps is None else steps)
         self._following: Course | None = None  # the course after this step, once its reduction is complete
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
-        self._share = self._own_share()
-        self._cut = self._share.cut(0)
+        self._share: Share | None = None  # of the course, for this rank
+        self._index = 0
+        self._cut = course.cut(0, 0, self._limit)
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
         self._again, self._repeats = False, 0
@@ -118,7 +117,7 @@ class Loop:
         if self._collectives is not None:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
-            self._reducer = Reducer(model, self._collectives, rank=self._rank, scale=self._scale, active=lambda: self.boundary)
+            self._reducer = Reducer(model, self._collectives, shares=self, active=lambda: self.boundary)
             self._attach(self._collectives)
         else:
             self._resume()
@@ -170,7 +169,8 @@ class Loop:
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
-        batches, share = self._batches(), self._share
+        batches: Iterator[Any] = iter(())
+        share: Share | None = None
         while self.step < self.steps:
             self._begin_step()
             self.micro = 0
@@ -180,7 +180,7 @@ class Loop:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
                 batch = next(batches)
-                seed_all(mix(self.seed, self.step, self.micro, self._share.index))
+                seed_all(mix(self.seed, self.step, self.micro, self._index))
                 yield batch
                 if self._again:
                     batches, self.micro, self._again = self._batches(), 0, False
@@ -193,14 +193,37 @@ class Loop:
         return self._collectives.waited_s if self._collectives is not None else 0.0
 
     def _batches(self) -> Iterator[Any]:
+        assert self._share is not None
         return self.data.batches(self._share, self.step)
 
-    def _own_share(self) -> Share:
-        return Share(self._course, self._course.seats.index(self._seat), self._limit)
+    # -- what this rank's samples count for (reducer.Shares) -----------------------------------------------------------
 
-    def _scale(self) -> float:
-        """What this rank's gradients count for among those of all."""
-        return self._course.weight(self.step, self._share.index, self._course.seats)
+    def _here(self) -> tuple[int, ...]:
+        """Who takes part in a reduction that begins now."""
+        assert self._collectives is not None
+        seating = self._collectives.seating
+        return (
+            tuple(seating.seats) if seating is not None and seating.version > self._collectives.seated else self._course.seats
+        )
+
+    def scale(self) -> float:
+        """What this rank's gradients count for among those of all who take part now."""
+        return self._course.weight(self.step, self._index, self._here())
+
+    def present(self) -> Any:
+        """The seating by which a reduction was made, if it is not the one of the course."""
+        assert self._collectives is not None
+        here, seating = self._here(), self._collectives.seating
+        known = here is self._course.seats or seating is None
+        return torch_module().tensor([] if known or seating is None else [seating.version, *here], dtype=torch_module().int64)
+
+    def counted(self, present: Any) -> None:
+        """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
+        assert self._collectives is not None
+        if self._following is None:
+            version, *seats = present.tolist() or (self._collectives.seated, *self._course.seats)
+            self._following = self._course.after(self.step, tuple(seats))
+            self._collectives.seated = version
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -233,8 +256,9 @@ class Loop:
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        if self._share.course is not self._course and self._share.course != self._course:
-            self._share = self._own_share()
+        if self._share is None or self._share.course != self._course:
+            self._index = self._course.seats.index(self._seat)
+            self._share = Share(self._course, self._index, self._limit)
         self._cut = self._share.cut(self.step)
         if self._collectives is not None:
             self._collectives.enter(self.step)
@@ -244,6 +268,8 @@ class Loop:
 
     def _commit(self) -> None:
         self._catch_up()
+        self._course = self._following or self._course.after(self.step, self._course.seats)
+        self._following = None
         self.step += 1
         self._applied, self._repeats = False, 0
         self._buffers, self._given_parts = {}, {}
@@ -252,7 +278,9 @@ class Loop:
             meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             generation = meeting.place.generation if meeting is not None else 0
-            self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
+            self._checkpoint.save(
+                self.step, self.state(), rank=self._group.rank, world=self._group.world, generation=generation
+            )
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
                 self.dump()  # in case nobody is left to take this rank over
@@ -295,8 +323,10 @@ class Loop:
         gasp = self._checkpoint or Checkpoint("covey_dump")
         given, meeting = self.donate(), self._group.meeting
         state = given.state | {"step": given.step + given.applied}
+        if given.applied and self._following is not None:
+            state["course"] = self._following.state()
         generation = meeting.place.generation if meeting is not None else 0
-        path = gasp.dump(state["step"], state, rank=self._rank, world=self._world, generation=generation)
+        path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
         return state["step"], str(path)
 
     def _attach(self, collectives: Collectives) -> None:
@@ -307,7 +337,7 @@ class Loop:
         given = collectives.donation
         if given is None or given.state is None:
             tensors = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
-            collectives.run(Broadcast(tensors, 0, self._rank), passing=True)
+            collectives.run(Broadcast(tensors, 0, self._group.rank), passing=True)
             self._resume()
         else:
             collectives.skip_to(given.before)
@@ -325,16 +355,17 @@ class Loop:
         """From the newest checkpoint that any rank has whole, on a fresh start."""
         if self._checkpoint is None:
             return
-        found = self._checkpoint.newest(rank=self._rank)
+        found = self._checkpoint.newest(rank=self._group.rank)
         state = found[1] if found is not None else None
         if self._collectives is not None:
             state = self._agree_on(found[0] if found is not None else -1, state)
         if state is not None:
             self.step = state["step"]
             self._restore(state)
-            if len(self._course.seats) != self._world:
-                log.info("resumed in a world of %d, after one of %d", self._world, len(self._course.seats))
-            self._course = self._course.seated(tuple(range(self._world)))
+            world = self._group.world
+            if len(self._course.seats) != world:
+                log.info("resumed in a world of %d, after one of %d", world, len(self._course.seats))
+            self._course = self._course.seated(tuple(range(world)))
 
     def _agree_on(self, step: int, state: Any) -> Any:
         """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
@@ -344,9 +375,9 @@ class Loop:
         if best < 0 or all(s == best for s in steps):
             return state
         giver = steps.index(best)
-        flat = to_bytes(state) if self._rank == giver else torch.empty(0, dtype=torch.uint8)
+        flat = to_bytes(state) if self._group.rank == giver else torch.empty(0, dtype=torch.uint8)
         size = self._group.all_reduce(torch.tensor(flat.numel()), "max")
-        if self._rank != giver:
+        if self._group.rank != giver:
             flat = torch.empty(int(size), dtype=torch.uint8)
         self._group.broadcast(flat, giver)
         return state if step == best else from_bytes(flat)

@@ -137,5 +137,5 @@ class Model:
         if len(found) > 1:
             raise UsageError(f"train() takes one ModelCheckpoint, not {len(found)}: a training resumes from one place")
         for asked in found:
-            asked.check(self._group.meeting.place.rank if self._group.meeting is not None else 0)
+            asked.check(self._group.rank)
         return found[0].checkpoint if found else None
