@@ -73,6 +73,7 @@ class Number(torch.nn.Module):
 
 covey.init()
 seat = covey.get_rank()
+fault(0, "joined")
 torch.set_num_threads(1)
 net = Number()
 optimizer = torch.optim.SGD([net.value], 1.0)

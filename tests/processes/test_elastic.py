@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.elastic import check, train
+from tests.processes.elastic import LONG_S, check, start, train
+from tests.processes.healing import reached, release
 
 
 @pytest.fixture
@@ -42,3 +43,36 @@ def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, ste
     ends = check(shell, world)
     assert [end["world"] for end in ends] == [world - len(marks)] * (world - len(marks))
     assert ends[0]["steps"] == steps + ("1:15" in deaths or "0:9" in deaths)
+
+
+def scaled(shell: Shell, at: str, workers: int) -> str:
+    """Ask for so many workers while a rank is held in its step; what `covey scale` says."""
+    reached(shell, at)
+    asked = shell.ask("scale", "--workers", str(workers))
+    assert asked.code == 0, asked.tail()
+    return asked.text()
+
+
+@pytest.mark.timeout(300)
+def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
+    """Everyone stays; a rank dies while the newcomers start; samples count once in worlds of 3, 5, 4 and 2."""
+    grow, shrink = "0:4:forward:hold", "1:9:forward:hold"
+    run = start(shell, FAULTS=f"{grow} {shrink} 3:5:reduction")
+    assert "operation 1: the world grows from 3 to 5 workers, as asked" in scaled(shell, grow, 5)
+    release(shell, grow)
+    assert "the world shrinks from 4 to 2 workers, as asked" in scaled(shell, shrink, 2)
+    release(shell, shrink)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert [end["world"] for end in check(shell)] == [2, 2]
+    assert "scale-out of cluster (asked for)" in shell.log("scheduler")
+
+
+@pytest.mark.timeout(300)
+def test_a_growth_that_fails_is_taken_back(shell: Shell) -> None:
+    held = "1:4:forward:hold"
+    run = start(shell, FAULTS=f"{held} 4:0:joined")
+    scaled(shell, held, 5)
+    shell.heard("scheduler", "rolled back")
+    release(shell, held)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert [end["world"] for end in check(shell)] == [3, 3, 3]

@@ -34,6 +34,7 @@ class Cluster(msgspec.Struct):
     generation: int = 0
     restarts: int = 0
     resized: int = 0  # the generation in which the world last changed its size
+    next_seat: int = -1  # for who comes after formation; -1: the first
     heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
@@ -116,4 +117,5 @@ class Cluster(msgspec.Struct):
             self.heals,
             world,
             self.resized,
+            self.next_seat,
         )

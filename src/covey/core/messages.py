@@ -120,6 +120,16 @@ class StopAsked(Message, frozen=True):
     reason: Sentence = "asked by covey stop"
 
 
+class ScaleAsked(Message, frozen=True):
+    """Change the world's size: to so many workers, or by so many more, or without these nodes; or take back a growth that is
+    under way."""
+
+    workers: int = -1
+    more: int = 0
+    node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
+    roll_back: bool = False
+
+
 # -- said by the scheduler -------------------------------------------------------------------------------------------
 
 
@@ -141,6 +151,7 @@ class Formed(Message, frozen=True):
     local_world: int
     restarts: int = 0
     seat: int = -1  # this member's number for life, where it is not its rank
+    since: int = 1  # the generation in which it came
 
 
 class Regrouped(Message, frozen=True):
@@ -188,6 +199,13 @@ class Stop(Message, frozen=True):
     reason: Sentence
     code: int = 0
     failure: Failure | None = None
+
+
+class Scaling(Message, frozen=True):
+    """The world changes its size: the operation's number, and what was decided."""
+
+    operation: int
+    reason: Sentence
 
 
 class Goodbye(Message, frozen=True):
@@ -303,5 +321,5 @@ class HealPlan(Message, frozen=True):
 
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
 _Healing = Report | Broke | Fetched | Resumed | Dumped
-FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked
-FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value | Told
+FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
+FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Goodbye | Value | Told

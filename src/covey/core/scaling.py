@@ -7,11 +7,17 @@ and everyone else keeps their own. Ranks in the middle of a step work out from t
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
+from covey.core import ranks
 from covey.core.cluster import Cluster
-from covey.core.messages import Seating
-from covey.core.model import Member, NodeState, Role
+from covey.core.messages import ScaleAsked, Seating
+from covey.core.model import Member, NodeState, Phase, Role
+
+WORLD_MAX = 4096  # workers
+ARRIVE_S = 300.0  # how long those who are to come may take, before the growth is taken back
 
 
 class Shrinking(msgspec.Struct, frozen=True):
@@ -45,6 +51,66 @@ def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
     plan.filler.rank = rank
     cluster.add(plan.filler)
     return [plan.filler]
+
+
+class Resizing(msgspec.Struct, frozen=True):
+    """What was asked for, as it can be done: the agents of those who come, or who goes."""
+
+    agents: list[str]
+    leavers: list[Member]
+
+
+def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
+    """May the world change as asked, and how?"""
+    workers = sorted(cluster.of(Role.WORKER), key=lambda m: m.rank)
+    world = len(workers)
+    if cluster.phase is not Phase.READY:
+        return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
+    if cluster.settings.worker_num == 1 or not all(m.progress.loop for m in workers):
+        return None, "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if asked.node_ids:
+        return _without(workers, asked.node_ids)
+    wanted = asked.workers if asked.workers >= 0 else world + asked.more
+    if wanted == world:
+        return None, f"there are {world} workers already"
+    if not 1 <= wanted <= WORLD_MAX:
+        return None, f"a world of {wanted} workers is not possible: 1 to {WORLD_MAX} are"
+    if wanted < world:
+        return Resizing([], workers[wanted:]), f"the world shrinks from {world} to {wanted} workers, as asked"
+    load = {agent.id: len(cluster.children(agent.id)) for agent in cluster.agents.values() if agent.link and not agent.leaving}
+    if not load:
+        return None, "no agent is there that could start a worker: only under covey run can a world grow"
+    agents = []
+    for _ in range(wanted - world):
+        agents.append(min(load, key=lambda agent: (load[agent], agent)))
+        load[agents[-1]] += 1
+    return Resizing(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+
+
+def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | None, str]:
+    named = {re.sub("^worker:", "", node_id) for node_id in node_ids}
+    known = {m.node_id for m in workers}
+    if unknown := sorted(named - known):
+        return None, f"The node id:{unknown[0]} is illegal. The workers are {', '.join(sorted(known, key=ranks.natural))}"
+    if named == known:
+        return None, "not all workers can go: covey stop ends a cluster"
+    going = [m for m in workers if m.node_id in named]
+    return Resizing([], going), f"the world shrinks from {len(workers)} to {len(workers) - len(going)} workers, as asked"
+
+
+def admit(cluster: Cluster, agents: list[str], now: float) -> list[Member]:
+    """Places for those who come, in the next generation."""
+    found = []
+    for agent in agents:
+        host, rank = cluster.agents[agent].host, cluster.size(Role.WORKER)
+        seat = max(cluster.next_seat, cluster.settings.worker_num)
+        cluster.next_seat = seat + 1
+        member = Member(Role.WORKER, str(seat), "", host, agent=agent, rank=rank, seat=seat, joined_at=now, beat_at=now)
+        member.local_rank = ranks.free_local(cluster.of(Role.WORKER), host)
+        member.state, member.since = NodeState.ALIVE, cluster.generation + 1
+        cluster.add(member)
+        found.append(member)
+    return found
 
 
 def seating(cluster: Cluster) -> Seating:

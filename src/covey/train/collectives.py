@@ -66,7 +66,7 @@ class Collectives:
         self._left_behind: list[Gloo] = []  # until their works have ended
         # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
         self._agreed = FIRST if meeting.place.generation == FIRST and meeting.place.restarts == 0 else 0
-        self._newcomer = meeting.place.restarts > 0
+        self._newcomer = meeting.place.restarts > 0 or meeting.place.since > FIRST
         self._step, self._n = BEFORE, 0
         self._completed: Number | None = None
         self._kept: dict[Number, list[Any]] = {}

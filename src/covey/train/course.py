@@ -89,6 +89,8 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     def span(self, step: int, index: int) -> range:
         """Which part of the global batch the index-th member has."""
         n, w = self.length(step), len(self.seats)
+        if index >= w:  # who has come in the middle of this step has a part of the next
+            return range(0)
         return range(index * n // w, (index + 1) * n // w)
 
     def cut(self, step: int, index: int, limit: int | None) -> list[range]:

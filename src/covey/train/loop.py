@@ -257,7 +257,8 @@ class Loop:
 
     def _begin_step(self) -> None:
         if self._share is None or self._share.course != self._course:
-            self._index = self._course.seats.index(self._seat)
+            seats = self._course.seats
+            self._index = seats.index(self._seat) if self._seat in seats else len(seats)
             self._share = Share(self._course, self._index, self._limit)
         self._cut = self._share.cut(self.step)
         if self._collectives is not None:
