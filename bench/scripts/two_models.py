@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ batches = [(torch.randn(32, widths[0]), torch.randint(0, 10, (32,))) for _ in ra
 class Memory(covey.Data):
     """Batches that are there already."""
 
-    def batches(self, plan: Any, *, first: int, last: int) -> Iterator[Any]:
-        return (batches[k % len(batches)] for k in range(first, last))
+    def batches(self, share: Any, first: int) -> Iterator[Any]:
+        return (batches[step % len(batches)] for step in count(first))
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,10 +51,10 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(model: Any, optimizer: torch.optim.Optimizer, source: Iterator[Any]) -> Callable[[int], tuple[float, float]]:
     """Seconds and CPU seconds of so many steps on batches from a source, from when all ranks are ready to begin."""
 
-    def block(count: int) -> tuple[float, float]:
+    def block(number: int) -> tuple[float, float]:
         dist.barrier()
         began, used = time.monotonic(), time.process_time()
-        for images, labels in islice(source, count):
+        for images, labels in islice(source, number):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
@@ -79,7 +79,7 @@ for number in range(rounds):
     total = {way: sum(seconds for name, seconds, _ in blocks if name == way) for way in ways}
     found.append(total | {f"{way} cpu": sum(used for name, _, used in blocks if name == way) for way in ways})
 if rank == 0:
-    count = sum(p.numel() for p in healing.parameters())
-    (folder / "seconds.json").write_text(json.dumps({"parameters": count, "rounds": found}))
+    size = sum(p.numel() for p in healing.parameters())
+    (folder / "seconds.json").write_text(json.dumps({"parameters": size, "rounds": found}))
 dist.barrier()
 dist.destroy_process_group()

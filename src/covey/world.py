@@ -66,14 +66,12 @@ def init() -> None:
 
 def get_rank() -> int:
     """This worker's rank, from 0."""
-    node = _joined().node
-    return node.place.rank if node is not None else 0
+    return _joined().group.rank
 
 
 def get_group_size() -> int:
-    """How many workers there are."""
-    node = _joined().node
-    return node.place.world if node is not None else 1
+    """How many workers there are. This and the rank may change where the world may (docs/elastic.md), inside a collective."""
+    return _joined().group.world
 
 
 def get_local_rank() -> int:

@@ -118,7 +118,7 @@ def draw(random: Random) -> Plan:
     plan.faults = tuple(random.sample(FAULTS, random.randint(1, len(FAULTS))))
     plan.chaos_s = random.choice((60.0, 240.0, 600.0)) if world < 50 else 60.0
     if agents and world <= TRAINING_MAX and random.random() < 0.7:
-        rungs = tuple(s for s in Strategy if random.random() < 0.8)
+        rungs = tuple(s for s in Strategy if s is not Strategy.ELASTIC and random.random() < 0.8)
         plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
         plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
         stuck = random.choice((5.0, 60.0))

@@ -47,6 +47,7 @@ def verbs() -> None:
     covey run -n 4 train.py          four workers and a scheduler, on this host
     covey status                     the clusters of this user, or the one there is
     covey logs 2 -f                  what rank 2 prints
+    covey scale --workers 6          change the number of its workers
     covey stop                       end it in order
     covey submit train.py -n 4 --image IMAGE      the same on Kubernetes
     """
@@ -92,6 +93,18 @@ def stop(master: str, reason: str) -> None:
     door = look.find(master)
     asyncio.run(ask_to_stop(door, reason))
     click.echo(f"the cluster at {door.name} ends")
+
+
+@verbs.command()
+@MASTER
+@click.option("--workers", required=True, type=click.IntRange(1), help="How many there are to be.")
+def scale(master: str, workers: int) -> None:
+    """Change the number of workers of a running cluster."""
+    from covey.cli import look
+    from covey.cli.visit import scale as ask_to_scale
+
+    said = asyncio.run(ask_to_scale(look.find(master), workers))
+    click.echo(f"operation {said.operation}: {said.reason}")
 
 
 @verbs.command()

@@ -171,7 +171,12 @@ OPTIONS: dict[str, list[Option]] = {
         Option("-m --module", "", "module", "run a module, as python -m does"),
         Option("--no-python", "", "no_python", "run a program that is no Python script"),
         Option("--max-restarts", "N", "max_restarts", "restarts of all (0); replacements of one (32767)", COUNT_OR_NONE),
-        Option("--strategy", "A,B", "strategy", "what may follow a failure: retry,recover-in-place,recover,dump,exit (all)"),
+        Option(
+            "--strategy",
+            "A,B",
+            "strategy",
+            "what may follow a failure: retry,recover-in-place,recover,dump,exit (all), elastic-training",
+        ),
         Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
         Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),
         Option("--recovery-path", "DIR", "recovery_path", "keep a journal there, so that the scheduler can come back"),

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Ask, Goodbye, Message, StopAsked, Told
+from covey.core.messages import Ask, Goodbye, Message, Refused, ScaleAsked, Scaling, StopAsked, Told
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError
 from covey.node.runtime import Door
@@ -115,3 +115,14 @@ async def stop(door: Door, reason: str) -> None:
         answer = await visit.ask(StopAsked(reason))
         if not isinstance(answer, Goodbye):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
+
+
+async def scale(door: Door, workers: int) -> Scaling:
+    """Ask for another number of workers, and hear what was decided."""
+    async with Visit(door) as visit:
+        answer = await visit.ask(ScaleAsked(workers))
+        if isinstance(answer, Refused):
+            raise PeerError(f"the cluster at {door.name} stays as it is: {answer.reason}", ExitCode.REFUSED)
+        if not isinstance(answer, Scaling):
+            raise PeerError(f"{door.name} gave an answer that makes no sense")
+        return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -33,6 +33,8 @@ class Cluster(msgspec.Struct):
     reason: str = "waiting for the first node"
     generation: int = 0
     restarts: int = 0
+    resized: int = 0  # the generation in which the world last changed its size
+    next_seat: int = -1  # for who comes after formation; -1: the first
     heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
@@ -61,6 +63,7 @@ class Cluster(msgspec.Struct):
         for member in everyone:
             self.remove(member)
             member.rank, member.state = places[member.name], NodeState.ALIVE
+            member.seat = member.rank
             if member.agent:
                 member.node_id = str(member.rank)
         for member in everyone:
@@ -70,14 +73,15 @@ class Cluster(msgspec.Struct):
             for member in self.of(group):
                 member.local_rank = local[member.name]
 
-    def take_over(self, records: Iterable[Record], now: float) -> None:
+    def take_over(self, records: Sequence[Record], now: float) -> None:
         """The members and agents of the journal: whoever was there is suspect until it is heard."""
+        world = next((record.world for record in records if isinstance(record, ClusterRecord)), -1)
         for record in records:
             if isinstance(record, AgentRecord):
                 agent = record.agent()
                 agent.beat_at = now
                 self.agents[agent.id] = agent
-            elif isinstance(record, MemberRecord):
+            elif isinstance(record, MemberRecord) and (record.role is not Role.WORKER or world < 0 or record.rank < world):
                 member = record.member()
                 member.beat_at = now
                 if member.present:
@@ -102,4 +106,16 @@ class Cluster(msgspec.Struct):
         """The cluster as the journal keeps it."""
         s = self.settings
         numbers = (s.worker_num, s.server_num)
-        return ClusterRecord(self.cluster_id, self.job, *numbers, self.phase, self.generation, self.restarts, self.heals)
+        world = self.size(Role.WORKER) if self.resized else -1
+        return ClusterRecord(
+            self.cluster_id,
+            self.job,
+            *numbers,
+            self.phase,
+            self.generation,
+            self.restarts,
+            self.heals,
+            world,
+            self.resized,
+            self.next_seat,
+        )

@@ -61,9 +61,11 @@ class Layout:
 
     def formed(self, member: Member) -> Formed:
         """What a node is told about its place."""
-        world = self._cluster.settings.wanted(member.role)
+        world = len(self._workers) if member.role is Role.WORKER else self._cluster.settings.wanted(member.role)
         local_world = self._local_worlds[(member.role.group, member.host.id)]
-        return Formed(self._cluster.generation, member.rank, world, member.local_rank, local_world, member.restarts)
+        seat = member.seat if member.seat != member.rank else -1
+        place = (member.rank, world, member.local_rank, local_world, member.restarts, seat, member.since)
+        return Formed(self._cluster.generation, *place)
 
     def start(self, agent: Agent) -> Start:
         """What an agent is told to let run."""

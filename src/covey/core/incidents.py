@@ -28,6 +28,7 @@ class Outcome(StrEnum):
     RESUMED = "resumed"
     RESTARTED = "restarted"  # everyone from the beginning
     FINISHED = "finished"  # with the run, which finished well: a program without collectives says nothing in between
+    ROLLED_BACK = "rolled back"  # a growth, when not everyone came
     ENDED = "ended"  # with the run
 
 

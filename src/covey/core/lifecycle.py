@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.core import formation, ranks, recovery
+from covey.core import formation, ranks, recovery, scaling
 from covey.core.board import Board
 from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
@@ -72,6 +72,8 @@ class Lifecycle:
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._grouped = False  # a group has met: only then will ranks say that they have gone on
+        self._arriving: set[str] = set()  # node ids of those whom a growth waits for
+        self._arrive_by = float("inf")
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
         self._stop: Stop | None = None
@@ -149,6 +151,8 @@ class Lifecycle:
         if self._dump is not None:  # the end is decided: one less to wait for
             self._dump.waiting.discard(member.rank)
             return self._end_dump()
+        if member.node_id in self._arriving:
+            return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member)
         self._publish("cluster", str(after), reason, Level.WARNING)
         strategy = str(after) if after is not recovery.After.END else "dump" if self._can_dump() else "exit"
@@ -161,6 +165,8 @@ class Lifecycle:
             self._regroup(_gone(member, failure), member)
         elif after in (recovery.After.REPLACE, recovery.After.MOVE):
             self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
+        elif after is recovery.After.SHRINK:
+            self._shrink(member, failure, reason)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
             self._restart_all(_gone(member, failure))
@@ -230,6 +236,73 @@ class Lifecycle:
         if agent.link:
             self._send(agent.link, self._places().start(agent))
 
+    def _shrink(self, member: Member, failure: Failure, reason: str) -> None:
+        """The others go on without one, in the step they are in."""
+        self._count("shrinks")
+        self._resize(reason, _gone(member, failure), self._without([member]))
+        self._tell_agents({member.agent})  # to end what may be left of it
+
+    def _without(self, leavers: list[Member]) -> list[Member]:
+        """Take members out of the cluster; returns whose rank changed."""
+        changed: dict[str, Member] = {}
+        for member in leavers:
+            plan, reason = scaling.shrink(self.cluster, member)
+            assert plan is not None, reason
+            self._speakers.pop(member.link, None)
+            changed |= {m.name: m for m in scaling.carry_out(self.cluster, plan)}
+        return [m for m in changed.values() if m not in leavers]
+
+    def _tell_agents(self, agents: set[str]) -> None:
+        for name in sorted(agents & self.cluster.agents.keys()):
+            agent = self.cluster.agents[name]
+            if agent.link:
+                self._send(agent.link, self._places().start(agent))
+
+    def _scale(self, plan: scaling.Resizing, reason: str) -> int:
+        """The world changes as asked, in the step it is in; returns the operation's number."""
+        kind = "scale-out" if plan.agents else "scale-in"
+        self._count(kind.replace("-", "_"))
+        self._open_incident(kind, reason, "asked for", since=self._now, known=self._now)
+        changed = scaling.admit(self.cluster, plan.agents, self._now) if plan.agents else self._without(plan.leavers)
+        self._arriving = {m.node_id for m in changed} if plan.agents else set()
+        self._arrive_by = self._now + scaling.ARRIVE_S
+        for member in changed if plan.agents else []:
+            self._begin_life(member)
+        self._resize(reason, reason, changed)
+        for member in plan.leavers:
+            if member.link:
+                self._send(member.link, Stop(f"{member.name} leaves: {reason}"))
+        self._tell_agents(set(plan.agents))
+        return self.incidents.kept[-1].number
+
+    def _turn_back(self, reason: str) -> None:
+        """A growth is taken back, all of it."""
+        leavers = [m for m in self.cluster.of(Role.WORKER) if m.node_id in self._arriving]
+        self._arriving = set()
+        reason = f"{reason}; the growth is taken back"
+        self._close_incidents(Outcome.ROLLED_BACK)
+        self._open_incident("scale-in", reason, reason, since=self._now, known=self._now)
+        self._resize(reason, reason, self._without(leavers))
+        for member in leavers:
+            self._silence(member.link)
+        self._tell_agents({m.agent for m in leavers})
+
+    def _resize(self, reason: str, what: str, changed: list[Member]) -> None:
+        """A new generation in a world of another size: everyone is told its place in it."""
+        self._replacing = True
+        self._await_healing()
+        if self.cluster.phase is not Phase.HEALING:
+            self._move(Phase.HEALING, reason)
+        self._layout = None
+        self.cluster.resized = self.cluster.generation + 1
+        self._awaited = None
+        self._next_generation(*changed)
+        self._publish("cluster", "resized", f"{what}; the world is now {self.cluster.size(Role.WORKER)}", Level.WARNING)
+        places = self._places()
+        for member in self.cluster.members.values():
+            if member.link and member.present:
+                self._send(member.link, places.formed(member))
+
     def _next_life(self, member: Member) -> None:
         """A child's place, ready for the next process. The old one is ended by its agent, and need not learn it from us."""
         self._speakers.pop(member.link, None)
@@ -246,6 +319,7 @@ class Lifecycle:
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
             self._next_life(member)
+            member.seat = member.rank  # nobody is left who knows it by another
         self._regroup(reason, *workers)
         self._tell_places()
 
@@ -286,6 +360,8 @@ class Lifecycle:
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+        elif self._arriving and self._now > self._arrive_by:
+            self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
         elif settings.judges_silence:
@@ -382,6 +458,7 @@ class Lifecycle:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
+        self.cluster.resized, self.cluster.next_seat = kept.resized, kept.next_seat
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
@@ -447,16 +524,19 @@ class Lifecycle:
 
     def _regroup(self, reason: str, *changed: Member) -> None:
         """A new generation: durable first, then whoever changed, then told to the members that were there before."""
+        self._next_generation(*changed)
+        news = Regrouped(self.cluster.generation, reason)
+        for member in self.cluster.members.values():
+            if member.link and member.present:
+                self._send(member.link, news)
+
+    def _next_generation(self, *changed: Member) -> None:
         self.cluster.generation += 1
         self._board = Board()
         self._gathering = Gathering(self.cluster.generation)
         self._persist(self.cluster.record())
         for member in changed:
             self._persist(MemberRecord.of(member))
-        news = Regrouped(self.cluster.generation, reason)
-        for member in self.cluster.members.values():
-            if member.link and member.present:
-                self._send(member.link, news)
 
     def _open_incident(
         self, strategy: str, reason: str, cause: str, *, since: float, known: float, member: Member | None = None

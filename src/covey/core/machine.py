@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core import ranks
+from covey.core import ranks, scaling
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
@@ -40,6 +40,8 @@ from covey.core.messages import (
     RegisterAgent,
     Report,
     Resumed,
+    ScaleAsked,
+    Scaling,
     Started,
     StopAsked,
     Value,
@@ -72,6 +74,7 @@ class Machine(Lifecycle):
             Drain: self._drain,
             Dumped: self._dumped,
             StopAsked: self._stop_asked,
+            ScaleAsked: self._scale_asked,
         }
 
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
@@ -267,8 +270,10 @@ class Machine(Lifecycle):
             return self._roll_back(failure)
         if plans:
             self.incidents.mark(Stage.REFORMED, self._now)
+        unknown = any(said.seated < self.cluster.resized for said in self._gathering.reports.values())
+        seating = scaling.seating(self.cluster) if unknown else None
         for rank, plan in plans.items():
-            self._send(workers[rank].link, plan)
+            self._send(workers[rank].link, msgspec.structs.replace(plan, seating=seating) if seating else plan)
         return None
 
     def _broke(self, link: int, broke: Broke) -> None:
@@ -288,6 +293,7 @@ class Machine(Lifecycle):
             self._reached = max(self._reached, said.step)
             if self._all_resumed():
                 self._retries = 0
+                self._arriving = set()
                 self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
 
@@ -359,6 +365,17 @@ class Machine(Lifecycle):
             self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
         else:
             self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
+
+    def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
+        if asked.roll_back:
+            if not self._arriving:
+                return self._send(link, Refused("no growth is under way that could be taken back"))
+            self._turn_back("asked to")
+            return self._send(link, Scaling(self.incidents.kept[-1].number, self.cluster.reason))
+        plan, reason = scaling.decide(self.cluster, asked)
+        if plan is None:
+            return self._send(link, Refused(reason))
+        return self._send(link, Scaling(self._scale(plan, reason), reason))
 
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         self._send(link, Goodbye())

@@ -115,7 +115,7 @@ def _impossible(cluster: Cluster, wish: Register) -> str:
         count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
         return f"this cluster has no place for the role {wish.role} ({count} is {world})"
     rank = ranks.claim(wish.node_id)
-    if rank is not None and rank >= world:
+    if rank is not None and rank >= world and (wish.role, wish.node_id) not in cluster.members:
         return f"MS_NODE_ID={wish.node_id} claims rank {rank}, but the {world} {wish.role} ranks end at {world - 1}"
     if wish.generation > cluster.generation:
         return f"it has seen generation {wish.generation}, but the scheduler's journal ends at {cluster.generation}"
@@ -127,6 +127,8 @@ def _holder(cluster: Cluster, wish: Register) -> Member | None:
     if (member := cluster.members.get((wish.role, node_id(wish)))) is not None:
         return member
     rank = ranks.claim(wish.node_id)
+    if wish.incarnation and cluster.phase is not Phase.FORMING:  # its place is gone; that rank is another's
+        return None
     return cluster.at(wish.role, rank) if rank is not None else None
 
 

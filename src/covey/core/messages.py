@@ -120,6 +120,16 @@ class StopAsked(Message, frozen=True):
     reason: Sentence = "asked by covey stop"
 
 
+class ScaleAsked(Message, frozen=True):
+    """Change the world's size: to so many workers, or by so many more, or without these nodes; or take back a growth that is
+    under way."""
+
+    workers: int = -1
+    more: int = 0
+    node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
+    roll_back: bool = False
+
+
 # -- said by the scheduler -------------------------------------------------------------------------------------------
 
 
@@ -140,6 +150,8 @@ class Formed(Message, frozen=True):
     local_rank: int
     local_world: int
     restarts: int = 0
+    seat: int = -1  # this member's number for life, where it is not its rank
+    since: int = 1  # the generation in which it came
 
 
 class Regrouped(Message, frozen=True):
@@ -189,6 +201,13 @@ class Stop(Message, frozen=True):
     failure: Failure | None = None
 
 
+class Scaling(Message, frozen=True):
+    """The world changes its size: the operation's number, and what was decided."""
+
+    operation: int
+    reason: Sentence
+
+
 class Goodbye(Message, frozen=True):
     """Your leave has been noted."""
 
@@ -226,6 +245,7 @@ class Report(Message, frozen=True):
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
     finished: bool = False  # its program has come to the end
+    seated: int = 0  # the newest seating by which it shares the data
     port: int = 0
     token: Name = ""
 
@@ -280,17 +300,26 @@ class Giver(msgspec.Struct, frozen=True):
     token: Name
 
 
+class Seating(msgspec.Struct, frozen=True):
+    """Who is in the world: everyone's seat, in order of rank."""
+
+    version: int  # the generation in which it came about
+    seats: list[int]
+
+
 class HealPlan(Message, frozen=True):
     """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
-    `failure` is never sent: why these ranks cannot go on from here."""
+    `seating` is there when the world has changed and somebody does not know it. `failure` is never sent: why these ranks cannot
+    go on from here."""
 
     generation: int
     giver: Giver | None = None
+    seating: Seating | None = None
     done: bool = False
     failure: Sentence = ""
 
 
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
 _Healing = Report | Broke | Fetched | Resumed | Dumped
-FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked
-FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value | Told
+FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
+FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Goodbye | Value | Told

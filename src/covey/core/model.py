@@ -121,6 +121,8 @@ class Member(msgspec.Struct):
     incarnation: int = 1
     rank: int = -1  # claimed before the cluster forms, given from then on
     local_rank: int = -1  # among the members of its group on its host
+    seat: int = -1  # its number for life, where a rank may change with the world
+    since: int = 1  # the generation in which its place was made
     state: NodeState = NodeState.WAITING
     link: int = 0  # the connection that speaks for it; 0 when there is none
     agent: str = ""  # the agent whose child it is
@@ -173,6 +175,8 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     restarts: int = 0
     handovers: int = 0
     local_rank: int = -1
+    seat: int = -1
+    since: int = 1
 
     @classmethod
     def of(cls, member: Member) -> MemberRecord:
@@ -214,6 +218,9 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     generation: int
     restarts: int = 0
     heals: bool = False
+    world: int = -1  # how many workers there are since the world changed; members with higher ranks are of a larger one
+    resized: int = 0
+    next_seat: int = -1
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

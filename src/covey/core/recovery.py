@@ -1,8 +1,8 @@
 """What happens after a death: the rung of the ladder that is taken, and why.
 
-The ladder is ordered: retry, recover-in-place, recover, dump, exit. A rung is taken only if it is configured, and supported by
-what is left of the cluster, and its budget is not used up. Scripts that never call `covey.init()` cannot be healed: for them
-there is torchrun's answer, to start everyone anew as often as --max-restarts says.
+The ladder is ordered: retry, recover-in-place, recover, elastic-training, dump, exit. A rung is taken only if it is configured,
+and supported by what is left of the cluster, and its budget is not used up. Scripts that never call `covey.init()` cannot be
+healed: for them there is torchrun's answer, to start everyone anew as often as --max-restarts says.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+from covey.core import scaling
 from covey.core.cluster import Cluster
 from covey.core.model import Agent, Failure, Member, Role
 from covey.errors import UsageError
@@ -24,6 +25,7 @@ class Strategy(StrEnum):
     RETRY = "retry"
     IN_PLACE = "recover-in-place"
     RECOVER = "recover"
+    ELASTIC = "elastic-training"
     DUMP = "dump"
     EXIT = "exit"
 
@@ -32,6 +34,7 @@ class After(StrEnum):
     WAIT = "wait"
     REPLACE = "recover-in-place"
     MOVE = "recover"
+    SHRINK = "elastic-training"
     RESTART_ALL = "restart all"
     END = "end"
 
@@ -48,13 +51,22 @@ def ladder(names: Iterable[str]) -> tuple[Strategy, ...]:
 
 def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
     """Decide what follows the death of one member."""
+    after, reason = _keep_the_world(cluster, dead)
+    if after is not After.END or Strategy.ELASTIC not in cluster.settings.strategies:
+        return after, reason
+    plan, why = scaling.shrink(cluster, dead)
+    return (After.SHRINK if plan is not None else After.END), f"{reason}: {why}"
+
+
+def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
+    """The rungs after which the world is what it was."""
     settings = cluster.settings
     if not dead.agent:
         if settings.recovery:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "recovery is off"
     workers = cluster.of(Role.WORKER)
-    if {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies) and cluster.heals:
+    if {Strategy.IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC} & set(settings.strategies) and cluster.heals:
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
@@ -67,6 +79,8 @@ def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
 def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
     """The rungs that keep the others in their step."""
     settings = cluster.settings
+    if not {Strategy.IN_PLACE, Strategy.RECOVER} & set(settings.strategies):
+        return After.END, "nothing is to be started again (COVEY_STRATEGY)"
     if dead.fruitless >= FRUITLESS_MAX:
         return After.END, f"{dead.name} died {dead.fruitless} times without a step in between"
     agent = cluster.agents.get(dead.agent)

@@ -196,7 +196,7 @@ class Agent:
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
         wanted = {assignment.node_id: assignment.incarnation for assignment in start.assignments}
-        over = [name for name, (node_id, life) in self._running.items() if wanted.get(node_id, 0) > life]
+        over = [name for name, (node_id, life) in self._running.items() if wanted.get(node_id, life + 1) > life]
         ranks = [int(self._running.pop(name)[0]) for name in over]
         self._ended = [said for said in self._ended if wanted.get(said.node_id, 0) <= said.incarnation]
         if over:
@@ -226,12 +226,13 @@ class Agent:
             self._started[assignment.node_id] = assignment.incarnation
             name = f"worker:{assignment.node_id}"
             self._running[name] = (assignment.node_id, assignment.incarnation)
-            spec = self._spec(name, start, assignment.rank, assignment.local_rank, again)
+            spec = self._spec(name, start, int(assignment.node_id), assignment.local_rank, again)
             env = worker_environment(
                 self._environ,
                 start,
                 assignment,
                 self._door,
+                worker_num=self._job.world,
                 job=self._job.job,
                 role_name=self._job.role_name,
                 folder=self._folder.name,

@@ -9,7 +9,15 @@ from covey.node.runtime import Door
 
 
 def worker_environment(
-    base: Mapping[str, str], start: Start, assignment: Assignment, door: Door, *, job: str, role_name: str, folder: str
+    base: Mapping[str, str],
+    start: Start,
+    assignment: Assignment,
+    door: Door,
+    *,
+    worker_num: int,
+    job: str,
+    role_name: str,
+    folder: str,
 ) -> dict[str, str]:
     """What one worker wakes up with. `base` is the agent's own environment and what the options added to it."""
     found = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # the scheduler's alone
@@ -40,7 +48,7 @@ def worker_environment(
         MS_ROLE="MS_WORKER",
         MS_SCHED_HOST=door.host,
         MS_SCHED_PORT=str(door.port),
-        MS_WORKER_NUM=world,
+        MS_WORKER_NUM=str(worker_num),  # what was asked for at the start; the world may have changed since
         MS_NODE_ID=assignment.node_id,
         RANK_ID=rank,
         RANK_SIZE=world,

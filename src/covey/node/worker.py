@@ -251,6 +251,9 @@ class Node:
             if isinstance(message, Formed):
                 if self._formed is None or self._formed.generation != message.generation:
                     self._wipe()
+                if self._formed is not None and self._formed.world != message.world:
+                    sentence = "generation %d: the world is now %d, after %d, and this is its rank %d"
+                    log.info(sentence, message.generation, message.world, self._formed.world, message.rank)
                 self._formed = message
                 for key, value in self._pins.items():  # a restarted scheduler's board is empty
                     self._say(Put(key, value, message.generation))
@@ -263,10 +266,7 @@ class Node:
             elif isinstance(message, Regrouped) and self._formed is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
                 self._wipe()
-                held = self._formed
-                self._formed = Formed(
-                    message.generation, held.rank, held.world, held.local_rank, held.local_world, held.restarts
-                )
+                self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
                 self.inbox.put(Regroup(message.generation))
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))

@@ -20,10 +20,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, HealPlan, Number, Report, Resumed
+from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, HealPlan, Number, Report, Resumed, Seating
 from covey.errors import PeerError
 from covey.train.gloo import Built, Done, Gloo
-from covey.train.meeting import Meeting, Planned, Regroup
+from covey.train.meeting import Meeting, Place, Planned, Regroup
 from covey.train.transfer import Donation, Server, fetch
 
 FIRST: Final = 1  # the generation of formation
@@ -58,12 +58,15 @@ class Collectives:
         self.donation: Donation | None = None  # what this process received, being a replacement
         self.homes: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
         self.on_live: Callable[[], None] = lambda: None  # called before a collective that others take part in
+        self.place: Place = meeting.place  # of the agreed generation
+        self.seating: Seating | None = None  # who is in the world, once it has changed
+        self.seated = 0  # the newest seating by which the data is shared
         self._meeting = meeting
         self._gloo: Gloo | None = None
         self._left_behind: list[Gloo] = []  # until their works have ended
         # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
         self._agreed = FIRST if meeting.place.generation == FIRST and meeting.place.restarts == 0 else 0
-        self._newcomer = meeting.place.restarts > 0
+        self._newcomer = meeting.place.restarts > 0 or meeting.place.since > FIRST
         self._step, self._n = BEFORE, 0
         self._completed: Number | None = None
         self._kept: dict[Number, list[Any]] = {}
@@ -151,13 +154,14 @@ class Collectives:
     def agree(self) -> None:
         """A safe point after the membership changed: report, and do what the plan says. Repeats until one holds."""
         while True:
-            generation = self._meeting.place.generation
+            place = self._meeting.place
+            generation = place.generation
             self._leave_behind(generation)
             if self._gloo is None:
                 self._gloo = Gloo(self._meeting, generation)  # it meets while reports, plan and state travel
             plan = self._report(generation)
             if plan is not None and self._carry_out(plan):
-                self._agreed, self._newcomer = generation, False
+                self._agreed, self._newcomer, self.place = generation, False, place
                 return
 
     def finish(self) -> None:
@@ -233,6 +237,7 @@ class Collectives:
                 needs_state=self._newcomer,
                 whole=all(self._whole.values()),
                 finished=finished,
+                seated=self.seated,
                 port=self._server.port,
                 token=self._server.token,
             )
@@ -249,6 +254,7 @@ class Collectives:
 
     def _carry_out(self, plan: HealPlan) -> bool:
         """Fetch what the plan says this rank lacks. False if the giver is gone: a new generation follows."""
+        self.seating = plan.seating or self.seating
         if plan.giver is None:
             if self._half:
                 raise PeerError("the state was received in part when its giver died, and nobody else has it: start it again")

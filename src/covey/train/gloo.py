@@ -55,6 +55,7 @@ class Gloo:
     def __init__(self, meeting: Meeting, generation: int) -> None:
         self.generation = generation
         self.ready = False
+        self.rank, self.world = meeting.place.rank, meeting.place.world
         self._meeting = meeting
         self._group: Any = None
         self._pending: dict[int, tuple[Any, Any]] = {}  # works under way, with what they read and write
@@ -107,7 +108,7 @@ class Gloo:
     def _build(self) -> None:
         try:
             before = sockets()
-            self._group = make_group(self._meeting, self.generation)
+            self._group = make_group(self._meeting, self.generation, self.rank, self.world)
             self._sockets = {name: fd for name, fd in sockets().items() if name not in before}
             self.ready = True
             self._meeting.inbox.put(Built(self.generation))
@@ -115,14 +116,13 @@ class Gloo:
             self._meeting.inbox.put(Built(self.generation, str(error)))
 
 
-def make_group(meeting: Meeting, generation: int) -> Any:
+def make_group(meeting: Meeting, generation: int, rank: int, world: int) -> Any:
     """A gloo group whose device is bound to the node's address, never to what the host name means."""
     dist = torch_module().distributed
-    place = meeting.place
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address, lazy_init=False)]
     options._timeout = TIMEOUT
-    return dist.ProcessGroupGloo(_board_store(meeting, generation), place.rank, place.world, options)
+    return dist.ProcessGroupGloo(_board_store(meeting, generation), rank, world, options)
 
 
 def _board_store(meeting: Meeting, generation: int) -> Any:

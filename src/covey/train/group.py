@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from covey.errors import UsageError
 from covey.train.collectives import Collectives
 from covey.train.gloo import torch_module
-from covey.train.meeting import Meeting
+from covey.train.meeting import Meeting, Place
 from covey.train.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
 
 Array = TypeVar("Array")  # a torch tensor or a numpy array
@@ -22,8 +22,19 @@ class Group:
         self._collectives: Collectives | None = None
 
     @property
+    def place(self) -> Place | None:
+        """Where this rank stands, for the program: it changes only inside a collective. None in a program on its own."""
+        if self._collectives is not None:
+            return self._collectives.place
+        return self.meeting.place if self.meeting is not None else None
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank if self.place is not None else 0
+
+    @property
     def world(self) -> int:
-        return self.meeting.place.world if self.meeting is not None else 1
+        return self.place.world if self.place is not None else 1
 
     @property
     def collectives(self) -> Collectives | None:
@@ -36,14 +47,14 @@ class Group:
         """Reduce over all ranks, in place, and return the array."""
         tensor = _tensor(array)
         if self.collectives is not None:
-            self.collectives.run(AllReduce(tensor, op, self.world))
+            self.collectives.run(AllReduce(tensor, op))
         return array
 
     def reduce(self, tensors: Sequence[Any]) -> list[Any]:
         """The mean of gradients over all ranks, in place: what stands between the backward pass and the optimizer."""
         found = [tensor for tensor in tensors if tensor is not None]
         if self.collectives is not None and found:
-            self.collectives.run(Mean(found, self.world))
+            self.collectives.run(Mean(found))
         return list(tensors)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
@@ -51,13 +62,13 @@ class Group:
         tensor = _tensor(array)
         if not 0 <= root < self.world:
             raise UsageError(f"broadcast from rank {root} is not possible: ranks go from 0 to {self.world - 1}")
-        if self.collectives is not None and self.meeting is not None:
-            self.collectives.run(Broadcast([tensor], root, self.meeting.place.rank))
+        if self.collectives is not None:
+            self.collectives.run(Broadcast([tensor], root, self.rank))
         return array
 
     def all_gather(self, array: Any) -> list[Any]:
         """Every rank's array, in order of rank. Shapes and dtypes must agree."""
-        gathering = AllGather(_tensor(array), self.world)
+        gathering = AllGather(_tensor(array))
         if self.collectives is not None:
             self.collectives.run(gathering)
         else:

@@ -25,11 +25,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from covey.core.model import Progress
 from covey.errors import UsageError
+from covey.train.chance import mix, seed_all
 from covey.train.checkpoint import Checkpoint
 from covey.train.collectives import Collectives
-from covey.train.data import Data, mix, seed_all
+from covey.train.course import Course, Share
+from covey.train.data import Data
 from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.operations import Broadcast
@@ -81,16 +85,17 @@ class Loop:
         group: Group,
     ) -> None:
         self.model, self.optimizer, self.data = model, optimizer, data
-        self.accumulate, self.seed = accumulate, seed
+        self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._rank = group.meeting.place.rank if group.meeting is not None else 0
-        self._world = group.world
-        self._plan = data.plan(seed=seed, rank=self._rank, world=self._world)
-        self.steps_per_epoch = self._plan.per_epoch // accumulate
-        if self.steps_per_epoch == 0:
-            raise UsageError(f"accumulate={accumulate} needs more micro-batches than one epoch has ({self._plan.per_epoch})")
-        self.steps = steps if steps is not None else epochs * self.steps_per_epoch
+        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        course = data.course(seed=seed, world=group.world, accumulate=accumulate)
+        self._course = msgspec.structs.replace(course, steps=epochs * course.steps_per_epoch if steps is None else steps)
+        self._following: Course | None = None  # the course after this step, once its reduction is complete
+        self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
+        self._share: Share | None = None  # of the course, for this rank
+        self._index = 0
+        self._cut = course.cut(0, 0, self._limit)
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._applied = False
         self._again, self._repeats = False, 0
@@ -107,11 +112,12 @@ class Loop:
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
+        optimizer.register_step_pre_hook(self._optimizer_steps)
         optimizer.register_step_post_hook(self._optimizer_stepped)
         if self._collectives is not None:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
-            self._reducer = Reducer(model, self._collectives, rank=self._rank, world=self._world, active=lambda: self.boundary)
+            self._reducer = Reducer(model, self._collectives, shares=self, active=lambda: self.boundary)
             self._attach(self._collectives)
         else:
             self._resume()
@@ -125,25 +131,56 @@ class Loop:
             put(self._restored[name])
 
     @property
+    def steps(self) -> int:
+        """How many steps this training has. Where the world shrinks in an epoch's last step, one more than planned."""
+        return (self._following or self._course).end
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._course.steps_per_epoch
+
+    @property
     def epoch(self) -> int:
-        return self.step // self.steps_per_epoch
+        return self._course.place(self.step)[0]
+
+    @property
+    def step_of_epoch(self) -> int:
+        return self._course.place(self.step)[1]
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this step is its epoch's last. Certain once the step's gradients are there."""
+        return (self._following or self._course).place(self.step + 1)[0] != self.epoch
+
+    @property
+    def accumulate(self) -> int:
+        """How many micro-batches this step has on this rank."""
+        return len(self._cut)
 
     @property
     def boundary(self) -> bool:
         """Whether this micro-batch is its step's last: the one after which the optimizer steps."""
         return self.micro == self.accumulate - 1
 
+    @property
+    def weight(self) -> float:
+        """What this micro-batch's mean loss counts for in this rank's: multiply by it where a step has several."""
+        return len(self._cut[self.micro]) / sum(len(part) for part in self._cut)
+
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
-        batches = self._batches()
+        batches: Iterator[Any] = iter(())
+        share: Share | None = None
         while self.step < self.steps:
             self._begin_step()
             self.micro = 0
+            if share is not self._share:
+                batches, share = self._batches(), self._share
             while self.micro < self.accumulate:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
                 batch = next(batches)
-                seed_all(mix(self.seed, self.step, self.micro, self._rank))
+                seed_all(mix(self.seed, self.step, self.micro, self._index))
                 yield batch
                 if self._again:
                     batches, self.micro, self._again = self._batches(), 0, False
@@ -156,8 +193,37 @@ class Loop:
         return self._collectives.waited_s if self._collectives is not None else 0.0
 
     def _batches(self) -> Iterator[Any]:
-        first, last = self.step * self.accumulate, self.steps * self.accumulate
-        return iter(self.data.batches(self._plan, first=first, last=last))
+        assert self._share is not None
+        return self.data.batches(self._share, self.step)
+
+    # -- what this rank's samples count for (reducer.Shares) -----------------------------------------------------------
+
+    def _here(self) -> tuple[int, ...]:
+        """Who takes part in a reduction that begins now."""
+        assert self._collectives is not None
+        seating = self._collectives.seating
+        return (
+            tuple(seating.seats) if seating is not None and seating.version > self._collectives.seated else self._course.seats
+        )
+
+    def scale(self) -> float:
+        """What this rank's gradients count for among those of all who take part now."""
+        return self._course.weight(self.step, self._index, self._here())
+
+    def present(self) -> Any:
+        """The seating by which a reduction was made, if it is not the one of the course."""
+        assert self._collectives is not None
+        here, seating = self._here(), self._collectives.seating
+        known = here is self._course.seats or seating is None
+        return torch_module().tensor([] if known or seating is None else [seating.version, *here], dtype=torch_module().int64)
+
+    def counted(self, present: Any) -> None:
+        """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
+        assert self._collectives is not None
+        if self._following is None:
+            version, *seats = present.tolist() or (self._collectives.seated, *self._course.seats)
+            self._following = self._course.after(self.step, tuple(seats))
+            self._collectives.seated = version
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -190,6 +256,11 @@ class Loop:
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
+        if self._share is None or self._share.course != self._course:
+            seats = self._course.seats
+            self._index = seats.index(self._seat) if self._seat in seats else len(seats)
+            self._share = Share(self._course, self._index, self._limit)
+        self._cut = self._share.cut(self.step)
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
@@ -198,6 +269,8 @@ class Loop:
 
     def _commit(self) -> None:
         self._catch_up()
+        self._course = self._following or self._course.after(self.step, self._course.seats)
+        self._following = None
         self.step += 1
         self._applied, self._repeats = False, 0
         self._buffers, self._given_parts = {}, {}
@@ -206,11 +279,20 @@ class Loop:
             meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             generation = meeting.place.generation if meeting is not None else 0
-            self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
+            self._checkpoint.save(
+                self.step, self.state(), rank=self._group.rank, world=self._group.world, generation=generation
+            )
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
                 self.dump()  # in case nobody is left to take this rank over
             meeting.depart()
+
+    def _optimizer_steps(self, *_: Any) -> None:
+        if self._collectives is not None and not self.boundary:
+            raise UsageError(
+                f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
+                " rank's alone: step it where loop.boundary is true"
+            )
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._applied = True
@@ -234,6 +316,7 @@ class Loop:
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "parts": {name: get() for name, (get, _) in self._parts.items()},
+            "course": self._course.state(),
         }
 
     def dump(self) -> tuple[int, str]:
@@ -241,8 +324,10 @@ class Loop:
         gasp = self._checkpoint or Checkpoint("covey_dump")
         given, meeting = self.donate(), self._group.meeting
         state = given.state | {"step": given.step + given.applied}
+        if given.applied and self._following is not None:
+            state["course"] = self._following.state()
         generation = meeting.place.generation if meeting is not None else 0
-        path = gasp.dump(state["step"], state, rank=self._rank, world=self._world, generation=generation)
+        path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
         return state["step"], str(path)
 
     def _attach(self, collectives: Collectives) -> None:
@@ -253,7 +338,7 @@ class Loop:
         given = collectives.donation
         if given is None or given.state is None:
             tensors = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
-            collectives.run(Broadcast(tensors, 0, self._rank), passing=True)
+            collectives.run(Broadcast(tensors, 0, self._group.rank), passing=True)
             self._resume()
         else:
             collectives.skip_to(given.before)
@@ -271,15 +356,19 @@ class Loop:
         """From the newest checkpoint that any rank has whole, on a fresh start."""
         if self._checkpoint is None:
             return
-        found = self._checkpoint.newest(rank=self._rank)
+        found = self._checkpoint.newest(rank=self._group.rank)
         state = found[1] if found is not None else None
         if self._collectives is not None:
-            state = self._share(found[0] if found is not None else -1, state)
+            state = self._agree_on(found[0] if found is not None else -1, state)
         if state is not None:
             self.step = state["step"]
             self._restore(state)
+            world = self._group.world
+            if len(self._course.seats) != world:
+                log.info("resumed in a world of %d, after one of %d", world, len(self._course.seats))
+            self._course = self._course.seated(tuple(range(world)))
 
-    def _share(self, step: int, state: Any) -> Any:
+    def _agree_on(self, step: int, state: Any) -> Any:
         """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
         torch = torch_module()
         steps = [int(t) for t in self._group.all_gather(torch.tensor(step))]
@@ -287,9 +376,9 @@ class Loop:
         if best < 0 or all(s == best for s in steps):
             return state
         giver = steps.index(best)
-        flat = to_bytes(state) if self._rank == giver else torch.empty(0, dtype=torch.uint8)
+        flat = to_bytes(state) if self._group.rank == giver else torch.empty(0, dtype=torch.uint8)
         size = self._group.all_reduce(torch.tensor(flat.numel()), "max")
-        if self._rank != giver:
+        if self._group.rank != giver:
             flat = torch.empty(int(size), dtype=torch.uint8)
         self._group.broadcast(flat, giver)
         return state if step == best else from_bytes(flat)
@@ -299,6 +388,7 @@ class Loop:
             self.model.load_state_dict(state["model"])
         # torch takes the tensors themselves, and the optimizer writes to them: what is restored again must be a copy
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if self.replaying else state["optimizer"])
+        self._course = self._course.restored(state["course"])
         self._restored = state["parts"]
         for name, (_, put) in self._parts.items():
             if name in self._restored:

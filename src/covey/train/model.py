@@ -42,7 +42,7 @@ class LossMonitor(Callback):
     def step_end(self, loop: Loop, loss: Any) -> None:
         if loop.replaying or not self.per_print_times or (loop.step + 1) % self.per_print_times:
             return
-        within = loop.step % loop.steps_per_epoch + 1
+        within = loop.step_of_epoch + 1
         print(f"epoch: {loop.epoch + 1} step: {within}, loss is {loss.item()}", flush=True)  # noqa: T201
 
 
@@ -118,7 +118,7 @@ class Model:
                 scheduler.step()
             for callback in callbacks:
                 callback.step_end(loop, loss.detach())
-            if (loop.step + 1) % loop.steps_per_epoch == 0:
+            if loop.ends_epoch:
                 for callback in callbacks:
                     callback.epoch_end(loop)
         return loop
@@ -137,5 +137,5 @@ class Model:
         if len(found) > 1:
             raise UsageError(f"train() takes one ModelCheckpoint, not {len(found)}: a training resumes from one place")
         for asked in found:
-            asked.check(self._group.meeting.place.rank if self._group.meeting is not None else 0)
+            asked.check(self._group.rank)
         return found[0].checkpoint if found else None

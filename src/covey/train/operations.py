@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from covey.errors import UsageError
+from covey.errors import PeerError, UsageError
 from covey.train.gloo import Gloo, torch_module
 
 Reduction = Literal["sum", "mean", "max", "min", "product"]
@@ -13,14 +13,15 @@ Reduction = Literal["sum", "mean", "max", "min", "product"]
 class AllReduce:
     """Reduce a tensor over all ranks, in place."""
 
-    def __init__(self, tensor: Any, op: Reduction, world: int) -> None:
+    def __init__(self, tensor: Any, op: Reduction) -> None:
         self._tensor = tensor
         self._mean = op == "mean"
-        self._world = world
+        self._world = 1
         self._operation = _operation(op)
         self._copy: Any = None
 
     def issue(self, group: Gloo) -> list[Any]:
+        self._world = group.world
         self._copy = self._tensor.clone(memory_format=torch_module().contiguous_format)
         return [group.all_reduce(self._copy, self._operation)]
 
@@ -32,7 +33,8 @@ class AllReduce:
 
 
 class Broadcast:
-    """The root's bytes plus nothing from the others: a sum over all ranks, so that nobody can run ahead of it."""
+    """The root's bytes plus nothing from the others: a sum over all ranks, so that nobody can run ahead of it. One byte more
+    says that the root took part: the world may have shrunk by it."""
 
     def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
@@ -42,6 +44,9 @@ class Broadcast:
     def issue(self, group: Gloo) -> list[Any]:
         torch = torch_module()
         flats = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors]
+        flats += [torch.ones(1, dtype=torch.uint8)] if flats else []
+        if flats:
+            flats[-2:] = [torch.cat(flats[-2:])]
         self._copies = [flat.clone() if self._is_root else torch.zeros_like(flat) for flat in flats]
         return [group.all_reduce(copy, torch.distributed.ReduceOp.SUM) for copy in self._copies]
 
@@ -49,23 +54,25 @@ class Broadcast:
         return self._copies
 
     def complete(self, results: list[Any]) -> None:
+        if results and not results[-1][-1]:
+            raise PeerError("the rank that was to broadcast is gone, and the world goes on without it: nobody has its values")
         for tensor, flat in zip(self._tensors, results, strict=True):
+            flat = flat[: tensor.numel() * tensor.element_size()]
             tensor.copy_(flat.clone().view(tensor.dtype).view_as(tensor))
 
 
 class AllGather:
     """Every rank's tensor, in order of rank."""
 
-    def __init__(self, tensor: Any, world: int) -> None:
+    def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
-        self._world = world
         self.gathered: list[Any] = []
         self._outputs: list[Any] = []
 
     def issue(self, group: Gloo) -> list[Any]:
         torch = torch_module()
         source = self._tensor.clone(memory_format=torch.contiguous_format)
-        self._outputs = [torch.empty_like(source) for _ in range(self._world)]
+        self._outputs = [torch.empty_like(source) for _ in range(group.world)]
         return [group.all_gather(self._outputs, source)]
 
     def results(self) -> list[Any]:
@@ -78,15 +85,14 @@ class AllGather:
 class Mean:
     """The mean of many tensors over all ranks, in place, as one flat buffer per dtype."""
 
-    def __init__(self, tensors: list[Any], world: int) -> None:
+    def __init__(self, tensors: list[Any]) -> None:
         self._tensors = tensors
-        self._world = world
         self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         self._flats: list[Any] = []
 
     def issue(self, group: Gloo) -> list[Any]:
         torch = torch_module()
-        self._flats = [torch.cat([t.reshape(-1) for t in self._of(dtype)]).div_(self._world) for dtype in self._dtypes]
+        self._flats = [torch.cat([t.reshape(-1) for t in self._of(dtype)]).div_(group.world) for dtype in self._dtypes]
         return [group.all_reduce(flat, torch.distributed.ReduceOp.SUM) for flat in self._flats]
 
     def results(self) -> list[Any]:

@@ -1,9 +1,10 @@
 """Gradients: averaged over all ranks while the backward pass still runs.
 
 The parameters are cut into buckets by their order alone, because the bits of a sum depend on where an element lies. A hook
-copies each finished gradient, divided by the world's size, into its bucket and issues full buckets in order; autograd's end of
-the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a reduction that a
-death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed it.
+copies each finished gradient, times this rank's part of the samples, into its bucket and issues full buckets in order;
+autograd's end of the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a
+reduction that a death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed
+it.
 
 Buffers (batch norm's statistics) travel in the last bucket: rank 0's values from rank 0, nothing from the others.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from covey.train.collectives import Collectives
 from covey.train.gloo import Gloo, torch_module
@@ -60,15 +61,27 @@ def cut(parameters: Iterable[Any]) -> list[Bucket]:
     return [Bucket(found) for found in buckets]
 
 
+class Shares(Protocol):
+    """Who holds how many of a step's samples: the loop knows."""
+
+    def scale(self) -> float:
+        """What this rank's gradients count for among those of all who take part now."""
+
+    def present(self) -> Any:
+        """Who takes part now, as a tensor: it stays with the result, for who is handed it."""
+
+    def counted(self, present: Any) -> None:
+        """The reduction is complete: this is who took part in it."""
+
+
 class Reducer:
     """The hooks of one model. `active` says whether this backward pass ends a step."""
 
-    def __init__(self, model: Any, collectives: Collectives, *, rank: int, world: int, active: Callable[[], bool]) -> None:
+    def __init__(self, model: Any, collectives: Collectives, *, shares: Shares, active: Callable[[], bool]) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.numel()]
         self._collectives = collectives
-        self._rank = rank
-        self._scale = 1.0 / world
+        self._shares = shares
         self._active = active
         self._buckets = cut(trained)
         self._reduction: Reduction | None = None
@@ -97,7 +110,7 @@ class Reducer:
             return
         if self._reduction is None:
             spare = self._spare.popleft() if self._first else {}
-            self._reduction = Reduction(self._buckets, self._buffers, rank=self._rank, scale=self._scale, spare=spare)
+            self._reduction = Reduction(self._buckets, self._buffers, self._shares, spare)
             torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._place[id(parameter)]
         bucket.missing -= 1
@@ -127,15 +140,15 @@ class Reduction:
     `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
     """
 
-    def __init__(self, buckets: list[Bucket], buffers: list[Any], *, rank: int, scale: float, spare: Spare) -> None:
+    def __init__(self, buckets: list[Bucket], buffers: list[Any], shares: Shares, spare: Spare) -> None:
         self.filled: Spare = {}
         self._buckets = buckets
         self._buffers = buffers
-        self._rank = rank
-        self._scale = scale
+        self._shares = shares
         self._spare = spare
         self._group: Gloo | None = None
         self._flats: list[Any] = []
+        self._results: list[Any] = []
         self._works: list[Any] = []
 
     def early(self, group: Gloo) -> None:
@@ -150,24 +163,29 @@ class Reduction:
         while len(self._flats) < len(self._buckets):
             self._issue_next(group)
         if self._buffers and len(self._flats) == len(self._buckets):
-            for flat in self._pack_buffers():
+            for flat in self._pack_buffers(group.rank):
                 self._issue(group, flat)
         return self._works
 
     def results(self) -> list[Any]:
-        return self._flats
+        self._results = [*self._flats, self._shares.present()]
+        return self._results
 
     def complete(self, results: list[Any]) -> None:
         """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
-        if results is not self._flats:  # handed over: what was issued here is an abandoned group's, which may still write to it
-            self._flats, self.filled = results, {}
-        for number, (bucket, flat) in enumerate(zip(self._buckets, results, strict=False)):
+        if (
+            results is not self._results
+        ):  # handed over: what was issued here is an abandoned group's, which may still write to it
+            self.filled = {}
+        *flats, present = results
+        self._shares.counted(present)
+        for number, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=False)):
             parts = self.filled[number][1] if self.filled else bucket.parts(flat)
             for parameter in bucket.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch_module().empty_like(parameter)
             torch_module()._foreach_copy_([parameter.grad for parameter in bucket.parameters], parts)
-        self._unpack_buffers(results[len(self._buckets) :])
+        self._unpack_buffers(flats[len(self._buckets) :])
 
     def _begin(self, group: Gloo) -> None:
         if self._group is not group:
@@ -184,22 +202,23 @@ class Reduction:
             flat = bucket.flat()
             parts = bucket.parts(flat)
         self.filled[number] = (flat, parts)
+        scale = self._shares.scale()
         for parameter, part in zip(bucket.parameters, parts, strict=True):
             if parameter.grad is None:
                 part.zero_()
             else:
-                torch.mul(parameter.grad, self._scale, out=part)
+                torch.mul(parameter.grad, scale, out=part)
         self._issue(group, flat)
 
     def _issue(self, group: Gloo, flat: Any) -> None:
         self._flats.append(flat)
         self._works.append(group.all_reduce(flat, torch_module().distributed.ReduceOp.SUM))
 
-    def _pack_buffers(self) -> list[Any]:
+    def _pack_buffers(self, rank: int) -> list[Any]:
         """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""
         torch = torch_module()
         flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._buffers])
-        return [flat if self._rank == 0 else torch.zeros_like(flat)]
+        return [flat if rank == 0 else torch.zeros_like(flat)]
 
     def _unpack_buffers(self, flats: list[Any]) -> None:
         torch = torch_module()

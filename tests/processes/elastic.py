@@ -1,0 +1,152 @@
+"""A training for tests of worlds that change: it writes down which samples it took, and its result tells what each counted for.
+
+The model is one number from which each step takes the mean of its samples: so the number at the end is right only if each mean
+was that of the samples that are said to have counted. `FAULTS` as in `healing`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.processes.command import Shell
+from tests.processes.harness import Process
+
+LADDER = "retry,elastic-training,exit"  # nothing is started again: the world shrinks
+SAMPLES, BATCH, WORLD, STEPS = 64, 2, 3, 15
+LONG_S = 100.0
+
+SCRIPT = '''
+import json, os, pathlib, signal, sys, time
+import torch
+import covey
+
+folder = pathlib.Path(sys.argv[1])
+wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word in os.environ.get("FAULTS", "").split()}
+
+
+def hold(mark):
+    while not mark.with_suffix(".go").exists():
+        time.sleep(0.01)
+
+
+def send(number):
+    return lambda mark: os.kill(os.getpid(), number)
+
+
+FAULTS = {"kill": send(signal.SIGKILL), "stop": send(signal.SIGSTOP), "hold": hold}
+
+
+def fault(step, phase):
+    """By this process's first rank, which stays its own."""
+    key = (str(seat), str(step), phase)
+    mark = folder / "-".join(key)
+    if key in wanted and not mark.exists():
+        mark.touch()
+        FAULTS[wanted[key]](mark)
+
+
+def write(**line):
+    with open(folder / "lines", "a") as file:
+        file.write(json.dumps(line) + "\\n")
+
+
+class Ids(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.tensor(index, dtype=torch.float64)
+
+
+class Number(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.last = torch.nn.Parameter(torch.zeros(300_000))                        # so that there are two buckets
+
+    def forward(self, x):
+        return self.value * x + self.last.sum()
+
+
+covey.init()
+seat = covey.get_rank()
+fault(0, "joined")
+torch.set_num_threads(1)
+net = Number()
+optimizer = torch.optim.SGD([net.value], 1.0)
+loop = covey.Loop(
+    net, optimizer, covey.Data(Ids(), 2, num_workers=int(os.environ.get("LOADERS", "0"))), seed=7,
+    steps=int(os.environ.get("STEPS", "15")), accumulate=int(os.environ.get("ACCUMULATE", "2")),
+    checkpoint=covey.Checkpoint(str(folder / "ckpt"), every=int(os.environ.get("EVERY", "1000"))),
+)
+seat = loop._seat
+net.last.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)
+optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
+print("BEGINS at", loop.step, flush=True)
+ids = []
+for x in loop:
+    fault(loop.step, "forward")
+    ids += [int(i) for i in x] if loop._course.span(loop.step, loop._index) else []
+    if loop.boundary:
+        write(kind="took", step=loop.step, epoch=loop.epoch, seat=seat, ids=ids, world=covey.get_group_size())
+        ids = []
+    (net(x).mean() * loop.weight).backward()
+    if loop.boundary:
+        optimizer.step()
+        optimizer.zero_grad()
+        write(kind="counted", step=loop.step, seats=list((loop._following or loop._course).seats))
+        if loop.step % 4 == 3:
+            fault(loop.step, "evaluation")
+            worlds = covey.all_gather(torch.tensor(covey.get_rank()))
+            assert len(worlds) == covey.get_group_size(), worlds
+        fault(loop.step, "between")
+assert [int(value) for value in covey.all_gather(torch.tensor(covey.get_rank()))] == list(range(covey.get_group_size()))
+write(kind="end", value=net.value.item(), rank=covey.get_rank(), world=covey.get_group_size(), steps=loop.step)
+'''
+
+
+def start(shell: Shell, *options: str, **env: str) -> Process:
+    """Begin the training."""
+    (shell.folder / "marks").mkdir(exist_ok=True)
+    shell.script(SCRIPT, "train.py")
+    words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
+    return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
+
+
+def train(shell: Shell, *options: str, **env: str) -> str:
+    """The whole training; what `covey run` printed."""
+    run = start(shell, *options, **env)
+    assert run.wait(LONG_S) == 0, run.tail()
+    return run.text()
+
+
+def check(shell: Shell, world: int = WORLD, accumulate: int = 2) -> list[dict[str, Any]]:
+    """Each sample of each epoch counted once, and for what it should. Returns what the last processes said at their end."""
+    lines = [json.loads(line) for line in (shell.folder / "marks" / "lines").read_text().splitlines()]
+    took = {(line["step"], line["seat"]): line for line in lines if line["kind"] == "took"}
+    counted = {line["step"]: set(line["seats"]) for line in lines if line["kind"] == "counted"}
+    for line in lines:
+        assert line["kind"] != "counted" or set(line["seats"]) == counted[line["step"]], "ranks differ in who counted"
+    ends = [line for line in lines if line["kind"] == "end"]
+    assert sorted(counted) == list(range(ends[-1]["steps"]))
+    found: dict[int, Counter[int]] = {}
+    value = 0.0
+    for step in sorted(counted):
+        lists = [(line["epoch"], line["ids"]) for (k, seat), line in took.items() if k == step and seat in counted[step]]
+        assert len({epoch for epoch, _ in lists}) == 1
+        ids = [sample for _, part in lists for sample in part]
+        found.setdefault(lists[0][0], Counter()).update(ids)
+        value -= sum(ids) / len(ids)
+    size = BATCH * world * accumulate
+    per_epoch = SAMPLES // size * size
+    assert [(epoch, len(ids), ids.total()) for epoch, ids in sorted(found.items())] == [
+        (epoch, per_epoch, per_epoch) for epoch in range(len(found))
+    ], found
+    for end in ends:
+        if end["steps"] < ends[-1]["steps"]:  # of a run before
+            continue
+        assert end["value"] == pytest.approx(value, rel=1e-12)
+    return ends

@@ -1,0 +1,78 @@
+"""Worlds that change: every sample of an epoch counts once, and for as much as any other of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.elastic import LONG_S, check, start, train
+from tests.processes.healing import reached, release
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_training_resumes_in_other_worlds(shell: Shell) -> None:
+    """12 samples a step: 4 each of three ranks, 6 each of two, 2 or 3 each of five; never more than 2 at once."""
+    train(shell, EVERY="5", STEPS="5")
+    train(shell, "-n", "2", EVERY="10", STEPS="10")
+    train(shell, "-n", "5", LOADERS="1")
+    assert [(end["world"], end["steps"]) for end in check(shell)] == [(3, 5)] * 3 + [(2, 10)] * 2 + [(5, 15)] * 5
+    assert "BEGINS at 10" in shell.log(4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("world", "steps", "deaths"),
+    [
+        (3, 15, "2:2:forward 0:6:reduction"),  # rank 0, with a bucket under way; then one is left
+        (3, 15, "1:4:optimizer 0:9:forward"),  # in an epoch's last step: after its reduction, and before
+        (4, 16, "0:3:evaluation 2:14:between 1:15:forward"),  # after the optimizer; then an extra step is the very last
+        (3, 15, "0:5:forward 1:5:forward"),
+    ],
+)
+def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, steps: int, deaths: str) -> None:
+    train(shell, "-n", str(world), STEPS=str(steps), FAULTS=deaths)
+    marks = {path.name for path in (shell.folder / "marks").glob("*-*-*")}
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
+    ends = check(shell, world)
+    assert [end["world"] for end in ends] == [world - len(marks)] * (world - len(marks))
+    assert ends[0]["steps"] == steps + ("1:15" in deaths or "0:9" in deaths)
+
+
+def scaled(shell: Shell, at: str, workers: int) -> str:
+    """Ask for so many workers while a rank is held in its step; what `covey scale` says."""
+    reached(shell, at)
+    asked = shell.ask("scale", "--workers", str(workers))
+    assert asked.code == 0, asked.tail()
+    return asked.text()
+
+
+@pytest.mark.timeout(300)
+def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
+    """Everyone stays; a rank dies while the newcomers start; samples count once in worlds of 3, 5, 4 and 2."""
+    grow, shrink = "0:4:forward:hold", "1:9:forward:hold"
+    run = start(shell, FAULTS=f"{grow} {shrink} 3:5:reduction")
+    assert "operation 1: the world grows from 3 to 5 workers, as asked" in scaled(shell, grow, 5)
+    release(shell, grow)
+    assert "the world shrinks from 4 to 2 workers, as asked" in scaled(shell, shrink, 2)
+    release(shell, shrink)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert [end["world"] for end in check(shell)] == [2, 2]
+    assert "scale-out of cluster (asked for)" in shell.log("scheduler")
+
+
+@pytest.mark.timeout(300)
+def test_a_growth_that_fails_is_taken_back(shell: Shell) -> None:
+    held = "1:4:forward:hold"
+    run = start(shell, FAULTS=f"{held} 4:0:joined")
+    scaled(shell, held, 5)
+    shell.heard("scheduler", "rolled back")
+    release(shell, held)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert [end["world"] for end in check(shell)] == [3, 3, 3]

@@ -1,0 +1,103 @@
+"""Every sample of an epoch counts once, whatever the world does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+
+from covey.train import course
+from covey.train.chance import mix
+from covey.train.course import Course, Share
+
+
+def begun(samples: int = 100, *, batch_size: int = 2, accumulate: int = 1, world: int = 3, epochs: int = 1) -> Course:
+    made = course.begin(samples, batch_size=batch_size, accumulate=accumulate, world=world, shuffle=True, seed=7)
+    return msgspec.structs.replace(made, steps=epochs * made.steps_per_epoch)
+
+
+def held(path: Course, step: int, seat: int, limit: int | None = None) -> list[int]:
+    share = Share(path, path.seats.index(seat), limit)
+    return [sample for micro in range(len(share.cut(step))) for sample in share.samples(step, micro)]
+
+
+def test_in_the_first_world_a_rank_has_every_worlds_th_batch_of_the_epoch() -> None:
+    path = begun(batch_size=4, accumulate=2, world=3)
+    order = [sample for k in range(path.steps) for sample in in_order(path, k)]
+    for step in range(path.steps):
+        for rank in range(3):
+            share = Share(path, rank, 4)
+            for micro in range(2):
+                start = ((step * 2 + micro) * 3 + rank) * 4
+                assert share.samples(step, micro) == order[start : start + 4]
+
+
+def in_order(path: Course, step: int) -> list[int]:
+    epoch, within = path.place(step)
+    order = course._order(path.samples, path.shuffle, mix(path.seed, epoch))
+    return order[within * path.size : (within + 1) * path.size]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7])
+def test_any_world_shares_the_same_batches(world: int) -> None:
+    first = begun(28, batch_size=7, world=1)
+    path = msgspec.structs.replace(first, seats=tuple(range(world)))
+    for step in range(path.steps):
+        parts = [held(path, step, seat) for seat in range(world)]
+        assert [sample for part in parts for sample in part] == first.batch(step)
+        assert sum(path.weight(step, i, path.seats) for i in range(world)) == pytest.approx(1)
+        assert {len(part) for part in parts} <= {7 // world, 7 // world + 1}
+
+
+def test_weights_are_those_of_ranks_where_shares_are_equal() -> None:
+    path = begun(batch_size=4, accumulate=3, world=3)
+    assert {path.weight(0, i, path.seats) for i in range(3)} == {1.0 / 3}
+
+
+def test_a_share_is_cut_evenly_within_the_limit() -> None:
+    path = msgspec.structs.replace(begun(40, batch_size=4, world=5), seats=(0, 1, 2))
+    assert [[len(part) for part in path.cut(0, i, 4)] for i in range(3)] == [[3, 3], [3, 4], [3, 4]]
+    assert [len(path.cut(0, i, None)) for i in range(3)] == [1, 1, 1]
+
+
+def test_loading_draws_other_numbers_in_each_micro_batch() -> None:
+    path = msgspec.structs.replace(begun(40, batch_size=4, accumulate=2, world=5), seats=(0,))
+    share = Share(path, 0, 4)
+    numbers = [number for [number] in share.numbers(0)]
+    assert len({share.seed(*number) for number in numbers}) == len(numbers) == 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_of_an_epoch_counts_once_over_deaths_and_growth(seed: int) -> None:
+    chance = random.Random(seed)
+    world, accumulate = chance.randint(1, 6), chance.choice([1, 2])
+    path = begun(97, batch_size=chance.randint(1, 3), accumulate=accumulate, world=world, epochs=3)
+    counted: dict[int, Counter[int]] = {}
+    step, fresh = 0, world
+    while step < path.end:
+        gone = chance.sample(path.seats, chance.randint(0, len(path.seats) - 1)) if chance.random() < 0.3 else []
+        present = tuple(seat for seat in path.seats if seat not in gone)
+        chosen = [present[i] for i in chance.sample(range(len(present)), len(present))]
+        for i, seat in enumerate(path.seats):
+            if seat in present and path.span(step, i):
+                counted.setdefault(path.place(step)[0], Counter()).update(held(path, step, seat, chance.choice([None, 1, 2])))
+        path = path.after(step, tuple(chosen) if gone else path.seats)
+        step += 1
+        if chance.random() < 0.2:
+            path = path.seated((*path.seats, fresh))
+            fresh += 1
+        path = begun(97, batch_size=path.batch_size, accumulate=accumulate, world=world, epochs=3).restored(path.state())
+    assert sorted(counted) == [0, 1, 2]
+    for epoch, found in counted.items():
+        order = course._order(97, True, mix(7, epoch))
+        assert found == Counter(order[: path.steps_per_epoch * path.size])
+
+
+def test_who_has_no_part_of_an_extra_step_still_takes_part() -> None:
+    path = begun(8, batch_size=1, world=4)
+    path = path.after(1, (0, 1, 2))
+    assert (path.end, path.place(2), path.length(2)) == (3, (0, 2), 1)
+    assert [held(path, 2, seat) for seat in (0, 1, 2)] == [list(path.carried)] * 3
+    assert [path.weight(2, i, path.seats) for i in range(3)] == [0.0, 0.0, 1.0]
