@@ -31,7 +31,10 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
         giver = _nearest(rank, givers, addresses, turn)
         turn += 1
         if report.needs_state and not reports[giver].whole:
-            reason = f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES)"
+            reason = (
+                f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES),"
+                " or something else than the loop's optimizer changed parameters in it"
+            )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
         source = reports[giver]
         plans[rank] = HealPlan(generation, giver=Giver(giver, addresses[giver], source.port, source.token))

@@ -46,6 +46,8 @@ class Operation(Protocol):
 class Source(Protocol):
     """Who holds the state that a replacement must receive: the loop."""
 
+    @property
+    def whole(self) -> bool: ...  # whether there is a state to give
     def donate(self) -> Donation: ...
     def dump(self) -> tuple[int, str]: ...
 
@@ -235,7 +237,7 @@ class Collectives:
                 completed=self._completed,
                 waits=self._meeting.waits,
                 needs_state=self._newcomer,
-                whole=all(self._whole.values()),
+                whole=all(self._whole.values()) and (self.source is None or self.source.whole),
                 finished=finished,
                 seated=self.seated,
                 port=self._server.port,

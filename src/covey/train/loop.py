@@ -19,14 +19,13 @@ state over as its own optimizer steps, and once more as it joins the others.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from covey.core.messages import Dumped
 from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.train.chance import mix, seed_all
@@ -37,31 +36,11 @@ from covey.train.data import Data
 from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.operations import Broadcast
+from covey.train.pace import Pace
 from covey.train.reducer import Reducer
+from covey.train.state import State
 from covey.train.transfer import Donation
-from covey.train.tree import from_bytes, path_of, to_bytes
-
-PACE_KEEPS = 0.9  # of the mean, at each step
-
-
-class Pace:
-    """What a step takes this rank, without its waiting for others: a mean in which the last ones weigh most."""
-
-    def __init__(self) -> None:
-        self._since, self._waited = time.monotonic(), 0.0
-        self._busy_s = -1.0
-
-    def lap(self, waited_s: float) -> float:
-        """A step is over; `waited_s` in all so far."""
-        now = time.monotonic()
-        busy = max(0.0, now - self._since - (waited_s - self._waited))
-        self._since, self._waited = now, waited_s
-        if self._busy_s < 0:  # the first step also loads, compiles and meets: it says nothing of the next
-            self._busy_s = 0.0
-        else:
-            self._busy_s = PACE_KEEPS * self._busy_s + (1 - PACE_KEEPS) * busy if self._busy_s else busy
-        return self._busy_s
-
+from covey.train.tree import from_bytes, pack, to_bytes
 
 log = logging.getLogger("covey")
 
@@ -96,17 +75,14 @@ class Loop:
         self._share: Share | None = None  # of the course, for this rank
         self._index = 0
         self._cut = course.cut(0, 0, self._limit)
-        self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
-        self._applied = False
+        self._state = State(model, optimizer)
+        self._stepping = self._applied = False  # the optimizer runs; has run in this step
         self._again, self._repeats = False, 0
-        self._model_buffers = dict(model.named_buffers())
-        self._buffers: dict[str, Any] = {}  # as they were at the step's boundary
-        self._given_parts: dict[str, Any] = {}  # likewise
-        self._restored: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
         self._checkpoint = checkpoint
         self._group = group
         self._collectives = group.collectives
         self._before = 0
+        self._checked = False
         self._pace = Pace()
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
@@ -124,11 +100,7 @@ class Loop:
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
-        if name in self._parts:
-            raise UsageError(f"register({name!r}): that name is registered already")
-        self._parts[name] = (get, put)
-        if name in self._restored:
-            put(self._restored[name])
+        self._state.register(name, get, put)
 
     @property
     def steps(self) -> int:
@@ -241,15 +213,8 @@ class Loop:
             self._rewind()
 
     def _rewind(self) -> None:
-        """Everything a step changes before its optimizer runs, as it was at the boundary."""
         self._again = True
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        with torch_module().no_grad():
-            for name, buffer in self._model_buffers.items():
-                buffer.copy_(self._buffers[name])
-        for name, part in copy.deepcopy(self._given_parts).items():
-            self._parts[name][1](part)
+        self._state.rewind()
         if self._collectives is not None:
             self._collectives.rewind()
 
@@ -264,8 +229,10 @@ class Loop:
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
-        self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers.items()}
-        self._given_parts = {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()}
+            if not self._checked:  # better now than at the first death
+                pack(self.state())
+                self._checked = True
+        self._state.mark_boundary()
 
     def _commit(self) -> None:
         self._catch_up()
@@ -273,7 +240,6 @@ class Loop:
         self._following = None
         self.step += 1
         self._applied, self._repeats = False, 0
-        self._buffers, self._given_parts = {}, {}
         meeting = self._group.meeting
         if meeting is not None:
             meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
@@ -284,7 +250,7 @@ class Loop:
             )
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
-                self.dump()  # in case nobody is left to take this rank over
+                meeting.say(Dumped(*self.dump()))  # in case nobody is left to take this rank over
             meeting.depart()
 
     def _optimizer_steps(self, *_: Any) -> None:
@@ -293,31 +259,31 @@ class Loop:
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
                 " rank's alone: step it where loop.boundary is true"
             )
+        self._stepping = True
 
     def _optimizer_stepped(self, *_: Any) -> None:
-        self._applied = True
+        self._stepping, self._applied = False, True
         if self.replaying:
             self._restore_given()
 
     # -- giving and taking state -------------------------------------------------------------------------------------
 
+    @property
+    def whole(self) -> bool:
+        """Whether this rank's state is that of a boundary, or that after the optimizer, and nothing in between."""
+        return not self._stepping and (self._applied or self._state.intact)
+
     def donate(self) -> Donation:
-        """This rank's state at a safe point; before the optimizer ran, with the buffers as they were at the boundary."""
-        state = self.state()
-        if not self._applied:
-            state["model"] |= self._buffers
-            state["parts"] |= self._given_parts
+        """This rank's state at a safe point: that of the step's boundary, or that after the optimizer ran."""
+        state = self._about() | (self._state.now() if self._applied else self._state.at_boundary())
         return Donation(step=self.step, applied=self._applied, before=self._before, state=state)
 
     def state(self) -> dict[str, Any]:
         """Everything a replacement or a checkpoint must have, as it is now."""
-        return {
-            "step": self.step,
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
-            "parts": {name: get() for name, (get, _) in self._parts.items()},
-            "course": self._course.state(),
-        }
+        return self._about() | self._state.now()
+
+    def _about(self) -> dict[str, Any]:
+        return {"step": self.step, "course": self._course.state()}
 
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
@@ -332,7 +298,7 @@ class Loop:
 
     def _attach(self, collectives: Collectives) -> None:
         """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
-        collectives.homes = self._homes
+        collectives.homes = self._state.homes
         if collectives.needs_state:
             collectives.agree()
         given = collectives.donation
@@ -345,6 +311,8 @@ class Loop:
             self.step, self.replaying = given.step, given.applied
             self._restore(given.state)
             collectives.on_live = self._catch_up
+            if not self.replaying:
+                collectives.donation = None
         self._before = collectives.count
         collectives.source = self
         assert self._group.meeting is not None
@@ -362,7 +330,13 @@ class Loop:
             state = self._agree_on(found[0] if found is not None else -1, state)
         if state is not None:
             self.step = state["step"]
-            self._restore(state)
+            try:
+                self._restore(state)
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise UsageError(
+                    f"the checkpoint of step {self.step} in {self._checkpoint.folder} does not fit this model and optimizer"
+                    f" ({_first_line(error)}): make them as they were, or train in another folder"
+                ) from None
             world = self._group.world
             if len(self._course.seats) != world:
                 log.info("resumed in a world of %d, after one of %d", world, len(self._course.seats))
@@ -384,25 +358,8 @@ class Loop:
         return state if step == best else from_bytes(flat)
 
     def _restore(self, state: Any) -> None:
-        if not self._is_home(state["model"]):
-            self.model.load_state_dict(state["model"])
-        # torch takes the tensors themselves, and the optimizer writes to them: what is restored again must be a copy
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]) if self.replaying else state["optimizer"])
         self._course = self._course.restored(state["course"])
-        self._restored = state["parts"]
-        for name, (_, put) in self._parts.items():
-            if name in self._restored:
-                put(self._restored[name])
-
-    def _homes(self) -> dict[str, Any]:
-        """Where in this process each tensor of the model's state belongs."""
-        state, tensor = self.model.state_dict(), torch_module().Tensor
-        return {path_of("model", name): value for name, value in state.items() if isinstance(value, tensor)}
-
-    def _is_home(self, state: dict[str, Any]) -> bool:
-        """Whether all of it was received where it belongs."""
-        homes, tensor = self._homes(), torch_module().Tensor
-        return all(isinstance(v, tensor) and v.data_ptr() == homes[path_of("model", k)].data_ptr() for k, v in state.items())
+        self._state.put(state, again=self.replaying)
 
     def _restore_given(self) -> None:
         assert self._collectives is not None and self._collectives.donation is not None
@@ -413,3 +370,9 @@ class Loop:
         if self.replaying:
             self._restore_given()
             self.replaying = False
+            assert self._collectives is not None
+            self._collectives.donation = None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from covey.train.collectives import Collectives
 from covey.train.gloo import Gloo, torch_module
+from covey.train.state import Buffers
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
@@ -28,16 +29,39 @@ class Bucket:
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
         self.offsets: list[int] = []
-        self.size = 0
+        self._marks = 0  # from here on, one number for each parameter: whether any rank has a gradient of it
         for parameter in parameters:
-            self.offsets.append(self.size)
-            self.size += parameter.numel()
+            self.offsets.append(self._marks)
+            self._marks += parameter.numel()
         self.missing = len(parameters)
 
     def flat(self) -> Any:
         """Memory for all of its gradients."""
         first = self.parameters[0]
-        return torch_module().empty(self.size, dtype=first.dtype, device=first.device)
+        return torch_module().empty(self._marks + len(self.parameters), dtype=first.dtype, device=first.device)
+
+    def fill(self, flat: Any, parts: list[Any], scale: float) -> None:
+        """This rank's gradients, as far as it has them."""
+        torch = torch_module()
+        marks = flat[self._marks :]
+        marks.fill_(1)
+        for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            if parameter.grad is None:
+                part.zero_()
+                marks[number] = 0
+            else:
+                torch.mul(parameter.grad, scale, out=part)
+
+    def empty(self, flat: Any, parts: list[Any]) -> None:
+        """Give the sums to the parameters. One that nobody has a gradient of keeps none, as if it were trained alone."""
+        torch = torch_module()
+        if any(parameter.grad is None for parameter in self.parameters):
+            for parameter, mark in zip(self.parameters, flat[self._marks :].tolist(), strict=True):
+                if parameter.grad is None and mark:
+                    parameter.grad = torch.empty_like(parameter)
+        pairs = [(p.grad, part) for p, part in zip(self.parameters, parts, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
 
     def parts(self, flat: Any) -> list[Any]:
         """Where each parameter's gradient lies in it."""
@@ -78,22 +102,38 @@ class Reducer:
     """The hooks of one model. `active` says whether this backward pass ends a step."""
 
     def __init__(self, model: Any, collectives: Collectives, *, shares: Shares, active: Callable[[], bool]) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._parameters = list(model.parameters())
+        self._trained: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._spare: collections.deque[Spare] = collections.deque([{}, {}])  # the kept one, and the one before it
+        self._place: dict[int, Bucket] = {}
+        self._hooked: set[int] = set()
+        self._buffers = Buffers(model)
         self._collectives = collectives
         self._shares = shares
         self._active = active
-        self._buckets = cut(trained)
         self._reduction: Reduction | None = None
         self._first = True
-        self._spare: collections.deque[Spare] = collections.deque([{}, {}])  # the kept one, and the one before it
+        self._hook()
+
+    def _hook(self) -> None:
+        """Cut buckets of what is trained from now on: a program may freeze and unfreeze parameters on its way."""
+        trained = [p for p in self._parameters if p.requires_grad]
+        if len(trained) == len(self._trained) and all(p is q for p, q in zip(trained, self._trained, strict=True)):
+            return
+        self._trained = trained
+        self._buckets = cut(trained)
+        self._spare = collections.deque([{}, {}])
         self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            if id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._ready)
 
     def begin_step(self) -> None:
         """The first reduction of a step uses memory again; further ones may not, their step's results are all kept."""
         self._first = True
+        self._hook()
 
     def begin_micro_batch(self) -> None:
         """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
@@ -109,11 +149,13 @@ class Reducer:
         if not self._active():
             return
         if self._reduction is None:
+            self._hook()
             spare = self._spare.popleft() if self._first else {}
-            self._reduction = Reduction(self._buckets, self._buffers, self._shares, spare)
+            buffers = [buffer for buffer in self._buffers.now().values() if buffer.numel()]
+            self._reduction = Reduction(self._buckets, buffers, self._shares, spare)
             torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._place[id(parameter)]
-        bucket.missing -= 1
+        bucket.missing -= 1  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
         if bucket.missing == 0:
             self._collectives.early(self._reduction.early)
 
@@ -158,7 +200,7 @@ class Reduction:
             self._issue_next(group)
 
     def issue(self, group: Gloo) -> list[Any]:
-        """Issue whatever has not been issued on this group yet; unused parameters count as zero."""
+        """Issue whatever has not been issued on this group yet; a gradient that this rank does not have counts as zero."""
         self._begin(group)
         while len(self._flats) < len(self._buckets):
             self._issue_next(group)
@@ -173,18 +215,12 @@ class Reduction:
 
     def complete(self, results: list[Any]) -> None:
         """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
-        if (
-            results is not self._results
-        ):  # handed over: what was issued here is an abandoned group's, which may still write to it
+        if results is not self._results:  # handed over: what was issued here is an abandoned group's, which may write to it
             self.filled = {}
         *flats, present = results
         self._shares.counted(present)
         for number, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=False)):
-            parts = self.filled[number][1] if self.filled else bucket.parts(flat)
-            for parameter in bucket.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch_module().empty_like(parameter)
-            torch_module()._foreach_copy_([parameter.grad for parameter in bucket.parameters], parts)
+            bucket.empty(flat, self.filled[number][1] if self.filled else bucket.parts(flat))
         self._unpack_buffers(flats[len(self._buckets) :])
 
     def _begin(self, group: Gloo) -> None:
@@ -194,7 +230,6 @@ class Reduction:
             self._group, self._flats, self._works, self.filled = group, [], [], {}
 
     def _issue_next(self, group: Gloo) -> None:
-        torch = torch_module()
         number = len(self._flats)
         bucket = self._buckets[number]
         flat, parts = self._spare.get(number) or (None, [])
@@ -202,12 +237,7 @@ class Reduction:
             flat = bucket.flat()
             parts = bucket.parts(flat)
         self.filled[number] = (flat, parts)
-        scale = self._shares.scale()
-        for parameter, part in zip(bucket.parameters, parts, strict=True):
-            if parameter.grad is None:
-                part.zero_()
-            else:
-                torch.mul(parameter.grad, scale, out=part)
+        bucket.fill(flat, parts, self._shares.scale())
         self._issue(group, flat)
 
     def _issue(self, group: Gloo, flat: Any) -> None:

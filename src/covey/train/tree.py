@@ -6,6 +6,7 @@ tensors; `unpack` turns them back. Anything else is refused by name: nothing her
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import msgspec
@@ -38,9 +39,22 @@ def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
         return items if kind == "list" else tuple(items)
     if kind == "tensor":
         return tensors[content]
+    if kind == "integer":
+        return int(content)
     if kind == "array":
         return tensors[content].numpy()
     return content
+
+
+def like(value: Any, pattern: Any) -> Any:
+    """A value whose dicts are of the kinds that `pattern` has in the same places: what travels is plain, a Counter is not."""
+    if not isinstance(value, dict) or not isinstance(pattern, dict):
+        return value
+    made = copy.copy(pattern)
+    made.clear()
+    for key, item in value.items():
+        made[key] = like(item, pattern.get(key))
+    return made
 
 
 def to_bytes(value: Any) -> Any:
@@ -71,8 +85,12 @@ def from_bytes(flat: Any) -> Any:
 
 def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
     torch = torch_module()
-    if value is None or isinstance(value, bool | int | float | str | bytes):
+    if value is None or isinstance(value, bool | bytes):
         return ["plain", value]
+    if isinstance(value, int):
+        return ["plain", int(value)] if -(2**63) <= value < 2**64 else ["integer", str(int(value))]
+    if isinstance(value, float | str):  # numpy's among them, which are more than they look
+        return ["plain", float(value) if isinstance(value, float) else str(value)]
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         return ["tensor", len(tensors) - 1]
