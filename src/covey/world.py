@@ -9,6 +9,7 @@ from typing import Final
 
 from covey.core.model import PHASE_MAX, Progress, Role
 from covey.errors import CoveyError, UsageError
+from covey.node.ending import say_plainly
 from covey.node.log import configure, log
 from covey.node.worker import Node, door, wait_for_the_end
 from covey.settings import load, require_raw, suspects
@@ -37,6 +38,7 @@ def init() -> None:
     """
     if _world.ready:
         return
+    say_plainly()
     try:
         loaded = load(os.environ)
         settings = loaded.settings

@@ -88,7 +88,7 @@ class Gathering:
 
 
 class Dump:
-    """A dying gasp under way: whose word is awaited, and what was written."""
+    """A dying gasp under way, and whose word is awaited."""
 
     def __init__(self, code: int, reason: str, failure: Failure | None, waiting: set[int], by: float) -> None:
         self.code = code
@@ -96,5 +96,3 @@ class Dump:
         self.failure = failure
         self.waiting = waiting
         self.by = by
-        self.step = -1
-        self.path = ""

@@ -67,6 +67,7 @@ class Lifecycle:
         self._board = Board()
         self._gathering = Gathering(0)
         self._dump: Dump | None = None
+        self._dumped_last = (-1, "")  # the newest step that somebody has written down on its way out, and where
         self._reached = -1  # the highest step that any rank has shown
         self._rolled_back_at = -2  # what had been reached at the last return to a checkpoint
         self._retries = 0  # since all ranks last went on
@@ -153,7 +154,7 @@ class Lifecycle:
             return self._end_dump()
         if member.node_id in self._arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
-        after, reason = recovery.decide(self.cluster, member)
+        after, reason = recovery.decide(self.cluster, member, failure.code)
         self._publish("cluster", str(after), reason, Level.WARNING)
         strategy = str(after) if after is not recovery.After.END else "dump" if self._can_dump() else "exit"
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
@@ -203,7 +204,8 @@ class Lifecycle:
     def _end_dump(self) -> None:
         dump = self._dump
         if dump is not None and (not dump.waiting or self._now > dump.by):
-            said = f"; step {dump.step} is in {dump.path}" if dump.path else "; nobody could write down the state"
+            step, path = self._dumped_last
+            said = f"; step {step} is in {path}" if path else "; nobody could write down the state"
             self._end(dump.code, dump.reason + said, dump.failure)
 
     def _replace(self, member: Member, failure: Failure, reason: str, moves: bool) -> None:

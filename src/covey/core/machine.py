@@ -309,11 +309,13 @@ class Machine(Lifecycle):
 
     def _dumped(self, link: int, said: Dumped) -> None:
         member = self._speakers.get(link)
-        if self._dump is not None and isinstance(member, Member):
+        if not isinstance(member, Member):
+            return
+        if said.path:
             self._publish(member.name, "dumped", f"step {said.step} is in {said.path}")
+            self._dumped_last = max(self._dumped_last, (said.step, said.path))
+        if self._dump is not None:
             self._dump.waiting.discard(member.rank)
-            if said.path and said.step >= self._dump.step:
-                self._dump.step, self._dump.path = said.step, said.path
             self._end_dump()
 
     def _child_started(self, link: int, said: Started) -> None:

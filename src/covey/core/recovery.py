@@ -13,8 +13,9 @@ from enum import StrEnum
 from covey.core import scaling
 from covey.core.cluster import Cluster
 from covey.core.model import Agent, Failure, Member, Role
-from covey.errors import UsageError
+from covey.errors import ExitCode, UsageError
 
+MISTAKES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # of a program's author, not of fate
 FRUITLESS_MAX = 3  # deaths of one rank without a step committed in between
 OTHERS_MAX = 64  # named in a report
 
@@ -49,8 +50,10 @@ def ladder(names: Iterable[str]) -> tuple[Strategy, ...]:
     return tuple(s for s in Strategy if s in wanted or s is Strategy.EXIT)
 
 
-def decide(cluster: Cluster, dead: Member) -> tuple[After, str]:
-    """Decide what follows the death of one member."""
+def decide(cluster: Cluster, dead: Member, code: int = 0) -> tuple[After, str]:
+    """Decide what follows the death of one member, which ended with this code."""
+    if code in MISTAKES:
+        return After.END, f"{dead.name} ended with code {code}: another start does not mend that"
     after, reason = _keep_the_world(cluster, dead)
     if after is not After.END or Strategy.ELASTIC not in cluster.settings.strategies:
         return after, reason

@@ -39,12 +39,22 @@ log = logging.getLogger("covey.agent")
 class Child:
     """A living child, as its parent sees it."""
 
-    def __init__(self, name: str, pid: int, line: Lifeline) -> None:
+    def __init__(self, name: str, pid: int, line: Lifeline, python: bool) -> None:
         self.name = name
+        self._python = python
         self.pid = pid
         self.line = line
         self.pidfd = os.pidfd_open(pid)
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ask(self, number: int) -> None:
+        """Ask it to go. A Python program itself, which may still need its children (a data loader's) to finish its step; of
+        any other command everyone, because a shell does not pass on what it hears."""
+        if self._python:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self.pidfd, number)
+        else:
+            self.signal_group(number)
 
     def signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or become another user's: not ours to end
@@ -91,7 +101,7 @@ class Children:
         try:
             with open_outputs(spec) as outputs:
                 born = await self._keeper.fork(spec, outputs) if self._keeper and spec.python else None
-                return self._admit(spec.name, *(born or self._execute(spec, outputs)))
+                return self._admit(spec, *(born or self._execute(spec, outputs)))
         finally:
             self._starting.discard(spec.name)
 
@@ -117,8 +127,8 @@ class Children:
         """End these (None: all), first by asking, with a signal. Those that are over already are fine."""
         chosen = [child for child in self._alive.values() if names is None or child.name in names]
         if grace_s > 0:
-            await signal_and_wait(chosen, ask, grace_s)
-        for child in await signal_and_wait(chosen, signal.SIGKILL, KILL_S):
+            await signal_and_wait(chosen, lambda child: child.ask(ask), grace_s)
+        for child in await signal_and_wait(chosen, lambda child: child.signal_group(signal.SIGKILL), KILL_S):
             log.error("%s (pid %d) does not end although it was killed: the kernel holds it", child.name, child.pid)
         await self._sweep_clean()
 
@@ -145,15 +155,15 @@ class Children:
         self._check_open(spec.name)  # it may have been closed while the template was asked
         return execute(spec, outputs)
 
-    def _admit(self, name: str, pid: int, line: Lifeline) -> int:
+    def _admit(self, spec: ChildSpec, pid: int, line: Lifeline) -> int:
         try:
-            self._check_open(name)
-            child = Child(name, pid, line)
+            self._check_open(spec.name)
+            child = Child(spec.name, pid, line, spec.python)
             asyncio.get_running_loop().add_reader(child.pidfd, self._died, child)
         except BaseException:
             line.close()  # which kills it
             raise
-        self._alive[name] = child
+        self._alive[spec.name] = child
         self._ended_sessions.discard(pid)
         return pid
 
@@ -209,11 +219,11 @@ class Children:
                     yield pid, session
 
 
-async def signal_and_wait(chosen: Sequence[Child], number: int, limit_s: float) -> list[Child]:
-    """Signal the groups of those that live, and wait for the leaders; who is still there at the limit."""
+async def signal_and_wait(chosen: Sequence[Child], send: Callable[[Child], None], limit_s: float) -> list[Child]:
+    """Signal those that live, and wait for them; who is still there at the limit."""
     living = [child for child in chosen if not child.gone.done()]
     for child in living:
-        child.signal_group(number)
+        send(child)
     if living:
         await asyncio.wait([child.gone for child in living], timeout=limit_s)
     return [child for child in living if not child.gone.done()]

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol
 
+from covey.errors import CoveyError
+
 FLUSH_S: Final = 0.2
 STUCK_S: Final = 1.0
 TERMINATED: Final = 128 + signal.SIGTERM
@@ -71,7 +73,8 @@ class Ending:
         before, leave = sys.excepthook, sys.exit
 
         def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._code, self._reason = 1, f"{kind.__name__}: {error}"[:500]
+            self._code = int(error.exit_code) if isinstance(error, CoveyError) else 1
+            self._reason = f"{kind.__name__}: {error}"[:500]
             before(kind, error, trace)
 
         def exit_noted(status: Any = None, /) -> NoReturn:
@@ -87,8 +90,8 @@ class Ending:
         if os.getpid() == self._pid and self._code == 0 and not self._node.leaving:
             self._node.at_end()
         self._node.leave(self._code, self._reason)
-        if self.asked:  # the group is left in the middle of a collective, which gloo's threads do not survive
-            exit_flushed(self._code)
+        if self.asked or (self._code and self._node.finishes_steps):
+            exit_flushed(self._code)  # the group is left in the middle of a collective, which gloo's threads do not survive
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
@@ -146,6 +149,26 @@ class Ending:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.forked()
+
+
+def say_plainly() -> None:
+    """Let an error of ours that ends the program be one sentence and the exit code of its family, not a traceback."""
+    before = sys.excepthook
+    codes: list[int] = []
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, CoveyError):
+            codes.append(int(error.exit_code))
+            sys.stderr.write(f"covey: {error}\n")
+        else:
+            before(kind, error, trace)
+
+    def end() -> None:
+        if codes:
+            exit_flushed(codes[-1])
+
+    sys.excepthook = say
+    atexit.register(end)  # before all others, so that it is the last to be called: the interpreter would end with 1
 
 
 def note_exit(status: Any) -> None:

@@ -105,6 +105,8 @@ class SchedulerProcess:
             code = await self._process.wait()
             if self._over():
                 return None
+            if code == 0:  # the cluster has ended well, and this agent, stopped for a while, has not heard it
+                return self._gave_up(0, "the cluster ended while this process was stopped")
             if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
                 return self._gave_up(code, f"the scheduler ended with code {code}: see {self._log_path}")
             quick = quick + 1 if loop.time() - started < STEADY_S else 1
