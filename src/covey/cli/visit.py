@@ -24,6 +24,7 @@ class Visit:
         self._door = door
         self._heard: asyncio.Queue[Any] = asyncio.Queue(maxsize=1000)
         self._open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # who asked may be gone by then
         self._link: Link | None = None
 
     async def __aenter__(self) -> Visit:

@@ -11,6 +11,7 @@ from typing import Any
 
 from covey.errors import UsageError
 from covey.train import course
+from covey.train.arguments import whole
 from covey.train.chance import seed_all
 from covey.train.course import Course, Share
 from covey.train.gloo import torch_module
@@ -63,8 +64,8 @@ class Data:
                 raise UsageError(f"Data(..., {name}=...) is not possible: the batches follow from seed, step and rank")
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise UsageError("Data needs a map-style data set, with a length and samples by number")
-        if limit is not None and limit < 1:
-            raise UsageError(f"Data(..., limit={limit}) is not possible: a micro-batch has at least one sample")
+        whole("Data", "batch_size", batch_size, 1)
+        whole("Data", "limit", 1 if limit is None else limit, 1)
         self.dataset = dataset
         self.batch_size = batch_size
         self.limit = limit

@@ -45,14 +45,14 @@ class Group:
 
     def all_reduce(self, array: Array, op: Reduction = "sum") -> Array:
         """Reduce over all ranks, in place, and return the array."""
-        tensor = _tensor(array)
+        reduction = AllReduce(_tensor(array), op)
         if self.collectives is not None:
-            self.collectives.run(AllReduce(tensor, op))
+            self.collectives.run(reduction)
         return array
 
     def reduce(self, tensors: Sequence[Any]) -> list[Any]:
         """The mean of gradients over all ranks, in place: what stands between the backward pass and the optimizer."""
-        found = [tensor for tensor in tensors if tensor is not None]
+        found = [_tensor(tensor) for tensor in tensors if tensor is not None]
         if self.collectives is not None and found:
             self.collectives.run(Mean(found))
         return list(tensors)
@@ -60,7 +60,7 @@ class Group:
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """The root's values for everyone, in place."""
         tensor = _tensor(array)
-        if not 0 <= root < self.world:
+        if not isinstance(root, int) or not 0 <= root < self.world:
             raise UsageError(f"broadcast from rank {root} is not possible: ranks go from 0 to {self.world - 1}")
         if self.collectives is not None:
             self.collectives.run(Broadcast([tensor], root, self.rank))

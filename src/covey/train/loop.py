@@ -28,6 +28,7 @@ import msgspec
 from covey.core.messages import Dumped
 from covey.core.model import Progress
 from covey.errors import UsageError
+from covey.train.arguments import of_kind, whole
 from covey.train.chance import mix, seed_all
 from covey.train.checkpoint import Checkpoint
 from covey.train.collectives import Collectives
@@ -63,6 +64,13 @@ class Loop:
         seed: int = 0,
         group: Group,
     ) -> None:
+        whole("Loop", "epochs", epochs, 0)
+        whole("Loop", "steps", 0 if steps is None else steps, 0)
+        whole("Loop", "accumulate", accumulate, 1)
+        whole("Loop", "seed", seed, 0)
+        of_kind("Loop", "data", data, Data)
+        of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
+        of_kind("Loop", "schedulers", schedulers, list, tuple)
         self.model, self.optimizer, self.data = model, optimizer, data
         self.seed = seed
         self.step, self.micro = 0, 0
@@ -201,6 +209,8 @@ class Loop:
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
         """Around the loop's body: an exception of these kinds repeats the step in place, from its first micro-batch, while the
         other ranks wait. It is raised all the same after the optimizer ran, and when it came `times` times in one step."""
+        if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+            raise UsageError("retry(...) takes kinds of exceptions, as in loop.retry(ConnectionError)")
         try:
             yield
         except kinds as error:
