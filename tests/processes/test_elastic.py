@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.elastic import LONG_S, check, start, train
@@ -60,8 +62,17 @@ def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
     run = start(shell, FAULTS=f"{grow} {shrink} 3:5:reduction")
     assert "operation 1: the world grows from 3 to 5 workers, as asked" in scaled(shell, grow, 5)
     release(shell, grow)
-    assert "the world shrinks from 4 to 2 workers, as asked" in scaled(shell, shrink, 2)
-    release(shell, shrink)
+    reached(shell, shrink)
+    address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
+    assert address is not None
+    with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
+        assert "is illegal" in rest.post("/scalein", json={"node_ids": ["3"]}).json()["error_message"]  # it died
+        asked = rest.post("/scalein", json={"node_ids": ["worker:0", "2"]}).json()
+        assert asked["reason"] == "the world shrinks from 4 to 2 workers, as asked"
+        assert rest.get("/state").json()["cluster_state"] == "CLUSTER_SCALE_IN"
+        assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "open"
+        assert rest.get("/operations/1").json()["outcome"] == "resumed"
+        release(shell, shrink)
     assert run.wait(LONG_S) == 0, run.tail()
     assert [end["world"] for end in check(shell)] == [2, 2]
     assert "scale-out of cluster (asked for)" in shell.log("scheduler")

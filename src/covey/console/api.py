@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.console import guard, metrics, openapi, replies
 from covey.core.incidents import Incident
+from covey.core.messages import ScaleAsked, Scaling
 from covey.core.view import ClusterView
-from covey.errors import CoveyError
+from covey.errors import CoveyError, PeerError
 
 MAX_BODY = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
@@ -39,13 +40,15 @@ log = logging.getLogger("covey.console")
 
 
 class Source(Protocol):
-    """What the scheduler lends the console: a look, and one verb."""
+    """What the scheduler lends the console: a look, and two verbs."""
 
     def view(self) -> ClusterView: ...
 
     def recoveries(self) -> list[Incident]: ...
 
     def stop(self, reason: str) -> None: ...
+
+    def scale(self, asked: ScaleAsked) -> Scaling: ...
 
 
 def make_app(source: Source, *, token: str) -> Starlette:
@@ -71,6 +74,27 @@ def make_app(source: Source, *, token: str) -> Starlette:
         source.stop(reason)
         return _json(replies.Reply("The cluster was asked to end."))
 
+    def scale(message: str, asked: ScaleAsked) -> Response:
+        try:
+            decided = source.scale(asked)
+        except PeerError as refusal:
+            return _error(409, str(refusal))
+        return _json(replies.ScaleReply(message, str(decided.operation), decided.reason))
+
+    async def scale_out(request: Request) -> Response:
+        return scale("Cluster begin to scale out.", replies.scale_out(await _body(request)))
+
+    async def scale_in(request: Request) -> Response:
+        return scale("Cluster begin to scale in.", replies.scale_in(await _body(request)))
+
+    async def roll_back(request: Request) -> Response:
+        return scale("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
+
+    async def operation(request: Request) -> Response:
+        number = request.path_params["number"]
+        found = replies.operation(source.recoveries(), number)
+        return _json(found) if found is not None else _error(404, f"no operation has the number {number[:SHOWN]!r}")
+
     async def numbers(request: Request) -> Response:
         return _answer(metrics.render(source.view(), version), metrics.CONTENT_TYPE)
 
@@ -85,6 +109,10 @@ def make_app(source: Source, *, token: str) -> Starlette:
         "state": state,
         "view": view,
         "recoveries": recoveries,
+        "scaleout": scale_out,
+        "scalein": scale_in,
+        "rollback": roll_back,
+        "operation": operation,
         "stop": stop,
         "metrics": numbers,
         "healthz": healthz,

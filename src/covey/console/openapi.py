@@ -10,7 +10,18 @@ from typing import Any
 import msgspec
 
 from covey.console.metrics import CONTENT_TYPE
-from covey.console.replies import ErrorReply, NodesReply, RecoveriesReply, Reply, StateReply, StopBody
+from covey.console.replies import (
+    ErrorReply,
+    NodesReply,
+    RecoveriesReply,
+    Reply,
+    ScaleInBody,
+    ScaleOutBody,
+    ScaleReply,
+    StateReply,
+    StopBody,
+)
+from covey.core.incidents import Incident
 from covey.core.view import ClusterView
 
 _REF = "#/components/schemas/{name}"
@@ -33,6 +44,10 @@ OPERATIONS = (
     Operation("state", "GET", "/state", "The state of the cluster, in the seeds' JSON.", StateReply),
     Operation("view", "GET", "/view", "All there is to know about the cluster.", ClusterView),
     Operation("recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply),
+    Operation("scaleout", "POST", "/scaleout", "Ask for more workers.", ScaleReply, ScaleOutBody),
+    Operation("scalein", "POST", "/scalein", "Ask workers to go.", ScaleReply, ScaleInBody),
+    Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply),
+    Operation("operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident),
     Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
     Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),
     Operation("healthz", "GET", "/healthz", "Answers while the scheduler's loop turns.", Reply, open=True),
@@ -43,7 +58,9 @@ ERRORS = {
     400: "The request cannot be understood.",
     401: "The token is missing or wrong.",
     403: "The Host header could be a web page's doing.",
+    404: "There is nothing under this path.",
     405: "This path answers another method.",
+    409: "The cluster is not in a state for this; the sentence says why.",
     413: "The body is longer than 1 MiB.",
     431: "The headers are too long.",
     500: "The scheduler failed to answer; its log says why.",
@@ -53,6 +70,9 @@ _HEADERS = {
     401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
     405: {"Allow": {"required": True, "schema": {"type": "string"}}},
 }
+
+
+_NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 1}}
 
 
 def document(version: str) -> dict[str, Any]:
@@ -80,14 +100,14 @@ def _operation(op: Operation) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": op.name,
         "summary": op.summary,
-        "parameters": [],
+        "parameters": [_NUMBER] if "{number}" in op.path else [],
         "responses": {
             "200": {"description": op.summary, "content": _content(op.reply)},
             **{str(status): {"$ref": f"#/components/responses/{status}"} for status in ERRORS if status not in shut},
         },
     }
     if op.body is not None:
-        operation["requestBody"] = {"required": False, "content": _content(op.body)}
+        operation["requestBody"] = {"required": op.body is not StopBody, "content": _content(op.body)}
     if op.open:
         operation["security"] = []
     return operation

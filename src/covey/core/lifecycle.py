@@ -539,6 +539,7 @@ class Lifecycle:
     def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
         self._close_incidents(Outcome.ENDED if code else Outcome.FINISHED)
         self._stop = Stop(reason, code, failure)
+        self._arriving = set()
         self._move(Phase.ENDED, reason)
         self._persist(self.cluster.record())
         self._publish("cluster", "ended", reason, _level(code))
