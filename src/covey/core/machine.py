@@ -235,6 +235,9 @@ class Machine(Lifecycle):
             self._reached = max(self._reached, beat.progress.step)
             if speaker.progress != beat.progress:
                 speaker.progress, speaker.changed_at = beat.progress, self._now
+            if beat.progress.loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:
+                self.cluster.trains = True
+                self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death first
             if speaker.state is NodeState.SUSPECT:
                 speaker.state = NodeState.ALIVE
                 self._publish(speaker.name, "heard again", "its beat came late")
