@@ -88,3 +88,14 @@ def test_a_growth_that_fails_is_taken_back(shell: Shell) -> None:
     release(shell, held)
     assert run.wait(LONG_S) == 0, run.tail()
     assert [end["world"] for end in check(shell)] == [3, 3, 3]
+
+
+@pytest.mark.timeout(300)
+def test_the_example(shell: Shell) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    strategy = {"COVEY_STRATEGY": "retry,elastic-training,exit"}
+    run = shell.covey("run", "-n", "3", examples / "04_elastic.py", env=strategy)
+    shell.heard(0, "world 3")
+    assert shell.ask("scale", "--workers", "4").code == 0
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert "in a world of 4" in shell.log(0)
