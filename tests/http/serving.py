@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 import httpx2
 
-from covey.console.api import make_app
 from covey.console.server import Limits, Server
+from covey.console.training import make_app
 from covey.core.incidents import Incident, Outcome, Stage, Total
+from covey.core.messages import ScaleAsked, Scaling
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 
@@ -67,6 +68,7 @@ class Shown:
     def __init__(self, cluster: ClusterView) -> None:
         self.cluster = cluster
         self.stops: list[str] = []
+        self.scales: list[ScaleAsked] = []
 
     def view(self) -> ClusterView:
         return self.cluster
@@ -76,6 +78,10 @@ class Shown:
 
     def stop(self, reason: str) -> None:
         self.stops.append(reason)
+
+    def scale(self, asked: ScaleAsked) -> Scaling:
+        self.scales.append(asked)
+        return Scaling(len(self.scales), "as asked")
 
 
 def bound(host: str = "127.0.0.1") -> socket.socket:

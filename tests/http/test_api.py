@@ -17,6 +17,8 @@ from tests.http.serving import TOKEN, Shown, a_node, a_view, client, dial, read_
 
 from covey.console.api import MAX_BODY
 from covey.console.replies import ASKED, REASON_MAX
+from covey.core.incidents import Incident
+from covey.core.messages import ScaleAsked
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import SEED_STATES, ClusterView
 from covey.errors import UsageError
@@ -343,3 +345,42 @@ def test_importing_the_console_costs_nothing() -> None:
         [sys.executable, "-c", code], env={"PYTHONPATH": str(src)}, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# -- another size ----------------------------------------------------------------------------------------------------
+
+
+def test_another_size_is_asked_for_in_the_seeds_words(http: httpx2.Client, source: Shown) -> None:
+    for path, body, said in (
+        ("/scaleout", {"worker_num": 2, "server_num": 0}, "Cluster begin to scale out."),
+        ("/scalein", {"node_ids": ["worker:1", "3"]}, "Cluster begin to scale in."),
+        ("/scaleoutRollback", {}, "Cluster scale out rollback success."),
+    ):
+        answer = http.post(path, json=body).json()
+        assert (answer["message"], answer["code"], answer["operation"]) == (said, "0", str(len(source.scales)))
+    assert source.scales == [ScaleAsked(more=2), ScaleAsked(node_ids=["worker:1", "3"]), ScaleAsked(roll_back=True)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/scaleout", {"worker_num": 2}, "The json is not contain the key:server_num. "),
+        ("/scaleout", {"worker_num": -1, "server_num": 0}, "The value should not be less than 0. "),
+        ("/scaleout", {"worker_num": 0, "server_num": 1}, "The Server does not currently support scale out. "),
+        ("/scalein", {"node_ids": []}, "The node ids should not be empty. "),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_in_the_seeds_words(
+    http: httpx2.Client, source: Shown, path: str, body: dict[str, object], said: str
+) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == 400 and sentence(response).startswith(said)
+    assert not source.scales
+
+
+def test_an_operation_is_known_by_its_number(http: httpx2.Client, source: Shown) -> None:
+    growth = Incident(7, 1.0, "cluster", -1, "asked for", "scale-out", "the world grows from 2 to 3 workers, as asked")
+    source.cluster = msgspec.structs.replace(source.cluster, recoveries=[growth])
+    assert http.get("/operations/7").json() == msgspec.to_builtins(growth)
+    assert http.get("/operations/8").status_code == 404
+    assert http.get("/state").json()["cluster_state"] == "CLUSTER_SCALE_OUT"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.http.serving import Shown, a_node, a_view, client, serving
 
-from covey.console.openapi import OPERATIONS
+from covey.console.training import OPERATIONS
 from covey.core.model import NodeState, Role
 
 
@@ -46,6 +46,7 @@ def test_every_door_is_documented(port: int) -> None:
     assert {"400", "401", "403", "405", "413", "500"} <= set(responses)
     assert "Allow" in responses["405"]["headers"]
     assert "WWW-Authenticate" in responses["401"]["headers"]
-    assert {"/nodes", "/state", "/view", "/recoveries", "/stop", "/metrics", "/healthz", "/openapi.json"} == set(
+    scaling = {"/scaleout", "/scalein", "/scaleoutRollback", "/operations/{number}"}
+    assert {"/nodes", "/state", "/view", "/recoveries", "/stop", "/metrics", "/healthz", "/openapi.json", *scaling} == set(
         document["paths"]
     )

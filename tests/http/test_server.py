@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
 
-from covey.console.api import make_app
 from covey.console.server import Limits, Server
+from covey.console.training import make_app
 from covey.core.model import Role
 
 Loop = Callable[[], asyncio.AbstractEventLoop]

@@ -184,25 +184,25 @@ print("HASH", found.hexdigest(), flush=True)
 '''
 
 
-def start(shell: Shell, *options: str, before: Sequence[str] = (), **env: str) -> Process:
+def start(shell: Shell, *options: str, before: Sequence[str] = (), script: str = SCRIPT, **env: str) -> Process:
     """Begin the training. `before` are words in front of the command."""
     marks = shell.folder / "marks"
     marks.mkdir(exist_ok=True)
-    shell.script(SCRIPT, "train.py")
+    shell.script(script, "train.py")
     words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
     return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
-def train(shell: Shell, *options: str, **env: str) -> str:
+def train(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:
     """The whole training; what `covey run` printed."""
-    run = start(shell, *options, **env)
+    run = start(shell, *options, script=script, **env)
     assert run.wait(LONG_S) == 0, run.tail()
     return run.text()
 
 
-def final(shell: Shell, *options: str, **env: str) -> str:
+def final(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:
     """The whole training; the hash that all ranks agree on."""
-    train(shell, *options, **env)
+    train(shell, *options, script=script, **env)
     return outcome(shell)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.elastic import LONG_S, check, start, train
@@ -55,16 +57,26 @@ def scaled(shell: Shell, at: str, workers: int) -> str:
 
 @pytest.mark.timeout(300)
 def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
-    """Everyone stays; a rank dies while the newcomers start; samples count once in worlds of 3, 5, 4 and 2."""
-    grow, shrink = "0:4:forward:hold", "1:9:forward:hold"
-    run = start(shell, FAULTS=f"{grow} {shrink} 3:5:reduction")
+    """Nobody is started again; a newcomer dies later; samples count once in worlds of 3, 5, 4 and 2."""
+    grow, grown, shrink = "0:4:forward:hold", "2:5:forward:hold", "1:9:forward:hold"
+    run = start(shell, FAULTS=f"{grow} {grown} {shrink} 3:6:reduction")
     assert "operation 1: the world grows from 3 to 5 workers, as asked" in scaled(shell, grow, 5)
     release(shell, grow)
-    assert "the world shrinks from 4 to 2 workers, as asked" in scaled(shell, shrink, 2)
-    release(shell, shrink)
+    shell.heard("scheduler", r"scale-out of cluster \(asked for\): .* resumed")  # a death before that would take it back
+    release(shell, grown)
+    reached(shell, shrink)
+    address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
+    assert address is not None
+    with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
+        assert "is illegal" in rest.post("/scalein", json={"node_ids": ["3"]}).json()["error_message"]  # it died
+        asked = rest.post("/scalein", json={"node_ids": ["worker:0", "2"]}).json()
+        assert asked["reason"] == "the world shrinks from 4 to 2 workers, as asked"
+        assert rest.get("/state").json()["cluster_state"] == "CLUSTER_SCALE_IN"
+        assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "open"
+        assert rest.get("/operations/1").json()["outcome"] == "resumed"
+        release(shell, shrink)
     assert run.wait(LONG_S) == 0, run.tail()
     assert [end["world"] for end in check(shell)] == [2, 2]
-    assert "scale-out of cluster (asked for)" in shell.log("scheduler")
 
 
 @pytest.mark.timeout(300)
@@ -76,3 +88,14 @@ def test_a_growth_that_fails_is_taken_back(shell: Shell) -> None:
     release(shell, held)
     assert run.wait(LONG_S) == 0, run.tail()
     assert [end["world"] for end in check(shell)] == [3, 3, 3]
+
+
+@pytest.mark.timeout(300)
+def test_the_example(shell: Shell) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    strategy = {"COVEY_STRATEGY": "retry,elastic-training,exit"}
+    run = shell.covey("run", "-n", "3", examples / "04_elastic.py", env=strategy)
+    shell.heard(0, "world 3")
+    assert shell.ask("scale", "--workers", "4").code == 0
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert "in a world of 4" in shell.log(0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.processes import odd
 from tests.processes.command import Shell, shells
 from tests.processes.healing import LADDER, LONG_S, SCRIPT, WORLD, final
 
@@ -140,3 +141,22 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
     assert run.wait(LONG_S) == 137, run.tail()
     assert "without a step in between" in shell.log("scheduler")
     assert re.search(r"step 6 is in \S+dump\S+", run.text()), run.text()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("writes", ["", "1"])
+def test_unusual_models_and_parts(shell: Shell, tmp_path: Path, writes: str) -> None:
+    """Buffers that are not saved or are replaced, parameters frozen or unused, a Counter. A program that changes parameters
+    itself cannot be joined in the middle of such a step: all go back to the checkpoint."""
+    for calm in shells(tmp_path / "calm"):
+        undisturbed = final(calm, script=odd.SCRIPT, WRITES=writes)
+    assert final(shell, script=odd.SCRIPT, FAULTS="1:5", WRITES=writes) == undisturbed
+    assert ("start anew, from their newest checkpoint" in shell.log("scheduler")) == bool(writes)
+
+
+def test_a_mistake_is_one_sentence_and_is_not_healed(shell: Shell) -> None:
+    shell.script("import covey\ncovey.init()\ncovey.Checkpoint('c', keep=1)\n", "train.py")
+    run = shell.covey("run", "-n", "2", "train.py", env={"COVEY_STRATEGY": LADDER})
+    assert run.wait() == 10, run.tail()
+    assert "Traceback" not in run.text() and "covey: Checkpoint(keep=1) is not possible" in run.text()
+    assert "another start does not mend that" in shell.log("scheduler")

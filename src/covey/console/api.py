@@ -7,7 +7,7 @@ success is the same JSON, `{"error_message": ..., "code": "1"}`, whatever went w
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -23,7 +23,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.console import guard, metrics, openapi, replies
-from covey.core.incidents import Incident
 from covey.core.view import ClusterView
 from covey.errors import CoveyError
 
@@ -31,7 +30,7 @@ MAX_BODY = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
 
 _TOO_LONG = f"the body is longer than {MAX_BODY} bytes: send less"
-_OPEN = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
+_OPEN = frozenset(operation.path for operation in openapi.COMMON if operation.open)
 # A proxy's own connection comes from loopback, whoever stands behind it.
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 
@@ -43,26 +42,25 @@ class Source(Protocol):
 
     def view(self) -> ClusterView: ...
 
-    def recoveries(self) -> list[Incident]: ...
-
     def stop(self, reason: str) -> None: ...
 
 
-Answers = dict[str, Callable[[Request], Awaitable[Response]]]
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
     source: Source,
     *,
     token: str,
-    operations: tuple[openapi.Operation, ...] = openapi.OPERATIONS,
-    more: Answers | None = None,
+    more: Mapping[openapi.Operation, Answer],
 ) -> Starlette:
     """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback.
 
-    A cluster with further verbs gives its table of `operations`, and in `more` how it answers them.
+    `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
     """
     version = _version()
+    theirs = {operation.name for operation in more}
+    operations = (*(op for op in openapi.COMMON if op.name not in theirs), *more)
     document = msgspec.json.encode(openapi.document(version, operations))
 
     async def nodes(request: Request) -> Response:
@@ -73,9 +71,6 @@ def make_app(
 
     async def view(request: Request) -> Response:
         return as_json(source.view())
-
-    async def recoveries(request: Request) -> Response:
-        return as_json(replies.recoveries(source.recoveries()))
 
     async def stop(request: Request) -> Response:
         reason = replies.stop_reason(await whole_body(request))
@@ -92,16 +87,15 @@ def make_app(
     async def described(request: Request) -> Response:
         return _answer(document, "application/json")
 
-    answers: Answers = {
+    answers: dict[str, Answer] = {
         "nodes": nodes,
         "state": state,
         "view": view,
-        "recoveries": recoveries,
         "stop": stop,
         "metrics": numbers,
         "healthz": healthz,
         "openapi": described,
-        **(more or {}),
+        **{operation.name: answer for operation, answer in more.items()},
     }
     app = Starlette(
         routes=[Route(op.path, answers[op.name], methods=[op.method]) for op in operations],
@@ -133,7 +127,7 @@ class Gate:
             log.error("%s %s failed: %s: %s", request.method, _shown(request), type(bug).__name__, bug)
             log.debug("where it failed:", exc_info=bug)
             sentence = f"the scheduler failed to answer {request.method} {_shown(request)}: its log says why"
-            await _error(500, sentence)(scope, receive, send)
+            await refusal(500, sentence)(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
         headers = request.headers
@@ -150,9 +144,9 @@ class Gate:
         if not verdict.allowed and _path(request) not in _OPEN:
             log.info("%s %s was refused: %s", request.method, _shown(request), verdict.reason)
             challenge = {"WWW-Authenticate": 'Bearer realm="covey"'} if verdict.status == 401 else {}
-            return _error(verdict.status, verdict.reason, challenge)
+            return refusal(verdict.status, verdict.reason, challenge)
         if int(headers.get("content-length", 0)) > MAX_BODY:
-            return _error(413, _TOO_LONG, {"Connection": "close"})
+            return refusal(413, _TOO_LONG, {"Connection": "close"})
         return None
 
 
@@ -172,23 +166,23 @@ async def _refused(request: Request, exc: Exception) -> Response:
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
         paths = ", ".join(route.path for route in request.app.routes)
-        return _error(404, f"there is no {_shown(request)} here: the paths are {paths}", headers)
+        return refusal(404, f"there is no {_shown(request)} here: the paths are {paths}", headers)
     if exc.status_code == 405:
         sentence = f"{_shown(request)} does not answer {request.method}: use {headers['Allow']}"
-        return _error(405, sentence, headers)
-    return _error(exc.status_code, exc.detail, headers)
+        return refusal(405, sentence, headers)
+    return refusal(exc.status_code, exc.detail, headers)
 
 
 async def _unusable(request: Request, exc: Exception) -> Response:
     """A sentence for the caller: they can do something about it."""
-    return _error(400, str(exc))
+    return refusal(400, str(exc))
 
 
 def as_json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return _answer(msgspec.json.encode(reply), "application/json", status, headers)
 
 
-def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
     return as_json(replies.ErrorReply(sentence), status, headers)
 
 

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from covey.console.metrics import CONTENT_TYPE
-from covey.console.replies import ErrorReply, NodesReply, RecoveriesReply, Reply, StateReply, StopBody
+from covey.console.replies import (
+    ErrorReply,
+    NodesReply,
+    Reply,
+    StateReply,
+    StopBody,
+)
 from covey.core.view import ClusterView
 
 _REF = "#/components/schemas/{name}"
@@ -28,11 +34,10 @@ class Operation(msgspec.Struct, frozen=True):
     open: bool = False  # to everybody, token or not
 
 
-OPERATIONS = (
+COMMON = (  # to every kind of cluster
     Operation("nodes", "GET", "/nodes", "The nodes, in the seeds' JSON.", NodesReply),
     Operation("state", "GET", "/state", "The state of the cluster, in the seeds' JSON.", StateReply),
     Operation("view", "GET", "/view", "All there is to know about the cluster.", ClusterView),
-    Operation("recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply),
     Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
     Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),
     Operation("healthz", "GET", "/healthz", "Answers while the scheduler's loop turns.", Reply, open=True),
@@ -43,7 +48,9 @@ ERRORS = {
     400: "The request cannot be understood.",
     401: "The token is missing or wrong.",
     403: "The Host header could be a web page's doing.",
+    404: "There is nothing under this path.",
     405: "This path answers another method.",
+    409: "The cluster is not in a state for this; the sentence says why.",
     413: "The body is longer than 1 MiB.",
     431: "The headers are too long.",
     500: "The scheduler failed to answer; its log says why.",
@@ -55,7 +62,10 @@ _HEADERS = {
 }
 
 
-def document(version: str, operations: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
+_NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 1}}
+
+
+def document(version: str, operations: tuple[Operation, ...]) -> dict[str, Any]:
     types = {ErrorReply, *(t for op in operations for t in (op.reply, op.body) if isinstance(t, type))}
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda t: t.__name__), ref_template=_REF)
     return {
@@ -80,14 +90,14 @@ def _operation(op: Operation) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": op.name,
         "summary": op.summary,
-        "parameters": [],
+        "parameters": [_NUMBER] if "{number}" in op.path else [],
         "responses": {
             "200": {"description": op.summary, "content": _content(op.reply)},
             **{str(status): {"$ref": f"#/components/responses/{status}"} for status in ERRORS if status not in shut},
         },
     }
     if op.body is not None:
-        operation["requestBody"] = {"required": False, "content": _content(op.body)}
+        operation["requestBody"] = {"required": op.body is not StopBody, "content": _content(op.body)}
     if op.open:
         operation["security"] = []
     return operation

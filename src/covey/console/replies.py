@@ -5,18 +5,23 @@ Pure: a `ClusterView` goes in, a reply comes out. The OpenAPI document is made f
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from covey.core.incidents import Incident
+from covey.core.incidents import Incident, Outcome
+from covey.core.messages import NODE_ID_MAX, ScaleAsked
 from covey.core.model import Role
+from covey.core.scaling import WORLD_MAX
 from covey.core.view import SEED_STATES, ClusterView, NodeView
 from covey.errors import UsageError
 
 REASON_MAX = 500
+_RESIZING = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the operation under way
 ASKED = "asked by POST /stop"
+NodeId = Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -54,7 +59,7 @@ class StateReply(msgspec.Struct, frozen=True):
     """Where the cluster as a whole stands, in the seeds' words."""
 
     message: str
-    cluster_state: Annotated[str, Meta(description="One of " + ", ".join(SEED_STATES.values()) + ".")]
+    cluster_state: Annotated[str, Meta(description="One of " + ", ".join((*SEED_STATES.values(), *_RESIZING.values())) + ".")]
     code: Literal["0"] = "0"
 
 
@@ -64,6 +69,28 @@ class RecoveriesReply(msgspec.Struct, frozen=True):
     message: str
     recoveries: list[Incident]
     code: Literal["0"] = "0"
+
+
+class ScaleReply(msgspec.Struct, frozen=True):
+    """The cluster changes its size; GET /operations/ID tells how it goes."""
+
+    message: str
+    operation: str
+    reason: str
+    code: Literal["0"] = "0"
+
+
+class ScaleOutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many more of each there are to be."""
+
+    worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # in JSON 2.0 is a whole number too
+    server_num: Annotated[float, Meta(ge=0, le=0, description="Servers cannot become more.")]
+
+
+class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who is to go: node ids, with or without "worker:" in front."""
+
+    node_ids: Annotated[list[NodeId], Meta(min_length=1, max_length=WORLD_MAX)]
 
 
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,29 +118,59 @@ def _node(node: NodeView) -> NodeReply:
 
 
 def state(view: ClusterView) -> StateReply:
-    return StateReply("Get cluster state successful.", SEED_STATES[view.phase])
+    under_way = [_RESIZING[i.strategy] for i in view.recoveries if i.outcome is Outcome.OPEN and i.strategy in _RESIZING]
+    return StateReply("Get cluster state successful.", (under_way or [SEED_STATES[view.phase]])[-1])
 
 
 def recoveries(kept: list[Incident]) -> RecoveriesReply:
     return RecoveriesReply("Get recoveries successful.", kept)
 
 
+def operation(kept: list[Incident], number: str) -> Incident | None:
+    """A change of the world's size, by its number."""
+    found = (i for i in kept if str(i.number) == number and i.strategy in _RESIZING)
+    return next(found, None)
+
+
+def scale_out(body: bytes) -> ScaleAsked:
+    """The wish in the body of POST /scaleout, with the seeds' words where it is none."""
+    return ScaleAsked(more=int(_decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}').worker_num))
+
+
+def scale_in(body: bytes) -> ScaleAsked:
+    return ScaleAsked(node_ids=_decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
+
+
 def stop_reason(body: bytes) -> str:
     """The reason in the body of POST /stop, fit for a log line and a terminal; a body that is none says where it breaks."""
     if not body:
         return ASKED
-    try:
-        body.decode()
-        asked = msgspec.json.decode(body, type=StopBody)
-    except UnicodeDecodeError as bad:
-        raise UsageError(f"the body of POST /stop is not UTF-8 (byte {bad.start}): send JSON in UTF-8") from bad
-    except msgspec.ValidationError as bad:
-        raise UsageError(f'the body of POST /stop is not {{"reason": "..."}}: {_lower(str(bad))}') from bad
-    except msgspec.DecodeError as bad:
-        where = "" if "(byte " in str(bad) else f" (byte {len(body)})"
-        raise UsageError(f"the body of POST /stop is not JSON: {_lower(str(bad))}{where}") from bad
+    asked = _decoded(body, StopBody, "/stop", '{"reason": "..."}')
     printable = "".join(letter if letter.isprintable() else " " for letter in asked.reason)
     return " ".join(printable.split()) or ASKED
+
+
+_SEEDS = {  # what the seeds say where a body is wrong, by what msgspec says
+    "missing required field": "The json is not contain the key:{}. ",
+    "`float` >= 0": "The value should not be less than 0. ",
+    "`float` <= 0": "The Server does not currently support scale out. ",
+    "`array` of length >= 1": "The node ids should not be empty. ",
+}
+
+
+def _decoded(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
+    try:
+        body.decode()
+        return msgspec.json.decode(body, type=kind)
+    except UnicodeDecodeError as bad:
+        raise UsageError(f"the body of POST {path} is not UTF-8 (byte {bad.start}): send JSON in UTF-8") from bad
+    except msgspec.ValidationError as bad:
+        key = str(bad).partition("field `")[2].partition("`")[0]
+        seed = next((words.format(key) for mark, words in _SEEDS.items() if mark in str(bad)), "")
+        raise UsageError(f"{seed}the body of POST {path} is not {shape}: {_lower(str(bad))}") from bad
+    except msgspec.DecodeError as bad:
+        where = "" if "(byte " in str(bad) else f" (byte {len(body)})"
+        raise UsageError(f"the body of POST {path} is not JSON: {_lower(str(bad))}{where}") from bad
 
 
 def _lower(sentence: str) -> str:

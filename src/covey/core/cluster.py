@@ -36,6 +36,7 @@ class Cluster(msgspec.Struct):
     resized: int = 0  # the generation in which the world last changed its size
     next_seat: int = -1  # for who comes after formation; -1: the first
     heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
+    trains: bool = False  # a loop has finished a step in this start of everyone: from then on the world may change its size
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -118,4 +119,5 @@ class Cluster(msgspec.Struct):
             world,
             self.resized,
             self.next_seat,
+            self.trains,
         )

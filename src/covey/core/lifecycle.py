@@ -318,6 +318,7 @@ class Lifecycle:
         self.cluster.restarts += 1
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
+        self.cluster.trains = False
         workers = self.cluster.of(Role.WORKER)
         for member in workers:
             self._next_life(member)
@@ -460,7 +461,7 @@ class Lifecycle:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
-        self.cluster.resized, self.cluster.next_seat = kept.resized, kept.next_seat
+        self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
@@ -557,6 +558,7 @@ class Lifecycle:
     def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
         self._close_incidents(Outcome.ENDED if code else Outcome.FINISHED)
         self._stop = Stop(reason, code, failure)
+        self._arriving = set()
         self._move(Phase.ENDED, reason)
         self._persist(self.cluster.record())
         self._publish("cluster", "ended", reason, _level(code))

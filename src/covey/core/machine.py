@@ -50,7 +50,7 @@ from covey.core.messages import (
 from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
-AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked)  # what is still answered then
+AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked)  # what is still answered then
 
 
 class Machine(Lifecycle):
@@ -58,6 +58,7 @@ class Machine(Lifecycle):
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
         super().__init__(settings, cluster_id=cluster_id, job=job, now=now, wall=wall)
+        self.scaled: Scaling | Refused = Refused("nothing was asked for")  # the answer to the last wish for another size
         self._hear: dict[type, Callable[[int, Any], None]] = {
             Register: self._register,
             RegisterAgent: self._register_agent,
@@ -234,6 +235,9 @@ class Machine(Lifecycle):
             self._reached = max(self._reached, beat.progress.step)
             if speaker.progress != beat.progress:
                 speaker.progress, speaker.changed_at = beat.progress, self._now
+            if beat.progress.loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:
+                self.cluster.trains = True
+                self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death first
             if speaker.state is NodeState.SUSPECT:
                 speaker.state = NodeState.ALIVE
                 self._publish(speaker.name, "heard again", "its beat came late")
@@ -369,15 +373,17 @@ class Machine(Lifecycle):
             self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
 
     def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
+        self.scaled = self._answer_scale(asked)
+        self._send(link, self.scaled)
+
+    def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
         if asked.roll_back:
             if not self._arriving:
-                return self._send(link, Refused("no growth is under way that could be taken back"))
+                return Refused("no growth is under way that could be taken back")
             self._turn_back("asked to")
-            return self._send(link, Scaling(self.incidents.kept[-1].number, self.cluster.reason))
+            return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
         plan, reason = scaling.decide(self.cluster, asked)
-        if plan is None:
-            return self._send(link, Refused(reason))
-        return self._send(link, Scaling(self._scale(plan, reason), reason))
+        return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)
 
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         self._send(link, Goodbye())

@@ -221,6 +221,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     world: int = -1  # how many workers there are since the world changed; members with higher ranks are of a larger one
     resized: int = 0
     next_seat: int = -1
+    trains: bool = False
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

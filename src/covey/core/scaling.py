@@ -35,7 +35,7 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
         return None, f"without {gone.name} nobody is left"
     if any(m.state is NodeState.LEFT for m in others):
         return None, "others have finished and left already"
-    if not any(m.progress.loop for m in others):
+    if not cluster.trains:
         return None, f"no step was finished before {gone.name} died, and a world shrinks only in a covey.Loop's steps"
     highest = max(workers, key=lambda m: m.rank)
     return Shrinking(gone, highest if highest is not gone else None), f"the others go on in a world of {len(others)}"
@@ -66,7 +66,7 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     world = len(workers)
     if cluster.phase is not Phase.READY:
         return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
-    if cluster.settings.worker_num == 1 or not all(m.progress.loop for m in workers):
+    if cluster.settings.worker_num == 1 or not cluster.trains:
         return None, "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
     if asked.node_ids:
         return _without(workers, asked.node_ids)

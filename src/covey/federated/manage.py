@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from covey.console import api
-from covey.console.openapi import OPERATIONS, Operation
+from covey.console.openapi import COMMON, Operation
 from covey.console.replies import Reply, StateReply
 from covey.errors import UsageError
 from covey.federated.scheduler import Scheduler, changed
@@ -40,6 +40,7 @@ class ScaleInBody(msgspec.Struct, frozen=True):
     node_ids: list[str]
 
 
+STATE = next(operation for operation in COMMON if operation.name == "state")
 FEDERATED = (
     Operation("scaleout", "POST", "/scaleout", "Room for more servers.", Reply, ScaleOutBody),
     Operation("scalein", "POST", "/scalein", "Let servers go.", Reply, ScaleInBody),
@@ -109,7 +110,7 @@ def make_app(scheduler: Scheduler, *, token: str) -> Any:
         "enable": enable,
         "disable": disable,
     }
-    return api.make_app(scheduler, token=token, operations=OPERATIONS + FEDERATED, more=answers)
+    return api.make_app(scheduler, token=token, more={op: answers[op.name] for op in (STATE, *FEDERATED)})
 
 
 def _object(body: bytes) -> dict[str, Any]:

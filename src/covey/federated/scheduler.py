@@ -17,7 +17,6 @@ import msgspec
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
-from covey.core.incidents import Incident
 from covey.core.messages import Ask, Message, Stop, Told
 from covey.core.model import Phase, Role
 from covey.core.roster import Effect, Keep
@@ -169,10 +168,6 @@ class Scheduler:
             "metrics": rounds.metrics,
             **hyper(plan),
         }
-
-    def recoveries(self) -> list[Incident]:
-        """None: a round takes a death in its stride."""
-        return []
 
     def view(self) -> ClusterView:
         """The cluster in the words of `covey status`."""

@@ -24,10 +24,10 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
-from covey.core.messages import Ask, Stop, StopAsked, Told
+from covey.core.messages import Ask, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told
 from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.view import ClusterView, NodeView, show
-from covey.errors import StoreError
+from covey.errors import ExitCode, PeerError, StoreError
 from covey.node.log import log, tell
 from covey.node.report import failure_report
 from covey.store.journal import Journal
@@ -116,6 +116,13 @@ class Scheduler:
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
         self._step(Heard(StopAsked(reason)))
+
+    def scale(self, asked: ScaleAsked) -> Scaling:
+        """Change the world's size. Raises `PeerError` with the reason where that is not possible."""
+        self._step(Heard(asked))
+        if isinstance(self.machine.scaled, Refused):
+            raise PeerError(self.machine.scaled.reason, ExitCode.REFUSED)
+        return self.machine.scaled
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""

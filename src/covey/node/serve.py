@@ -195,8 +195,8 @@ async def _run(
 
 async def _serve_console(scheduler: Scheduler, sockets: Sockets, token: str, guard: security.Security) -> None:
     """The REST port. Its imports take longer than forming a small cluster, so they happen beside the loop."""
-    api, console = await asyncio.to_thread(_console_modules)
-    server = console.Server(api.make_app(scheduler, token=token), sockets.manage, guard.server)
+    training, console = await asyncio.to_thread(_console_modules)
+    server = console.Server(training.make_app(scheduler, token=token), sockets.manage, guard.server)
     try:
         await server.start()
     except OSError as error:
@@ -209,9 +209,9 @@ async def _serve_console(scheduler: Scheduler, sockets: Sockets, token: str, gua
 
 
 def _console_modules() -> tuple[Any, Any]:
-    from covey.console import api, server
+    from covey.console import server, training
 
-    return api, server
+    return training, server
 
 
 def manage_words(sockets: Sockets, *, tls: bool) -> str:

@@ -77,7 +77,8 @@ class Loop:
         self.replaying = False
         self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         course = data.course(seed=seed, world=group.world, accumulate=accumulate)
-        self._course = msgspec.structs.replace(course, steps=epochs * course.steps_per_epoch if steps is None else steps)
+        self._epochs, self._steps = epochs, steps
+        self._course = self._until_the_end(course)
         self._following: Course | None = None  # the course after this step, once its reduction is complete
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._share: Share | None = None  # of the course, for this rank
@@ -368,8 +369,13 @@ class Loop:
         return state if step == best else from_bytes(flat)
 
     def _restore(self, state: Any) -> None:
-        self._course = self._course.restored(state["course"])
+        self._course = self._until_the_end(self._course.restored(state["course"]))
         self._state.put(state, again=self.replaying)
+
+    def _until_the_end(self, course: Course) -> Course:
+        """With the number of steps that was asked for: an epoch has as many as the first world's batches fill."""
+        steps = self._steps if self._steps is not None else self._epochs * course.steps_per_epoch
+        return msgspec.structs.replace(course, steps=steps)
 
     def _restore_given(self) -> None:
         assert self._collectives is not None and self._collectives.donation is not None
