@@ -85,6 +85,7 @@ class Game:
         self.disk: dict[str, Any] = {}
         self.ranks: dict[str, Rank] = {}  # by node id
         self.links = 10
+        self.agreed = 0
         self.plans: dict[int, HealPlan] = {}
         self.counted: dict[int, tuple[int, list[int]]] = {}  # by step: epoch and samples
         self.told: list[str] = []
@@ -170,7 +171,7 @@ class Game:
 
     def agree(self) -> None:
         """Everyone reports until there is a plan; things may happen between two reports."""
-        while True:
+        while self.agreed != self.machine.cluster.generation:
             self.plans = {}
             for name in self.random.sample(sorted(self.ranks), len(self.ranks)):
                 if (rank := self.ranks.get(name)) is not None:
@@ -180,7 +181,11 @@ class Game:
                     if self.random.random() < 0.03:
                         self.something()
             if {rank.link for rank in self.ranks.values()} == set(self.plans):
-                break
+                self.agreed = self.machine.cluster.generation
+                self.follow()
+
+    def follow(self) -> None:
+        """Everyone does what its plan says."""
         ahead = {rank.place.rank: rank for rank in self.ranks.values() if not rank.fresh}
         for rank in list(self.ranks.values()):
             plan = self.plans[rank.link]

@@ -96,7 +96,7 @@ class Checkpoint:
         return path
 
     def dump(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
-        """A dying gasp: the same between two regular ones. A restart resumes from it too."""
+        """A dying gasp: the same between two regular ones, and left alone afterwards. A restart resumes from it too."""
         return self._write(DUMP, step, state, rank, world, generation)
 
     def available(self) -> list[int]:
@@ -154,11 +154,10 @@ class Checkpoint:
         kept = sorted((s for s in _steps(folder, self.prefix) if s <= step), reverse=True)[: self.keep]
         if len(kept) < self.keep:
             return
-        for prefix in (self.prefix, DUMP):
-            for ending in (".json", ".safetensors"):  # the manifest first: what has one must be whole
-                for old in _steps(folder, prefix, ending):
-                    if old < kept[-1]:
-                        (folder / f"{prefix}-{old}{ending}").unlink(missing_ok=True)
+        for ending in (".json", ".safetensors"):  # the manifest first: what has one must be whole
+            for old in _steps(folder, self.prefix, ending):
+                if old < kept[-1]:
+                    (folder / f"{self.prefix}-{old}{ending}").unlink(missing_ok=True)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
