@@ -1,8 +1,9 @@
 """Which server owns which rows of a parameter, where their copy lies, and what moves when servers come and go.
 
-Every parameter is cut into the same number of slots, and a slot has one owner: so every row has exactly one, whatever happens to
-the servers. A table whose rows are asked for one by one is *striped* (row r lies in slot r mod SLOTS), because the rows in demand
-tend to lie together; a parameter that is moved as a whole is cut into contiguous spans, so that a server's part is few pieces.
+Every parameter is cut into the same number of slots, and a slot has one owner: so every row has exactly one, whatever happens
+to the servers. A table whose rows are asked for one by one is *striped* (row r lies in slot r mod SLOTS), because the rows in
+demand tend to lie together; a parameter that is moved as a whole is cut into contiguous spans, so that a server's part is few
+pieces.
 """
 
 from __future__ import annotations

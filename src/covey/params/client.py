@@ -7,6 +7,7 @@ perhaps, and asks again; the program only waits. Arrays are sent from the caller
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import socket
@@ -18,9 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from covey.core.serving import Serving
 from covey.core.shards import form
 from covey.errors import CoveyError, UsageError
-from covey.params.copies import AGAIN_S, Peer
 from covey.params.messages import (
     ALL,
     Declare,
@@ -38,8 +39,8 @@ from covey.params.messages import (
     send,
 )
 from covey.params.optimizers import Array
+from covey.params.peers import AGAIN_S, Peer
 from covey.params.placement import Placement
-from covey.params.serving import Serving
 
 Find = Callable[[int], Peer]
 _NUMBERED = np.dtype(np.int64)
@@ -220,6 +221,11 @@ class Client:
         """Have every server write down its rows, as they are at this step."""
         self._all(lambda server: (Save(step, folder, keep), [])).wait()
 
+    def try_save(self, step: int, folder: str, patience_s: float) -> bool:
+        """The same, but not for ever; whether all did."""
+        work = self._all(lambda server: (Save(step, folder), []))
+        return work.over.wait(patience_s) and work.error is None
+
     def load(self, step: int, folder: str) -> None:
         """Have every server take its rows from what was written down at this step."""
         self._all(lambda server: (Load(step, folder), [])).wait()
@@ -231,9 +237,7 @@ class Client:
         into: Sequence[Sequence[Array]] | None = None,
     ) -> Work:
         work = Work(len(self._channels), done)
-        requests = [
-            Request(*message(server), into[server] if into else (), work) for server in range(len(self._channels))
-        ]
+        requests = [Request(*message(server), into[server] if into else (), work) for server in range(len(self._channels))]
         for request in requests:
             self._check_size(request)
         for server, request in enumerate(requests):
@@ -247,7 +251,9 @@ class Client:
     def _check_size(self, request: Request) -> None:
         size = sum(memoryview(array).nbytes for array in request.arrays)
         if size > self.serving.message_max:
-            raise UsageError(f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)")
+            raise UsageError(
+                f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
+            )
 
     def _known(self, name: str) -> tuple[Spec, Placement]:
         if name not in self._specs:
@@ -260,18 +266,20 @@ class Client:
             raise UsageError(f"{spec.name} is {spec.dtype}, and a gradient of {gradient.dtype} came: convert it first")
         if gift.rows is None:
             if spec.striped or gradient.size != spec.rows:
-                raise UsageError(f"{spec.name} has {spec.rows} rows of {spec.width}, and a gradient of shape {gradient.shape} came")
+                raise UsageError(
+                    f"{spec.name} has {spec.rows} rows of {spec.width}, and a gradient of shape {gradient.shape} came"
+                )
             return
         if not spec.striped or gradient.shape != (len(gift.rows), spec.width):
             raise UsageError(
-                f"the gradient of {len(gift.rows)} rows of {spec.name} must be {len(gift.rows)} x {spec.width}, not {gradient.shape}"
+                f"the gradient of {len(gift.rows)} rows of {spec.name} must have rows of {spec.width}, not {gradient.shape}"
             )
         self._check_rows(spec, gift.rows)
 
     def _check_rows(self, spec: Spec, rows: Array) -> None:
         if rows.dtype != _NUMBERED or rows.ndim != 1:
             raise UsageError(f"rows of {spec.name} are numbered by one int64 array, not by {rows.dtype} of shape {rows.shape}")
-        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < spec.rows):
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < spec.rows):
             wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
             raise UsageError(f"row {wrong} of {spec.name} does not exist: its rows go from 0 to {spec.rows - 1}")
 
@@ -280,7 +288,7 @@ class Client:
         owners = placement.owner(rows)
         order = np.argsort(owners, kind="stable")
         edges = np.searchsorted(owners[order], np.arange(len(self._channels) + 1))
-        return order, [(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        return order, [(int(a), int(b)) for a, b in itertools.pairwise(edges)]
 
     def _forked(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""

@@ -1,7 +1,7 @@
 """The copy of a server's rows on another server: everything that changes them is done there too, in the same order.
 
-A worker hears that its gradients are safe when the copy has them. While the holder of the copy is away, everyone waits for it; when
-it is back it receives all rows once, or, if it was only the connection that broke, what it missed.
+A worker hears that its gradients are safe when the copy has them. While the holder of the copy is away, everyone waits for
+it; when it is back it receives all rows once, or, if it was only the connection that broke, what it missed.
 """
 
 from __future__ import annotations
@@ -23,39 +23,14 @@ from covey.params.messages import (
     Restore,
     Whole,
     Yes,
-    family,
-    quick,
     receive_answer,
     send,
 )
 from covey.params.optimizers import Array
+from covey.params.peers import AGAIN_S, Peer
 from covey.params.shard import Shard
 
-CONNECT_S = 10.0
-AGAIN_S = 0.05  # between two tries
-
 log = logging.getLogger("covey")
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Where a server is, and the token it wants to see."""
-
-    address: str
-    port: int
-    token: str
-
-    def connect(self) -> socket.socket:
-        connection = socket.socket(family(self.address))
-        try:
-            connection.settimeout(CONNECT_S)
-            connection.connect((self.address, self.port))
-            quick(connection)
-            connection.settimeout(None)
-            connection.sendall(self.token.encode())
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
 
 class Kept:

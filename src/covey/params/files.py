@@ -1,8 +1,9 @@
 """Rows on disk: what must outlive all servers.
 
-`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state, `rows-<step>.json` everything else,
-with a checksum. Both are written aside, synced and renamed, the second last: a server's part exists when it does. Rows find their
-place by their numbers, so any number of servers can read what another number wrote; `export` makes one file of it all.
+`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state, `rows-<step>.json` everything
+else, with a checksum. Both are written aside, synced and renamed, the second last: a server's part exists when it does. Rows
+find their place by their numbers, so any number of servers can read what another number wrote; `export` makes one file of it
+all.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def load(folder: str, step: int, shard: Shard) -> None:
     """A server's rows of a step, out of what any number of servers wrote."""
     parts = read(folder, step)
     for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
-        table = Table(msgspec.structs.replace(spec, begin=msgspec.structs.replace(spec.begin, kind="zeros")), shard.server, shard.owners)
+        table = Table(
+            msgspec.structs.replace(spec, begin=msgspec.structs.replace(spec.begin, kind="zeros")), shard.server, shard.owners
+        )
         table.spec, table.updates = spec, updates
         for part in parts:
             rows = _numbers(spec, part)
@@ -136,7 +139,9 @@ def read(folder: str, step: int) -> list[Written]:
     """Every server's part of a step, verified."""
     parts = _servers(folder, step)
     if not parts:
-        raise StoreError(f"step {step} of the servers' rows is not whole below {folder}: choose another, or bring the files back")
+        raise StoreError(
+            f"step {step} of the servers' rows is not whole below {folder}: choose another, or bring the files back"
+        )
     for part in parts:
         path = _path(folder, part)
         try:

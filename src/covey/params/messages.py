@@ -1,8 +1,8 @@
 """What workers and servers say to each other about parameters, and how it lies in bytes.
 
-A frame is a fixed header, a message, and raw arrays: numbers of rows first (eight bytes each), then values. Arrays are sent from
-where they lie and received where they belong. A connection begins with the server's token, which a peer can only have from the
-scheduler. Whatever is wrong with a message is said in a `No`, and the connection goes on.
+A frame is a fixed header, a message, and raw arrays: numbers of rows first (eight bytes each), then values. Arrays are sent
+from where they lie and received where they belong. A connection begins with the server's token, which a peer can only have
+from the scheduler. Whatever is wrong with a message is said in a `No`, and the connection goes on.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def receive_asked(connection: socket.socket, message_max: int) -> tuple[Asked, A
     if size > message_max:
         skip(connection, size)
         raise TooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
-    body = np.empty(size, np.uint8)
-    fill(connection, memoryview(body))
+    body: Array = np.empty(size, np.uint8)
+    fill(connection, body.data)
     return _asked.decode(talk), body
 
 
@@ -212,8 +212,8 @@ def receive_answer(connection: socket.socket, into: Sequence[Any] = ()) -> tuple
         for view in views:
             fill(connection, view)
         return answer, np.empty(0, np.uint8)
-    body = np.empty(size, np.uint8)
-    fill(connection, memoryview(body))
+    body: Array = np.empty(size, np.uint8)
+    fill(connection, body.data)
     return answer, body
 
 

@@ -1,8 +1,9 @@
 """Optimizers that run where the rows are.
 
-Each is a rule with its numbers, and a function that updates rows and their state in place, in pieces small enough to stay in the
-processor's cache. A rule given all rows and one given some of them run the same code; what differs is which rows: Adam moves
-all rows at every step, even those without a gradient, as its definition says; LazyAdam and all others move only rows that have one.
+Each is a rule with its numbers, and a function that updates rows and their state in place, in pieces small enough to stay in
+the processor's cache. A rule given all rows and one given some of them run the same code; what differs is which rows: Adam
+moves all rows at every step, even those without a gradient, as its definition says; LazyAdam and all others move only rows
+that have one.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def SGD(lr: float, *, weight_decay: float = 0.0) -> Rule:
 def Momentum(
     lr: float, momentum: float = 0.9, *, dampening: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
 ) -> Rule:
-    given = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    return _checked(Rule(kind="momentum", lr=lr, nesterov=nesterov, **given))
+    return _checked(
+        Rule(kind="momentum", lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=weight_decay)
+    )
 
 
 def Adam(
@@ -79,8 +81,10 @@ def Adam(
     weight_decay: float = 0.0,
     decoupled: bool = False,
 ) -> Rule:
-    given = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    return _checked(Rule(kind="adam", lr=lr, decoupled=decoupled, **given))
+    first, second = betas
+    return _checked(
+        Rule(kind="adam", lr=lr, beta1=first, beta2=second, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+    )
 
 
 def LazyAdam(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1e-8) -> Rule:

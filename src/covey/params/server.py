@@ -17,10 +17,11 @@ from typing import Final
 
 import msgspec
 
+from covey.core.serving import Mode, Serving
 from covey.core.shards import form, holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.params import files
-from covey.params.copies import Chain, Kept, Peer, restore
+from covey.params.copies import Chain, Kept, restore
 from covey.params.messages import (
     TOKEN_SIZE,
     Answered,
@@ -46,7 +47,7 @@ from covey.params.messages import (
     send,
 )
 from covey.params.optimizers import Array
-from covey.params.serving import Mode, Serving
+from covey.params.peers import Peer
 from covey.params.shard import Shard
 
 CONNECTIONS_MAX: Final = 4096
@@ -60,7 +61,6 @@ class Server:
 
     def __init__(self, address: str, serving: Serving, rank: int, lives: int, find: Callable[[int], Peer]) -> None:
         self.serving, self.rank = serving, rank
-        self.failed: PeerError | None = None
         self._owners = form(range(serving.servers))
         self._turn = threading.Condition()
         self._own = Kept(Shard(serving, rank, self._owners))
@@ -78,18 +78,17 @@ class Server:
         self.peer = Peer(address, int(self._socket.getsockname()[1]), token)
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         threading.Thread(target=self._accept, name="covey server", daemon=True).start()
-        if lives and not serving.copied:
-            self._fail(f"the rows of server {rank} were lost with it and have no copy")
 
     def recover(self) -> None:
-        """In a later life: take the rows from their copy, then answer. Called once, after others can find this server."""
-        if not self._ready and self.failed is None:
+        """In a later life: take the rows from their copy, then answer. Called once; returns when others can find this server.
+        Raises `PeerError` if there is no copy left."""
+        if not self._ready:
             where = self._holder
             assert where is not None
             found = restore(self._find, where, self.rank)
             if found is None:
-                self._fail(f"the rows of server {self.rank} are lost: server {where}, which held their copy, died as well")
-                return
+                reason = f"the rows of server {self.rank} are lost: server {where}, which held their copy, died as well"
+                raise PeerError(f"{reason}; start the cluster again, it goes on from its last checkpoint", ExitCode.PEER_FAILED)
             message, body = found
             with self._turn:
                 self._own.shard.unpack(message.state, body)
@@ -99,9 +98,6 @@ class Server:
             log.info("took %d parameters back from their copy, at step %d", len(self._own.shard.tables), self._own.shard.step)
         if self._chain is not None:
             self._chain.start()
-
-    def _fail(self, reason: str) -> None:
-        self.failed = PeerError(f"{reason}: start the cluster again, it goes on from its last checkpoint", ExitCode.PEER_FAILED)
 
     # -- connections -------------------------------------------------------------------------------------------------
 

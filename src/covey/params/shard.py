@@ -1,9 +1,10 @@
 """One server's rows of all parameters, and the order in which gradients reach them.
 
-Sync mode. A step's gradients are summed in order of rank, whatever order they come in, and divided by the number of workers. When
-every rank's are here the step is *complete*, and every rank hears so; it is *applied* when somebody asks for the values of the
-next step. The pause between the two matters: if any rank has gone on, all servers have every gradient of the step; if none has, no
-server has applied it, and the replacement of a rank that died in between still finds everywhere the values its predecessor saw.
+Sync mode. A step's gradients are summed in order of rank, whatever order they come in, and divided by the number of workers.
+When every rank's are here the step is *complete*, and every rank hears so; it is *applied* when somebody asks for the values
+of the next step. The pause between the two matters: if any rank has gone on, all servers have every gradient of the step; if
+none has, no server has applied it, and the replacement of a rank that died in between still finds everywhere the values its
+predecessor saw.
 
 A gradient is known by (step, rank), and taken once: who is not sure whether it arrived sends it again.
 
@@ -18,11 +19,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from covey.core.serving import Mode, Serving
 from covey.core.shards import Owners
 from covey.errors import UsageError
 from covey.params.messages import ALL, DTYPES, Begin, Part, Push, Spec
 from covey.params.optimizers import Array
-from covey.params.serving import Mode, Serving
 from covey.params.table import Table, merged
 
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from covey.core.messages import Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.train.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.operations import Broadcast
 from covey.train.reducer import Reducer
+from covey.train.served import Served
 from covey.train.transfer import Donation
 from covey.train.tree import from_bytes, path_of, to_bytes
 
@@ -100,13 +102,17 @@ class Loop:
         self._restored: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
         self._checkpoint = checkpoint
         self._group = group
-        self._collectives = group.collectives
+        self._served = Served(model, optimizer, group)
+        self._collectives = None if self._served.independent else group.collectives
+        self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
         self._before = 0
         self._pace = Pace()
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
+        if self._served.any:
+            optimizer.register_step_pre_hook(self._push_served)
         optimizer.register_step_post_hook(self._optimizer_stepped)
         if self._collectives is not None:
             if self._collectives.source is not None:
@@ -115,6 +121,10 @@ class Loop:
             self._attach(self._collectives)
         else:
             self._resume()
+        if self._served.any:
+            folder = str(checkpoint.folder.absolute()) if checkpoint is not None else ""
+            given = self._collectives is not None and self._collectives.donation is not None
+            self.step = self._served.begin(self._rank, self.step, folder, given=given)
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
@@ -184,6 +194,7 @@ class Loop:
                 buffer.copy_(self._buffers[name])
         for name, part in copy.deepcopy(self._given_parts).items():
             self._parts[name][1](part)
+        self._served.forget()
         if self._collectives is not None:
             self._collectives.rewind()
 
@@ -193,24 +204,41 @@ class Loop:
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
+        if self._served.any:
+            self._served.refresh(self.step)
         self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers.items()}
         self._given_parts = {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()}
 
     def _commit(self) -> None:
+        if not self._served.pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
+            self._served.forget()
+            self._push_served()
         self._catch_up()
         self.step += 1
         self._applied, self._repeats = False, 0
         self._buffers, self._given_parts = {}, {}
         meeting = self._group.meeting
         if meeting is not None:
+            if self._collectives is None and meeting.place.generation != self._said_resumed:
+                self._said_resumed = meeting.place.generation
+                meeting.say(Resumed(self._said_resumed, self.step))
             meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
+            if self._served.any and (self._rank == 0 or not self._served.independent):  # asked by all: any of them may die
+                self._served.save(self.step, str(self._checkpoint.folder.absolute()), self._checkpoint.keep)
             generation = meeting.place.generation if meeting is not None else 0
             self._checkpoint.save(self.step, self.state(), rank=self._rank, world=self._world, generation=generation)
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
                 self.dump()  # in case nobody is left to take this rank over
             meeting.depart()
+
+    def _push_served(self, *_: Any) -> None:
+        push = self._served.push()
+        if self._collectives is not None and self._served.sync:
+            self._collectives.run(push)
+        else:
+            push.run_alone()
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._applied = True
@@ -241,6 +269,8 @@ class Loop:
         gasp = self._checkpoint or Checkpoint("covey_dump")
         given, meeting = self.donate(), self._group.meeting
         state = given.state | {"step": given.step + given.applied}
+        if self._served.any:
+            self._served.gasp(state["step"], str(gasp.folder.absolute()))
         generation = meeting.place.generation if meeting is not None else 0
         path = gasp.dump(state["step"], state, rank=self._rank, world=self._world, generation=generation)
         return state["step"], str(path)

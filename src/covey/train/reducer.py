@@ -19,6 +19,7 @@ from covey.train.gloo import Gloo, torch_module
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
+SERVED: Final = "covey_served"  # marks a parameter whose gradients go to the parameter servers
 
 
 class Bucket:
@@ -64,7 +65,7 @@ class Reducer:
     """The hooks of one model. `active` says whether this backward pass ends a step."""
 
     def __init__(self, model: Any, collectives: Collectives, *, rank: int, world: int, active: Callable[[], bool]) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad and not hasattr(p, SERVED)]
         self._buffers = [b for b in model.buffers() if b.numel()]
         self._collectives = collectives
         self._rank = rank

@@ -36,7 +36,7 @@ class Serving(msgspec.Struct, frozen=True):
 
 
 def parse_mode(text: str) -> tuple[Mode, int]:
-    """"sync", "async" or "bounded:3"; raises ValueError."""
+    """ "sync", "async" or "bounded:3"; raises ValueError."""
     word, _, steps = text.strip().partition(":")
     mode = Mode(word)
     if (mode is Mode.BOUNDED) != bool(steps) or (steps and not steps.isdecimal()):
