@@ -67,6 +67,7 @@ class Server:
         self._copies: dict[int, Kept] = {}
         self._holding = threading.Lock()  # around the copies: two servers may send each other all of their rows at once
         self._generations = [0] * serving.workers
+        self._loaded: Load | None = None
         self._first = lives == 0  # a copy that was never begun is empty; one of an earlier life is lost
         self._ready = not serving.copied or self._first
         self._find = find
@@ -218,11 +219,11 @@ class Server:
         return Yes(asked.step)
 
     def _load(self, asked: Load) -> Answered:
-        shard = self._own.shard
-        if shard.step != asked.step or not shard.tables or self.serving.mode is not Mode.SYNC:
+        sync = self.serving.mode is Mode.SYNC
+        if self._loaded != asked or (sync and self._own.shard.step != asked.step):  # else it was asked twice, or by two
             loaded = Shard(self.serving, self.rank, self._owners)
             files.load(asked.folder, asked.step, loaded)
-            self._own.shard = loaded
+            self._own.shard, self._loaded = loaded, asked
             self._own.anew()
             if self._chain is not None:
                 self._chain.begin_again()

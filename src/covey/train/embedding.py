@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -27,9 +26,7 @@ class Source(Protocol):
 class Embedding(Module):  # type: ignore[misc]
     """Looks rows up as `torch.nn.Embedding` does, but has no parameter here. Train it in a `covey.Loop`.
 
-    `optimizer` is one of covey's (`covey.LazyAdam(1e-3)`); without one, the loop's optimizer says which. With
-    `vocab_cache_size` rows are kept here for as many steps as the mode allows, and those of the next batch are fetched ahead:
-    `ids` finds them in a batch.
+    `optimizer` is one of `covey.params.optimizers`; without one, the loop's optimizer says which.
     """
 
     def __init__(
@@ -41,15 +38,12 @@ class Embedding(Module):  # type: ignore[misc]
         init: Literal["normal", "uniform", "zeros"] = "normal",
         scale: float = NORMAL,
         seed: int = 0,
-        vocab_cache_size: int = 0,
-        ids: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
-        if vocab_size < 1 or embedding_size < 1 or vocab_cache_size < 0:
+        if vocab_size < 1 or embedding_size < 1:
             raise UsageError(f"Embedding({vocab_size}, {embedding_size}) is not possible: give numbers above 0")
         self.vocab_size, self.embedding_size = vocab_size, embedding_size
         self.rule, self.begin = optimizer, Begin(init, scale, seed)
-        self.vocab_cache_size, self.ids = vocab_cache_size, ids
         self.source: Source | None = None
         self.used: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
 
