@@ -153,7 +153,12 @@ def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
         values(clients[0], step)
         clients[0].push(step, []).wait()
     over = threading.Event()
-    threading.Thread(target=lambda: (values(clients[0], 3), over.set()), daemon=True).start()
+
+    def look() -> None:
+        values(clients[0], 3)
+        over.set()
+
+    threading.Thread(target=look, daemon=True).start()
     assert not over.wait(0.1), "rank 1 has not taken a step, and 2 is the most that rank 0 may be ahead"
     clients[1].push(0, []).wait()
     assert over.wait(WAIT_S)
