@@ -256,6 +256,8 @@ def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
     seen: dict[int, tuple[Array, Array]] = {}
     flock.together(lambda rank: seen.__setitem__(rank, values(flock.begin(rank), 3)))
     assert equal(seen[0], expected)
+    flock.servers[2] = Server("127.0.0.1", flock.serving, 2, 1, flock.find)  # at once, without a push in between
+    flock.servers[2].recover()
     undisturbed = Flock(Serving(servers=3, workers=2, copies=1)).train(6)
     assert equal(flock.train(3, first=3), undisturbed), "optimizer state too"
 

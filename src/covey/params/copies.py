@@ -20,6 +20,7 @@ import msgspec
 from covey.params.messages import (
     Follow,
     Message,
+    Renew,
     Restore,
     Whole,
     Yes,
@@ -124,6 +125,16 @@ def _number(connection: socket.socket) -> int:
     if not isinstance(answer, Yes):
         raise EOFError(f"the holder of the copy answered {answer}")
     return answer.number
+
+
+def renew(find: Callable[[int], Peer], server: int) -> None:
+    """Have a server send its rows to the holder of their copy, who is new. Waits for a server that is away."""
+    while True:
+        with contextlib.suppress(OSError, EOFError), find(server).connect() as connection:
+            send(connection, Renew())
+            receive_answer(connection)
+            return
+        time.sleep(AGAIN_S)
 
 
 def restore(find: Callable[[int], Peer], holder: int, server: int) -> tuple[Whole, Array] | None:

@@ -132,6 +132,10 @@ class Restore(Message, frozen=True):
     server: int
 
 
+class Renew(Message, frozen=True):
+    """The holder of your copy, in its next life: send me all of your rows."""
+
+
 class Whole(Message, frozen=True):
     """All of a server's rows, and all it knows: in answer to `Restore`, and to bring a copy up to date."""
 
@@ -165,7 +169,7 @@ class No(Message, frozen=True):
         return PeerError(self.reason) if self.stale else UsageError(self.reason)
 
 
-Asked = Declare | Push | Pull | Standing | Save | Load | Follow | Restore | Whole
+Asked = Declare | Push | Pull | Standing | Save | Load | Follow | Restore | Renew | Whole
 Answered = Yes | Values | No | Whole
 _asked = msgspec.msgpack.Decoder(Asked)
 _answered = msgspec.msgpack.Decoder(Answered)

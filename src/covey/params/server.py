@@ -21,7 +21,7 @@ from covey.core.serving import Mode, Serving
 from covey.core.shards import form, holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.params import files
-from covey.params.copies import Chain, Kept, restore
+from covey.params.copies import Chain, Kept, renew, restore
 from covey.params.messages import (
     TOKEN_SIZE,
     Answered,
@@ -33,6 +33,7 @@ from covey.params.messages import (
     No,
     Pull,
     Push,
+    Renew,
     Restore,
     Save,
     Standing,
@@ -65,7 +66,7 @@ class Server:
         self._turn = threading.Condition()
         self._own = Kept(Shard(serving, rank, self._owners))
         self._copies: dict[int, Kept] = {}
-        self._holding = threading.Lock()  # around the copies: two servers may send each other all of their rows at once
+        self._holding = threading.Condition()  # around the copies: two servers may send each other all of their rows at once
         self._generations = [0] * serving.workers
         self._loaded: Load | None = None
         self._first = lives == 0  # a copy that was never begun is empty; one of an earlier life is lost
@@ -81,8 +82,8 @@ class Server:
         threading.Thread(target=self._accept, name="covey server", daemon=True).start()
 
     def recover(self) -> None:
-        """In a later life: take the rows from their copy, then answer. Called once; returns when others can find this server.
-        Raises `PeerError` if there is no copy left."""
+        """In a later life: take the rows from their copy, answer, and hold the copy of another's again. Called once. Raises
+        `PeerError` if there is no copy left."""
         if not self._ready:
             where = self._holder
             assert where is not None
@@ -99,6 +100,11 @@ class Server:
             log.info("took %d parameters back from their copy, at step %d", len(self._own.shard.tables), self._own.shard.step)
         if self._chain is not None:
             self._chain.start()
+        if not self._first and self._holder is not None:
+            before = (self.rank - 1) % self.serving.servers
+            renew(self._find, before)
+            with self._holding:
+                self._holding.wait_for(lambda: before in self._copies)
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -145,6 +151,10 @@ class Server:
         if isinstance(asked, Restore):
             return self._restore(asked.server)
         with self._turn:
+            if isinstance(asked, Renew):
+                if self._chain is not None:
+                    self._chain.begin_again()
+                return Yes(), []
             self._turn.wait_for(lambda: self._ready)
             if isinstance(asked, Push):
                 return self._push(asked, body), []
@@ -272,6 +282,7 @@ class Server:
                     kept = Kept(Shard(self.serving, asked.server, self._owners), message.origin, message.count)
                     kept.shard.unpack(message.state, body)
                     self._copies[asked.server] = kept
+                    self._holding.notify_all()
                 else:
                     assert kept is not None and isinstance(message, Declare | Push)
                     _repeat(kept.shard, message, body)
