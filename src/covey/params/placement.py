@@ -57,14 +57,15 @@ class Placement:
     def numbers(self, server: int, first: int, last: int) -> Array:
         """Which rows of the parameter lie at a server's places `first` to `last`."""
         if not self.striped:
-            parts = [np.arange(a, b) for a, b in self.runs(server)]
+            parts = [range(a, b) for a, b in self.runs(server)]
         else:
-            parts = [np.arange(slot, self.rows, SLOTS) for slot, owner in enumerate(self.owners) if owner == server]
+            parts = [range(slot, self.rows, SLOTS) for slot, owner in enumerate(self.owners) if owner == server]
         found: list[Array] = []
         offset = 0
         for part in parts:
             low, high = max(first - offset, 0), min(last - offset, len(part))
             if low < high:
-                found.append(part[low:high])
+                piece = part[low:high]
+                found.append(np.arange(piece.start, piece.stop, piece.step))
             offset += len(part)
         return np.concatenate(found) if found else np.empty(0, np.int64)

@@ -9,7 +9,7 @@ from covey.params.messages import DTYPES, Begin, Spec
 from covey.params.optimizers import Array, update, update_rows
 from covey.params.placement import Placement
 
-CHUNK = 1 << 20  # elements that are drawn at a time
+CHUNK = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
 
 
 class Table:
