@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -305,3 +307,8 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     assert files.whole_steps(tmp_path) == [2]
     with pytest.raises(StoreError, match="is not whole"):
         files.read(str(tmp_path), 1)
+
+
+def test_a_server_needs_no_torch() -> None:
+    code = "import sys, covey, covey.node.pserver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

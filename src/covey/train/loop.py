@@ -35,7 +35,6 @@ from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.operations import Broadcast
 from covey.train.reducer import Reducer
-from covey.train.served import Served
 from covey.train.transfer import Donation
 from covey.train.tree import from_bytes, path_of, to_bytes
 
@@ -102,6 +101,8 @@ class Loop:
         self._restored: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
         self._checkpoint = checkpoint
         self._group = group
+        from covey.train.served import Served  # which imports torch: a program without a loop does without it
+
         self._served = Served(model, optimizer, group)
         self._collectives = None if self._served.independent else group.collectives
         self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
