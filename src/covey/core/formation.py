@@ -63,7 +63,9 @@ class Layout:
         """What a node is told about its place."""
         world = self._cluster.settings.wanted(member.role)
         local_world = self._local_worlds[(member.role.group, member.host.id)]
-        return Formed(self._cluster.generation, member.rank, world, member.local_rank, local_world, member.restarts)
+        workers = self._cluster.settings.worker_num if member.role is Role.PSERVER else 0
+        lies = (member.rank, world, member.local_rank, local_world)
+        return Formed(self._cluster.generation, *lies, member.restarts, workers)
 
     def start(self, agent: Agent) -> Start:
         """What an agent is told to let run."""

@@ -143,6 +143,7 @@ class Formed(Message, frozen=True):
     local_rank: int
     local_world: int
     restarts: int = 0
+    workers: int = 0  # said to servers: how many push to them
 
 
 class Regrouped(Message, frozen=True):

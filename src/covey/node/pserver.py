@@ -6,6 +6,8 @@ import functools
 import threading
 from typing import NoReturn
 
+import msgspec
+
 from covey.core.messages import Resumed
 from covey.core.serving import Serving, parse_mode
 from covey.core.shards import SLOTS
@@ -38,11 +40,9 @@ def serving_of(settings: Settings) -> Serving | None:
 
 def serve(node: Node, settings: Settings) -> NoReturn:
     """Serve until the cluster ends, which ends this process. Raises `PeerError` if the rows are lost."""
-    serving = serving_of(settings)
-    assert serving is not None
-    if not serving.workers:
-        raise UsageError("MS_WORKER_NUM is not set but MS_ROLE=MS_PSERVER needs it: it says how many workers push gradients.")
     place = node.place
+    serving = serving_of(msgspec.structs.replace(settings, worker_num=place.workers))
+    assert serving is not None
     server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node))
     threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
     log.info("server %d of %d, %s, %d copies", place.rank, serving.servers, settings.ps_mode, int(serving.copied))

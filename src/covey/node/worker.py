@@ -268,10 +268,7 @@ class Node:
             elif isinstance(message, Regrouped) and self._formed is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
                 self._wipe()
-                held = self._formed
-                self._formed = Formed(
-                    message.generation, held.rank, held.world, held.local_rank, held.local_world, held.restarts
-                )
+                self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
                 self.inbox.put(Regroup(message.generation))
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))
