@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from covey.context import get_ps_context, reset_ps_context, set_ps_context
-from covey.errors import CoveyError
+from covey.errors import CoveyError, UsageError
 from covey.federated.context import get_fl_context, reset_fl_context, set_fl_context
 from covey.train.checkpoint import Checkpoint
 from covey.train.data import Data
@@ -47,6 +47,27 @@ def Model(net: Any, loss_fn: Any, optimizer: Any) -> Any:
     return TrainingModel(net, loss_fn, optimizer, group=group())
 
 
+def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False, optimizer: Any = None) -> None:
+    """Have a torch parameter, or all that a module trains, served by the parameter servers: see docs/parameters.md."""
+    if not get_ps_context("enable_ps"):
+        raise UsageError(
+            "set_param_ps needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()"
+        )
+    from covey.train.served import mark
+
+    _ = group().client  # says what is missing if this cluster has no servers
+    mark(target, recurse=recurse, init_in_server=init_in_server, optimizer=optimizer)
+
+
+def Embedding(vocab_size: int, embedding_size: int, **options: Any) -> Any:
+    """A table whose rows lie on the parameter servers: see `covey.train.embedding.Embedding`."""
+    if not get_ps_context("enable_ps"):
+        raise UsageError("Embedding needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()")
+    from covey.train.embedding import Embedding as Table
+
+    return Table(vocab_size, embedding_size, **options)
+
+
 def all_reduce(array: Any, op: Any = "sum") -> Any:
     """Reduce a tensor or array over all workers, in place: "sum", "mean", "max", "min" or "product"."""
     return group().all_reduce(array, op)
@@ -78,6 +99,7 @@ __all__ = [
     "CheckpointConfig",
     "CoveyError",
     "Data",
+    "Embedding",
     "Loop",
     "LossMonitor",
     "Model",
@@ -100,6 +122,7 @@ __all__ = [
     "reset_ps_context",
     "restart_count",
     "set_fl_context",
+    "set_param_ps",
     "set_ps_context",
     "set_seed",
 ]

@@ -22,6 +22,7 @@ import msgspec
 from covey.core.messages import NODE_ID_MAX
 from covey.core.model import Role
 from covey.core.recovery import Strategy, ladder
+from covey.core.serving import MESSAGE_MAX, parse_mode
 from covey.errors import UsageError
 
 Scalar = str | int | float | bool
@@ -49,6 +50,12 @@ def rungs(text: str) -> str:
         return ",".join(ladder(text.split(",")))
     except UsageError as error:
         raise ValueError(str(error)) from None
+
+
+def consistency(text: str) -> str:
+    """A mode of parameter serving."""
+    parse_mode(text)
+    return text.strip()
 
 
 class Kind(NamedTuple):
@@ -161,6 +168,10 @@ BYTES = Kind(whole(0, 2**40), "a whole number of bytes, 0 or more, is")
 NODE_RANK = Kind(whole(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is")
 SWITCH = Kind(one_of({"0": False, "1": True}), "0 (off) or 1 (on) is")
 ONE_OR_NOT = Kind(lambda text: text.strip() == "1", "1 (yes) or anything else (no) is")
+MODE = Kind(consistency, "sync, async or bounded:K (K steps) is")
+COPIES = Kind(whole(0, 1), "0 or 1 is")
+NAN = Kind(one_of({"refuse": "refuse", "pass": "pass"}), "refuse or pass is")
+BYTES = Kind(whole(1024, 1 << 40), "a number of bytes from 1024 is")
 LEVEL = Kind(whole(0, 4), "0 (debug), 1 (info), 2 (warning), 3 (error) or 4 (critical) is")
 POSITIVE = Kind(seconds(lambda value: value > 0), "a number of seconds above 0 is")
 GRACE = Kind(seconds(lambda value: value >= 0), "a number of seconds, 0 or more, is")
@@ -216,6 +227,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keep_bytes: Annotated[int, Var("COVEY_KEEP_BYTES", BYTES, "results of collectives kept for a replacement, per rank")] = (
         256 * 1024 * 1024
     )
+    ps_mode: Annotated[str, Var("COVEY_PS_MODE", MODE, "whose gradients a served value has seen")] = "sync"
+    ps_copies: Annotated[int, Var("COVEY_PS_COPIES", COPIES, "copies of each parameter server's rows")] = 1
+    ps_nan: Annotated[str, Var("COVEY_PS_NAN", NAN, "what servers do with gradients that are no finite numbers")] = "refuse"
+    ps_message_max: Annotated[int, Var("COVEY_PS_MESSAGE_MAX", BYTES, "bytes of one message to a server")] = MESSAGE_MAX
     tls_config: Annotated[str, Var("COVEY_TLS", PATH, "the TLS config file, as set_ps_context's config_file_path")] = ""
     tls_server_password: Annotated[str, Var("COVEY_TLS_SERVER_PASSWORD", PASSPHRASE, "of the server's p12", secret=True)] = ""
     tls_client_password: Annotated[str, Var("COVEY_TLS_CLIENT_PASSWORD", PASSPHRASE, "of the client's p12", secret=True)] = ""

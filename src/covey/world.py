@@ -58,8 +58,16 @@ def init() -> None:
             os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
             _world.node, _world.group = node, Group(node)
             node.at_end = _world.group.finish
+            if settings.role is Role.PSERVER:
+                from covey.node.pserver import serve
+
+                serve(node, settings)
             if settings.role is not Role.WORKER:
                 wait_for_the_end(node)
+            if settings.server_num:
+                from covey.node.pserver import serving_of
+
+                _world.group.serving = serving_of(settings)
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))

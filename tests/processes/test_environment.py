@@ -52,7 +52,7 @@ def test_a_server_need_not_know_the_number_of_workers(cluster: Cluster) -> None:
     cluster.scheduler()
     server = cluster.node("MS_PSERVER", 0, MS_WORKER_NUM=None)
     worker = cluster.worker(0)
-    server.wait_for("keeps its place")
+    server.wait_for("server 0 of 1")
     cluster.release()
     assert (worker.wait(), server.wait()) == (0, 0)
 

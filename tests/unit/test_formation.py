@@ -54,7 +54,7 @@ def test_a_node_is_told_its_rank_the_world_and_its_place_on_its_host() -> None:
         "worker:b": Formed(generation=1, rank=0, world=3, local_rank=0, local_world=2),
         "worker:c": Formed(generation=1, rank=1, world=3, local_rank=1, local_world=2),
         "worker:a": Formed(generation=1, rank=2, world=3, local_rank=0, local_world=1),
-        "pserver:s": Formed(generation=1, rank=0, world=1, local_rank=0, local_world=1),
+        "pserver:s": Formed(generation=1, rank=0, world=1, local_rank=0, local_world=1, workers=3),
     }
 
 

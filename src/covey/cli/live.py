@@ -100,9 +100,9 @@ class Show:
                 self._recovery = incident.number
                 yield str(incident)
         for node in view.nodes:
-            if node.role is not Role.SCHEDULER and self._states.get(node.node_id, "alive") != node.state and node.rank >= 0:
-                yield f"rank {node.rank} on {node.host} is {node.state}"
-            self._states[node.node_id] = node.state
+            if node.role is not Role.SCHEDULER and self._states.get(node.name, "alive") != node.state and node.rank >= 0:
+                yield f"{'rank' if node.role is Role.WORKER else node.role} {node.rank} on {node.host} is {node.state}"
+            self._states[node.name] = node.state
 
 
 def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:

@@ -70,7 +70,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
         door, environ, guard = _door(plan, sockets)
-        agent = Agent(_agent_job(plan, log_dir), settings, door, environ)
+        servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
+        agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
         await agent.prepare()  # the template's imports are the longest part: begin with them
         scheduler = None
         if sockets is not None:
@@ -190,11 +191,12 @@ def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[st
     }
 
 
-def _agent_job(plan: RunPlan, log_dir: Path) -> AgentJob:
+def _agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
     return AgentJob(
         command=plan.command,
         world=plan.world,
         slots=plan.local,
+        servers=servers,
         first_rank=plan.first_rank if not plan.alone else 0,
         module=plan.module,
         python=plan.python,
@@ -250,7 +252,7 @@ def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
     if start.generation > 1 or not start.assignments:
         return
-    streams = echoed(plan, {a.rank: a.local_rank for a in start.assignments})
+    streams = echoed(plan, {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER})
     for rank, stream in streams.items():
         prefix = f"[{rank}] " if len(streams) > 1 else ""
         if stream & STDOUT or not agent.separates_stderr:

@@ -54,7 +54,7 @@ class Layout:
         for member in cluster.members.values():
             where = (member.role.group, member.host.id)
             self._local_worlds[where] = self._local_worlds.get(where, 0) + 1
-        for member in self._workers:
+        for member in (*self._workers, *sorted(cluster.of(Role.PSERVER), key=lambda m: m.rank)):
             self._children.setdefault(member.agent, []).append(member)
         hosts = dict.fromkeys(m.agent or m.host.id for m in self._workers)
         self._hosts = {host: index for index, host in enumerate(hosts)}
@@ -65,7 +65,8 @@ class Layout:
         local_world = self._local_worlds[(member.role.group, member.host.id)]
         seat = member.seat if member.seat != member.rank else -1
         place = (member.rank, world, member.local_rank, local_world, member.restarts, seat, member.since)
-        return Formed(self._cluster.generation, *place)
+        workers = len(self._workers) if member.role is Role.PSERVER else 0
+        return Formed(self._cluster.generation, *place, workers)
 
     def start(self, agent: Agent) -> Start:
         """What an agent is told to let run."""
@@ -74,7 +75,7 @@ class Layout:
         return Start(
             generation=cluster.generation,
             world=len(self._workers),
-            assignments=[Assignment(m.node_id, m.rank, m.incarnation, m.local_rank) for m in mine],
+            assignments=[Assignment(m.node_id, m.rank, m.incarnation, m.local_rank, m.role) for m in mine],
             master_address=first.host.address,
             master_port=cluster.agents.get(first.agent, agent).meet_port,
             host_index=self._hosts.get(agent.id, 0),

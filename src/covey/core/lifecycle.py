@@ -150,7 +150,8 @@ class Lifecycle:
 
     def _after_death(self, member: Member, failure: Failure, since: float) -> None:
         if self._dump is not None:  # the end is decided: one less to wait for
-            self._dump.waiting.discard(member.rank)
+            if member.role is Role.WORKER:
+                self._dump.waiting.discard(member.rank)
             return self._end_dump()
         if member.node_id in self._arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
@@ -213,7 +214,7 @@ class Lifecycle:
         if not member.leaving:
             self.first_failure = self.first_failure or failure
         self._count("replacements")
-        self._replacing = True
+        self._replacing = self._replacing or member.role is Role.WORKER  # a server's return needs no agreement of the workers
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
@@ -228,7 +229,7 @@ class Lifecycle:
             if member.link:  # nobody else may be there to end the old life
                 self._send(member.link, Refused(f"this life is over: {reason}"))
                 self._out.append(Close(member.link))
-            member.local_rank = ranks.free_local(self.cluster.of(Role.WORKER), agent.host)
+            member.local_rank = ranks.free_local(self.cluster.of(member.role), agent.host)
             member.agent, member.host = agent.id, agent.host
             self._layout = None
         sentence = _gone(member, failure)
@@ -319,11 +320,11 @@ class Lifecycle:
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         self.cluster.trains = False
-        workers = self.cluster.of(Role.WORKER)
-        for member in workers:
+        children = [member for member in self.cluster.members.values() if member.agent]
+        for member in children:
             self._next_life(member)
             member.seat = member.rank  # nobody is left who knows it by another
-        self._regroup(reason, *workers)
+        self._regroup(reason, *children)
         self._tell_places()
 
     def _roll_back(self, reason: str) -> None:
@@ -503,6 +504,12 @@ class Lifecycle:
             return
         self._persist(self.cluster.record())
         self._publish("cluster", str(self.cluster.phase), self.cluster.reason)
+
+    def _server_resumed(self) -> None:
+        """A parameter server has its rows back: if no worker is being replaced too, that was all."""
+        if not self._replacing:
+            self.incidents.mark(Stage.RESTORED, self._now)
+            self._close_incidents(Outcome.RESUMED)
 
     def _all_resumed(self) -> bool:
         return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)

@@ -182,10 +182,13 @@ class Machine(Lifecycle):
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            agent = Agent(wish.agent, wish.life, wish.host, wish.slots, wish.first_rank, wish.meet_port, wish.logs)
+            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers)
+            agent = Agent(wish.agent, wish.life, wish.host, *held)
             self.cluster.agents[agent.id] = agent
             for place in range(agent.slots):
-                self._add_child(agent, place)
+                self._add_child(agent, Role.WORKER, place)
+            for place in range(agent.servers):
+                self._add_child(agent, Role.PSERVER, place)
             self._publish(who, "joined", answer.reason)
         self._speak(link, agent)
         self._send(link, Welcome(self.cluster.cluster_id))
@@ -194,10 +197,11 @@ class Machine(Lifecycle):
         self._send(link, self._places().start(agent))
         return self._settle("every member is here again")
 
-    def _add_child(self, agent: Agent, place: int) -> None:
+    def _add_child(self, agent: Agent, role: Role, place: int) -> None:
         child = f"{agent.id}/{place}"  # until formation gives it its rank
-        member = Member(Role.WORKER, child, "", agent.host, agent=agent.id, joined_at=self._now)
-        member.rank = agent.first_rank + place if agent.first_rank >= 0 else -1
+        member = Member(role, child, "", agent.host, agent=agent.id, joined_at=self._now)
+        if role is Role.WORKER:
+            member.rank = agent.first_rank + place if agent.first_rank >= 0 else -1
         self.cluster.add(member)
 
     def _heard_of_children(self, agent: Agent) -> None:
@@ -291,7 +295,11 @@ class Machine(Lifecycle):
 
     def _resumed(self, link: int, said: Resumed) -> None:
         member = self._speakers.get(link)
-        if isinstance(member, Member) and said.generation == self.cluster.generation:
+        if not isinstance(member, Member) or said.generation != self.cluster.generation:
+            return
+        if member.role.group is Role.PSERVER:
+            self._server_resumed()
+        else:
             self._gathering.resumed.add(member.rank)
             member.progress = msgspec.structs.replace(member.progress, step=said.step)
             self._reached = max(self._reached, said.step)
@@ -323,7 +331,7 @@ class Machine(Lifecycle):
             self._end_dump()
 
     def _child_started(self, link: int, said: Started) -> None:
-        member = self._child(link, said.node_id, said.incarnation)
+        member = self._child(link, said)
         if member is not None:
             member.pid = said.pid
 
@@ -346,16 +354,16 @@ class Machine(Lifecycle):
         self._send(link, Goodbye())
 
     def _child_exited(self, link: int, said: Exited) -> None:
-        member = self._child(link, said.node_id, said.incarnation)
+        member = self._child(link, said)
         if member is not None:
             self._over(member, said.code, said.reason, said.tail, said.log)
 
-    def _child(self, link: int, child: str, incarnation: int) -> Member | None:
+    def _child(self, link: int, said: Started | Exited) -> Member | None:
         """The child an agent speaks of, if it is its own and in that incarnation."""
         agent = self._speakers.get(link)
-        member = self.cluster.members.get((Role.WORKER, child))
+        member = self.cluster.members.get((said.role, said.node_id))
         mine = isinstance(agent, Agent) and member is not None and member.agent == agent.id
-        return member if mine and member is not None and member.incarnation == incarnation else None
+        return member if mine and member is not None and member.incarnation == said.incarnation else None
 
     def _link_lost(self, link: int, reason: str) -> None:
         speaker = self._speakers.pop(link, None)

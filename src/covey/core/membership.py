@@ -75,6 +75,9 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
             " start fewer, or raise the number of workers on every host"
         )
         return Answer(Verdict.REFUSE, reason)
+    servers, places = cluster.size(Role.PSERVER), cluster.settings.server_num
+    if servers + wish.servers > places:
+        return Answer(Verdict.REFUSE, f"this host brings {wish.servers} servers, but {servers} of {places} are here already")
     wanted = range(wish.first_rank, wish.first_rank + wish.slots) if wish.first_rank >= 0 else range(0)
     if wanted.stop > world:
         return Answer(Verdict.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
@@ -82,7 +85,8 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         if (member := cluster.at(Role.WORKER, rank)) is not None:
             who = f"{member.name} on {member.host.name}"
             return Answer(Verdict.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?")
-    return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.slots} workers")
+    brings = f"{wish.slots} workers" + (f" and {wish.servers} servers" if wish.servers else "")
+    return Answer(Verdict.ADMIT, f"{wish.host.name} brings {brings}")
 
 
 def names(members: Iterable[Member]) -> str:

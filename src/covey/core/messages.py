@@ -45,7 +45,7 @@ class Register(Message, frozen=True):
 
 
 class RegisterAgent(Message, frozen=True):
-    """I am the agent of a host and bring `slots` workers."""
+    """I am the agent of a host and bring `slots` workers and `servers` parameter servers."""
 
     agent: Name
     life: Name
@@ -56,6 +56,7 @@ class RegisterAgent(Message, frozen=True):
     logs: Sentence = ""  # where a rank's output goes, with "{rank}" in its place
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
+    servers: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Beat(Message, frozen=True):
@@ -77,6 +78,7 @@ class Started(Message, frozen=True):
     node_id: Name
     incarnation: int
     pid: int
+    role: Role = Role.WORKER
 
 
 class Exited(Message, frozen=True):
@@ -88,6 +90,7 @@ class Exited(Message, frozen=True):
     reason: Sentence = ""
     tail: Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=40)] = []
     log: Sentence = ""
+    role: Role = Role.WORKER
 
 
 class Put(Message, frozen=True):
@@ -152,6 +155,7 @@ class Formed(Message, frozen=True):
     restarts: int = 0
     seat: int = -1  # this member's number for life, where it is not its rank
     since: int = 1  # the generation in which it came
+    workers: int = 0  # said to servers: how many push to them
 
 
 class Regrouped(Message, frozen=True):
@@ -162,12 +166,22 @@ class Regrouped(Message, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One worker for an agent to run."""
+    """One worker or parameter server for an agent to run."""
 
     node_id: str
     rank: int
     incarnation: int
     local_rank: int
+    role: Role = Role.WORKER
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.node_id}"
+
+    @property
+    def number(self) -> int:
+        """What it is called by, for life: the rank it had first."""
+        return int(self.node_id)
 
 
 class Start(Message, frozen=True):

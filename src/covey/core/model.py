@@ -64,6 +64,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     extra_ranks: int = 8  # of other hosts' ranks that one host may take over
     dump_s: float = 60.0
     grace_s: float = 10.0
+    copies: int = 1  # of each parameter server's rows
 
     @property
     def judges_silence(self) -> bool:
@@ -72,6 +73,11 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
         return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
+
+    @property
+    def copied(self) -> bool:
+        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
+        return self.copies > 0 and self.server_num > 1
 
     def wanted(self, role: Role) -> int:
         if role is Role.WORKER:
@@ -156,6 +162,7 @@ class Agent(msgspec.Struct):
     first_rank: int = -1  # claimed by --node-rank; -1: the scheduler decides
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
+    servers: int = 0
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -198,6 +205,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     first_rank: int
     meet_port: int
     logs: str
+    servers: int = 0
 
     @classmethod
     def of(cls, agent: Agent) -> AgentRecord:

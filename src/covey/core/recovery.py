@@ -18,6 +18,7 @@ from covey.errors import ExitCode, UsageError
 MISTAKES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # of a program's author, not of fate
 FRUITLESS_MAX = 3  # deaths of one rank without a step committed in between
 OTHERS_MAX = 64  # named in a report
+RESTARTS_MAX = 3  # of all, because a server's rows were lost
 
 
 class Strategy(StrEnum):
@@ -64,6 +65,8 @@ def decide(cluster: Cluster, dead: Member, code: int = 0) -> tuple[After, str]:
 def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
     """The rungs after which the world is what it was."""
     settings = cluster.settings
+    if dead.role is Role.PSERVER and not settings.copied and (dead.agent or settings.copies == 0):
+        return _without_copy(cluster, dead)
     if not dead.agent:
         if settings.recovery:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
@@ -77,6 +80,19 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
         count = cluster.restarts + 1
         return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
     return After.END, "no restart is left" if settings.max_restarts else "no restarts were asked for (--max-restarts)"
+
+
+def _without_copy(cluster: Cluster, dead: Member) -> tuple[After, str]:
+    """With the server its rows are gone, and what the workers did since the last checkpoint with them."""
+    settings = cluster.settings
+    lost = f"the rows of {dead.name} were lost with it, for they had no copy"
+    if not dead.agent or dead.agent not in cluster.agents or not cluster.heals:
+        return After.END, f"{lost}: start the cluster again, it goes on from its last checkpoint"
+    if Strategy.IN_PLACE not in settings.strategies:
+        return After.END, f"{lost}, and recover-in-place is not among the strategies"
+    if cluster.restarts >= max(settings.max_restarts, RESTARTS_MAX):
+        return After.END, f"{lost}, and all were started anew {cluster.restarts} times already"
+    return After.RESTART_ALL, f"{lost}: all start anew, from the last checkpoint"
 
 
 def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
@@ -102,7 +118,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
 def refuge(cluster: Cluster, dead: Member) -> Agent | None:
     """The host that carries the fewest extra ranks, if it may carry one more."""
     extra = {
-        agent.id: len(cluster.children(agent.id)) - agent.slots
+        agent.id: len(cluster.children(agent.id)) - agent.slots - agent.servers
         for agent in cluster.agents.values()
         if agent.id != dead.agent and agent.link and not agent.leaving
     }

@@ -21,6 +21,10 @@ STRAGGLER_MORE_S = 0.005
 class NodeView(msgspec.Struct, frozen=True):
     """One node. `beat_age_s` is negative where the node has no beats of its own."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.node_id}"
+
     role: Role
     node_id: str
     rank: int

@@ -18,8 +18,19 @@ from typing import Final
 import msgspec
 
 from covey.core.effects import Finish
-from covey.core.messages import Drain, Exited, FromScheduler, RegisterAgent, Start, Started, Stop, StopAsked, Welcome
-from covey.core.model import Failure
+from covey.core.messages import (
+    Assignment,
+    Drain,
+    Exited,
+    FromScheduler,
+    RegisterAgent,
+    Start,
+    Started,
+    Stop,
+    StopAsked,
+    Welcome,
+)
+from covey.core.model import Failure, Role
 from covey.errors import CoveyError, ExitCode
 from covey.node import host
 from covey.node.child import ChildSpec, Exit
@@ -46,6 +57,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     command: list[str]
     world: int
     slots: int
+    servers: int = 0  # parameter servers
     first_rank: int = -1
     module: bool = False
     python: bool = True
@@ -78,13 +90,13 @@ class Agent:
         self._environ = environ
         self._children = Children(on_exit=self._child_exited, fork=job.fork, preload=job.preload)
         self._runtime: NodeRuntime | None = None
-        self._running: dict[str, tuple[str, int]] = {}  # child's name → (node id, incarnation)
+        self._running: dict[str, Assignment] = {}  # by the child's name
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
         self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._started: dict[str, int] = {}  # node id → the newest incarnation that was started
+        self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
         self._wanted: Start | None = None  # the newest: what should run is a level, an older one is no news
         self._news = asyncio.Event()
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -104,10 +116,11 @@ class Agent:
             life=uuid.uuid4().hex,
             host=host.here(settings.host_id, settings.worker_ip),
             slots=job.slots,
+            servers=job.servers,
             first_rank=job.first_rank,
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
-            fingerprint={"MS_WORKER_NUM": str(job.world)},
+            fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)},
         )
         self._runtime = NodeRuntime(
             wish, node_settings(settings, self._door), self._door, deliver=self._deliver, finished=self._finished
@@ -195,17 +208,19 @@ class Agent:
 
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
-        wanted = {assignment.node_id: assignment.incarnation for assignment in start.assignments}
-        over = [name for name, (node_id, life) in self._running.items() if wanted.get(node_id, life + 1) > life]
-        ranks = [int(self._running.pop(name)[0]) for name in over]
-        self._ended = [said for said in self._ended if wanted.get(said.node_id, 0) <= said.incarnation]
+        wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
+        over = [name for name, child in self._running.items() if wanted.get(name, child.incarnation + 1) > child.incarnation]
+        lives = [self._running.pop(name) for name in over]
+        self._ended = [said for said in self._ended if wanted.get(f"{said.role}:{said.node_id}", 0) <= said.incarnation]
         if over:
-            await self._show_stacks(over, ranks)
+            await self._show_stacks(lives)
             await self._children.end(over, grace_s=0)  # nothing they do counts any more
 
-    async def _show_stacks(self, names: list[str], ranks: list[int]) -> None:
+    async def _show_stacks(self, lives: list[Assignment]) -> None:
         """Where a process that hangs is hanging belongs into its log; one that was stopped must run to say so."""
-        paths = [Path(self.error_log_path(rank) if self._job.separate_stderr else self.log_path(rank)) for rank in ranks]
+        names = [life.name for life in lives]
+        apart = self._job.separate_stderr
+        paths = [Path(self.error_log_path(a.number, a.role) if apart else self.log_path(a.number, a.role)) for a in lives]
         before = sizes = [_size(path) for path in paths]
         for name in names:
             self._children.signal(name, STACK_SIGNAL)
@@ -220,13 +235,13 @@ class Agent:
     async def _start(self, start: Start) -> None:
         self.on_start(start)
         for assignment in start.assignments:
-            if self._leaves or self._started.get(assignment.node_id, 0) >= assignment.incarnation:
+            name = assignment.name
+            if self._leaves or self._started.get(name, 0) >= assignment.incarnation:
                 continue
             again = assignment.incarnation > 1  # its log goes on, also where the life before was another host's
-            self._started[assignment.node_id] = assignment.incarnation
-            name = f"worker:{assignment.node_id}"
-            self._running[name] = (assignment.node_id, assignment.incarnation)
-            spec = self._spec(name, start, int(assignment.node_id), assignment.local_rank, again)
+            self._started[name] = assignment.incarnation
+            self._running[name] = assignment
+            spec = self._spec(assignment, again)
             env = worker_environment(
                 self._environ,
                 start,
@@ -242,47 +257,48 @@ class Agent:
                 self._learning = asyncio.create_task(self._learn())
             Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
             pid = await self._children.start(msgspec.structs.replace(spec, env=env))
-            self._say(Started(assignment.node_id, assignment.incarnation, pid))
+            self._say(Started(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _learn(self) -> None:
         """What the first life has imported by now, the template imports too, for later ones."""
         await asyncio.sleep(LEARN_S)
         await self._children.preload(learned(self._notes))
 
-    def _spec(self, name: str, start: Start, rank: int, local_rank: int, again: bool) -> ChildSpec:
+    def _spec(self, child: Assignment, again: bool) -> ChildSpec:
         job = self._job
         return ChildSpec(
-            name=name,
+            name=child.name,
             argv=job.command,
             module=job.module,
             python=job.python,
             env={},
             cwd=job.cwd,
-            log=self.log_path(rank),
-            log_err=self.error_log_path(rank) if job.separate_stderr else "",
+            log=self.log_path(child.number, child.role),
+            log_err=self.error_log_path(child.number, child.role) if job.separate_stderr else "",
             append=again,
-            cores=job.cores.get(local_rank, []),
+            cores=job.cores.get(child.local_rank, []) if child.role is Role.WORKER else [],
         )
 
-    def log_path(self, rank: int) -> str:
+    def log_path(self, rank: int, role: Role = Role.WORKER) -> str:
         """Where a rank's output goes: the number in the name is the rank."""
-        return str(Path(self._job.log_dir) / f"{self._job.log_name}_{rank}.log")
+        return str(Path(self._job.log_dir) / f"{self._job.log_name if role is Role.WORKER else 'server'}_{rank}.log")
 
     @property
     def separates_stderr(self) -> bool:
         return self._job.separate_stderr
 
-    def error_log_path(self, rank: int) -> str:
+    def error_log_path(self, rank: int, role: Role = Role.WORKER) -> str:
         """Where a rank's stderr goes, if it is kept apart."""
-        return str(Path(self._job.log_dir) / f"{self._job.log_name}_{rank}.err.log")
+        return self.log_path(rank, role).removesuffix(".log") + ".err.log"
 
     def _child_exited(self, ended: Exit) -> None:
         if ended.name not in self._running:
             return  # of a generation that is over
-        node_id, incarnation = self._running.pop(ended.name)
-        path = self.log_path(int(node_id))
+        child = self._running.pop(ended.name)
+        path = self.log_path(child.number, child.role)
         tail = last_lines(path) if ended.code else []
-        said = Exited(node_id, incarnation, ended.code, ended.reason if ended.code else "", tail, path)
+        reason = ended.reason if ended.code else ""
+        said = Exited(child.node_id, child.incarnation, ended.code, reason, tail, path, child.role)
         self._ended.append(said)
         self._say(said)
 

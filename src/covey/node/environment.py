@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from covey.core.messages import Assignment, Start
+from covey.core.model import Role
 from covey.node.runtime import Door
 
 
@@ -45,7 +46,7 @@ def worker_environment(
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         TORCH_NCCL_ASYNC_ERROR_HANDLING=found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # the seeds'
-        MS_ROLE="MS_WORKER",
+        MS_ROLE="MS_PSERVER" if assignment.role is Role.PSERVER else "MS_WORKER",
         MS_SCHED_HOST=door.host,
         MS_SCHED_PORT=str(door.port),
         MS_WORKER_NUM=str(worker_num),  # what was asked for at the start; the world may have changed since

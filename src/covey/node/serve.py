@@ -75,6 +75,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
         stuck_s=settings.stuck_s,
         extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,
+        copies=settings.ps_copies,
     )
 
 

@@ -350,6 +350,6 @@ def _fingerprint(settings: Settings) -> dict[str, str]:
 
 
 def wait_for_the_end(node: Node) -> None:
-    """A parameter server in a cluster whose servers have nothing to serve yet: keep the place until the cluster ends."""
-    log.warning("this node keeps its place as a server; serving parameters is not part of this version")
+    """A federated server in a cluster that has nothing for it to do yet: keep the place until the cluster ends."""
+    log.warning("this node keeps its place as a server; federated rounds are not part of this version")
     threading.Event().wait()

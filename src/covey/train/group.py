@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from covey.core.serving import Serving
 from covey.errors import UsageError
 from covey.train.collectives import Collectives
 from covey.train.gloo import torch_module
 from covey.train.meeting import Meeting, Place
 from covey.train.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
+
+if TYPE_CHECKING:
+    from covey.params.client import Client  # it imports numpy, which a program may do without
 
 Array = TypeVar("Array")  # a torch tensor or a numpy array
 
@@ -19,7 +24,9 @@ class Group:
 
     def __init__(self, meeting: Meeting | None) -> None:
         self.meeting = meeting
+        self.serving: Serving | None = None  # how parameters are served, if they are
         self._collectives: Collectives | None = None
+        self._client: Client | None = None
 
     @property
     def place(self) -> Place | None:
@@ -42,6 +49,21 @@ class Group:
         if self._collectives is None and self.meeting is not None and self.world > 1:
             self._collectives = Collectives(self.meeting)
         return self._collectives
+
+    @property
+    def client(self) -> Client:
+        """This worker's way to the parameter servers."""
+        if self.serving is None or self.meeting is None:
+            raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
+        if self._client is None:
+            from covey.params.client import Client
+            from covey.params.peers import find
+
+            meeting = self.meeting
+            self._client = Client(
+                self.serving, meeting.place.rank, lambda: meeting.place.generation, functools.partial(find, meeting)
+            )
+        return self._client
 
     def all_reduce(self, array: Array, op: Reduction = "sum") -> Array:
         """Reduce over all ranks, in place, and return the array."""

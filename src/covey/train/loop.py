@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.messages import Dumped
+from covey.core.messages import Dumped, Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.train.arguments import of_kind, whole
@@ -89,9 +89,13 @@ class Loop:
         self._again, self._repeats = False, 0
         self._checkpoint = checkpoint
         self._group = group
-        self._collectives = group.collectives
+        from covey.train.served import Served  # which imports torch: a program without a loop does without it
+
+        self._served = Served(model, optimizer, group)
+        self._collectives = None if self._served.independent else group.collectives
+        self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
         self._before = 0
-        self._checked = False
+        self._checked = self._received = False
         self._pace = Pace()
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
@@ -106,6 +110,9 @@ class Loop:
             self._attach(self._collectives)
         else:
             self._resume()
+        if self._served.any:
+            folder = str(checkpoint.folder.absolute()) if checkpoint is not None else ""
+            self.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
@@ -226,6 +233,7 @@ class Loop:
     def _rewind(self) -> None:
         self._again = True
         self._state.rewind()
+        self._served.forget()
         if self._collectives is not None:
             self._collectives.rewind()
 
@@ -243,9 +251,14 @@ class Loop:
             if not self._checked:  # better now than at the first death
                 pack(self.state())
                 self._checked = True
+        if self._served.any:
+            self._served.refresh(self.step)
         self._state.mark_boundary()
 
     def _commit(self) -> None:
+        if not self._served.pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
+            self._served.forget()
+            self._push_served()
         self._catch_up()
         self._course = self._following or self._course.after(self.step, self._course.seats)
         self._following = None
@@ -253,8 +266,13 @@ class Loop:
         self._applied, self._repeats = False, 0
         meeting = self._group.meeting
         if meeting is not None:
+            if self._collectives is None and meeting.place.generation != self._said_resumed:
+                self._said_resumed = meeting.place.generation
+                meeting.say(Resumed(self._said_resumed, self.step))
             meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
+            if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
+                self._served.save(self.step, str(self._checkpoint.folder.absolute()), self._checkpoint.keep)
             generation = meeting.place.generation if meeting is not None else 0
             self._checkpoint.save(
                 self.step, self.state(), rank=self._group.rank, world=self._group.world, generation=generation
@@ -270,7 +288,16 @@ class Loop:
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
                 " rank's alone: step it where loop.boundary is true"
             )
+        if self._served.any:
+            self._push_served()
         self._stepping = True
+
+    def _push_served(self) -> None:
+        push = self._served.push()
+        if self._collectives is not None and self._served.sync:
+            self._collectives.run(push)
+        else:
+            push.run_alone()
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._stepping, self._applied = False, True
@@ -303,6 +330,8 @@ class Loop:
         state = given.state | {"step": given.step + given.applied}
         if given.applied and self._following is not None:
             state["course"] = self._following.state()
+        if self._served.any:
+            self._served.gasp(state["step"], str(gasp.folder.absolute()))
         generation = meeting.place.generation if meeting is not None else 0
         path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
         return state["step"], str(path)
@@ -318,6 +347,7 @@ class Loop:
             collectives.run(Broadcast(tensors, 0, self._group.rank), passing=True)
             self._resume()
         else:
+            self._received = True
             collectives.skip_to(given.before)
             self.step, self.replaying = given.step, given.applied
             self._restore(given.state)

@@ -21,6 +21,7 @@ from covey.train.state import Buffers
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
+SERVED: Final = "covey_served"  # marks a parameter whose gradients go to the parameter servers
 
 
 class Bucket:
@@ -102,7 +103,7 @@ class Reducer:
     """The hooks of one model. `active` says whether this backward pass ends a step."""
 
     def __init__(self, model: Any, collectives: Collectives, *, shares: Shares, active: Callable[[], bool]) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED)]
         self._trained: list[Any] = []
         self._buckets: list[Bucket] = []
         self._spare: collections.deque[Spare] = collections.deque([{}, {}])  # the kept one, and the one before it

@@ -1,0 +1,189 @@
+"""Parameter servers: how fast whole parameters and rows go to and fro, and what rows weigh. Each beside its peer, in one run.
+
+    python -m bench.params [--rounds 10] [--table 10000000]
+
+Whole: push and pull through two servers, against two processes that only receive and send back the same bytes. Rows: a
+batch's unique rows of 64 floats pulled and pushed, against torch.distributed.rpc doing the same. Memory: a server's, over
+that of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
+from covey.core.serving import Serving
+from covey.params.client import Client, Given
+from covey.params.messages import Begin, Spec
+from covey.params.optimizers import SGD
+from covey.params.peers import Peer
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SERVERS = 2
+MEGABYTES = (1, 25, 100)
+ROWS, WIDTH, BATCH = 1_000_000, 64, 4096
+LIMIT_S = 300.0
+
+
+@contextlib.contextmanager
+def flock(copies: int, servers: int = SERVERS) -> Iterator[tuple[Client, list[psutil.Process]]]:
+    """Servers in processes of their own, and a worker here."""
+    words = [[sys.executable, str(SCRIPTS / "rows.py"), "server", str(n), str(servers), str(copies)] for n in range(servers)]
+    started = [subprocess.Popen(word, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for word in words]
+    try:
+        peers = [msgspec.json.decode(p.stdout.readline(), type=Peer) for p in started if p.stdout is not None]
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(peers).decode() + "\n")
+            process.stdin.flush()
+        serving = Serving(servers=servers, workers=1, copies=copies)
+        yield Client(serving, 0, lambda: 1, lambda n: peers[n]), [psutil.Process(p.pid) for p in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def whole(copies: int, megabytes: int, rounds: int) -> list[float]:
+    """Seconds of each push and pull."""
+    count = megabytes * 250_000
+    with flock(copies) as (client, _):
+        values = np.zeros(count, np.float32)
+        client.declare(Spec("w", count, 1, "float32", False, SGD(0.1), Begin("given")), values, first=True)
+        found = []
+        for step in range(rounds + 2):
+            began = time.monotonic()
+            client.push(step, [Given("w", values, 0.1)]).wait()
+            client.pull_whole(step + 1, [("w", values)])
+            found.append(time.monotonic() - began)
+    return found[2:]
+
+
+def plain(megabytes: int, rounds: int) -> list[float]:
+    """Seconds of the same bytes over plain sockets, with the same number of processes."""
+    words = [sys.executable, str(SCRIPTS / "rows.py"), "echo"]
+    started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(SERVERS)]
+    size = megabytes * 1_000_000 // SERVERS
+    found = []
+    try:
+        ports = [int(p.stdout.readline()) for p in started if p.stdout is not None]
+        links = [socket.create_connection(("127.0.0.1", port), LIMIT_S) for port in ports]
+        memory = [memoryview(bytearray(size)) for _ in links]
+
+        def exchange(link: socket.socket, view: memoryview) -> None:
+            link.sendall(size.to_bytes(8, "big"))
+            link.sendall(view)
+            filled = 0
+            while filled < size:
+                filled += link.recv_into(view[filled:])
+
+        for _ in range(rounds + 2):
+            began = time.monotonic()
+            threads = [threading.Thread(target=exchange, args=pair) for pair in zip(links, memory, strict=True)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found.append(time.monotonic() - began)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return found[2:]
+
+
+def rows(copies: int, rounds: int) -> float:
+    """Rows per second of 64 floats, pulled and pushed."""
+    with flock(copies) as (client, _):
+        client.declare(Spec("t", ROWS, WIDTH, "float32", True, SGD(0.1), Begin("zeros")), None, first=True)
+
+        def step(number: int) -> int:
+            wanted = np.unique(np.random.default_rng(number).zipf(1.2, BATCH) % ROWS)
+            values = client.pull_rows(number, "t", wanted)
+            client.push(number, [Given("t", values * np.float32(0.1), 0.1, wanted)]).wait()
+            return len(wanted)
+
+        step(0)
+        began = time.monotonic()
+        return sum(step(number) for number in range(1, rounds + 1)) / (time.monotonic() - began)
+
+
+def rpc_rows(rounds: int) -> float:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [[sys.executable, str(SCRIPTS / "rpc_rows.py"), *map(str, (n, port, ROWS, WIDTH, BATCH, rounds))] for n in range(3)]
+    started = [subprocess.Popen(word, stdout=subprocess.PIPE, text=True) for word in words]
+    said = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+    return float(said[0].split()[-1])
+
+
+def weight(count: int) -> tuple[float, float]:
+    """Of one server with a table of so many rows of 16, momentum beside it: what it takes over its rows, and GB in all."""
+    from covey.params.optimizers import Momentum
+
+    with flock(0, servers=1) as (client, [server]):
+        client.declare(Spec("t", count, 16, "float32", True, Momentum(0.1), Begin("normal")), None, first=True)
+        client.pull_rows(0, "t", np.arange(4096))
+        size = server.memory_info().rss
+    return size / (count * 16 * 4 * 2), size / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--table", type=int, default=10_000_000)
+    asked = parser.parse_args()
+    lines: list[list[str]] = []
+    aims: list[Aim] = []
+    data: dict[str, Any] = {"machine": machine(), "whole": []}
+    for megabytes in MEGABYTES:
+        raw = spread(plain(megabytes, asked.rounds))
+        for copies, limit in ((0, 0.6), (1, 0.3)):
+            mine = spread(whole(copies, megabytes, asked.rounds))
+            ratio = raw.median / mine.median
+            lines.append([str(megabytes), str(copies), _rate(megabytes, mine), _rate(megabytes, raw), f"{ratio:.2f}"])
+            what = f"{megabytes} MB, copies {copies}, of a raw socket"
+            aims.append(Aim(what, f"≥ {limit}", f"{ratio:.2f}", ratio >= limit))
+            data["whole"].append({"what": what, "covey": mine._asdict(), "raw": raw._asdict()})
+    many = 10 * asked.rounds
+    data["rows"] = {"copies 0": rows(0, many), "copies 1": rows(1, many), "torch.distributed.rpc": rpc_rows(many)}
+    times, size = weight(asked.table)
+    data["memory"] = {"rows": asked.table, "over rows and state": times, "GB": size}
+    aims.append(Aim(f"memory of {asked.table} x 16 and momentum", "≤ 1.3", f"{times:.2f} ({size:.2f} GB)", times <= 1.3))
+    by_row = [[who, f"{rate:,.0f}"] for who, rate in data["rows"].items()]
+    sections = [
+        "## A whole parameter, pushed and pulled through two servers",
+        table(["MB", "copies", "covey, GB/s", "raw sockets, GB/s", "ratio"], lines),
+        "## Rows of 64 floats, pulled and pushed, Zipf, batch 4096",
+        table(["who", "rows/s"], by_row),
+        aims_table(aims),
+    ]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.bar([f"{line[0]} MB, copies {line[1]}" for line in lines], [float(line[4]) for line in lines])
+        axes.set_ylabel("of a raw socket's speed")
+
+    publish("params", data, sections, draw)
+
+
+def _rate(megabytes: int, taken: Spread) -> str:
+    return f"{2 * megabytes / 1000 / taken.median:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""A process for `bench.params`: a parameter server, or one that only receives and sends back.
+
+rows.py server RANK SERVERS COPIES     prints where it is, reads where all are, serves until its input ends
+rows.py echo                           prints its port, then for each connection: a size, so many bytes, so many bytes back
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import msgspec
+
+from covey.core.serving import Serving
+from covey.params.peers import Peer
+from covey.params.server import Server
+
+
+def serve(rank: int, servers: int, copies: int) -> None:
+    peers: list[Peer] = []
+    serving = Serving(servers=servers, workers=1, copies=copies)
+    server = Server("127.0.0.1", serving, rank, 0, lambda number: peers[number])
+    print(msgspec.json.encode(server.peer).decode(), flush=True)
+    peers += msgspec.json.decode(sys.stdin.readline(), type=list[Peer])
+    server.recover()
+    sys.stdin.read()
+
+
+def echo() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    connection, _ = listener.accept()
+    memory = memoryview(bytearray(200_000_000))
+    while head := connection.recv(8, socket.MSG_WAITALL):
+        size = int.from_bytes(head, "big")
+        filled = 0
+        while filled < size:
+            filled += connection.recv_into(memory[filled:size])
+        connection.sendall(memory[:size])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "server":
+        serve(*map(int, sys.argv[2:]))
+    else:
+        echo()

@@ -1,0 +1,67 @@
+"""A parameter server's shell: it keeps its place in the cluster, and tells every generation where it is."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import NoReturn
+
+import msgspec
+
+from covey.core.messages import Resumed
+from covey.core.serving import Serving, parse_mode
+from covey.core.shards import SLOTS
+from covey.errors import PeerError, UsageError
+from covey.node.log import log
+from covey.node.worker import Generation, Node
+from covey.params import peers
+from covey.params.server import Server
+from covey.settings import Settings
+from covey.train.meeting import Regroup
+
+
+def serving_of(settings: Settings) -> Serving | None:
+    """How parameters are served in the cluster these settings describe; None where they are not."""
+    if not settings.server_num:
+        return None
+    if settings.server_num > SLOTS:
+        raise UsageError(f"MS_SERVER_NUM={settings.server_num} is not allowed: {SLOTS} parameter servers are the most")
+    mode, staleness = parse_mode(settings.ps_mode)
+    return Serving(
+        servers=settings.server_num,
+        workers=settings.worker_num,
+        mode=mode,
+        staleness=staleness,
+        copies=settings.ps_copies,
+        refuse_nan=settings.ps_nan == "refuse",
+        message_max=settings.ps_message_max,
+    )
+
+
+def serve(node: Node, settings: Settings) -> NoReturn:
+    """Serve until the cluster ends, which ends this process. Raises `PeerError` if the rows are lost."""
+    place = node.place
+    serving = serving_of(msgspec.structs.replace(settings, worker_num=place.workers))
+    assert serving is not None
+    server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node))
+    threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
+    log.info("server %d of %d, %s, %d copies", place.rank, serving.servers, settings.ps_mode, int(serving.copied))
+    while True:
+        news = node.inbox.get()
+        if isinstance(news, PeerError):
+            raise news
+        if isinstance(news, Regroup):
+            try:
+                peers.pin(node, place.rank, server.peer, news.generation)
+            except Generation:  # it is over already, and the next one is in the inbox
+                continue
+
+
+def _recover(server: Server, node: Node) -> None:
+    try:
+        server.recover()
+    except PeerError as error:
+        node.inbox.put(error)
+        return
+    if node.place.restarts:
+        node.say(Resumed(node.place.generation, -1))

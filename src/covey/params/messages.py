@@ -1,0 +1,261 @@
+"""What workers and servers say to each other about parameters, and how it lies in bytes.
+
+A frame is a fixed header, a message, and raw arrays: numbers of rows first (eight bytes each), then values. Arrays are sent
+from where they lie and received where they belong. A connection begins with the server's token, which a peer can only have
+from the scheduler. Whatever is wrong with a message is said in a `No`, and the connection goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from covey.errors import CoveyError, PeerError, UsageError
+from covey.params.optimizers import Array, Rule
+
+MAGIC: Final = b"cvp1"
+HEADER: Final = struct.Struct("<4sIQ")  # magic, bytes of the message, bytes of the arrays
+TALK_MAX: Final = 16 << 20  # bytes of a message without its arrays
+TOGETHER: Final = 1 << 16  # small arrays are sent in one piece with the message
+SCRAP: Final = 1 << 20
+TOKEN_SIZE: Final = 32
+DTYPES: Final = {"float32": np.float32, "float64": np.float64}
+ROWS_MAX: Final = 1 << 40
+ALL: Final = -1  # rows: those of the server, every one
+
+Name = Annotated[str, Meta(min_length=1, max_length=500)]
+Path = Annotated[str, Meta(max_length=4000)]
+Dtype = Literal["float32", "float64"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The base of all; the tag is the class name."""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The values a parameter begins with. Those that are drawn are a function of the seed and the row's number."""
+
+    kind: Literal["given", "zeros", "normal", "uniform"] = "zeros"
+    scale: float = 0.01
+    seed: int = 0
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """A parameter. One that is not striped is flat: its rows are single numbers, pulled and pushed as a whole."""
+
+    name: Name
+    rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
+    width: Annotated[int, Meta(ge=1, le=1 << 24)]
+    dtype: Dtype
+    striped: bool
+    rule: Rule
+    begin: Begin = Begin()
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Some rows of one parameter, in a message that carries several. `count` is ALL, or how many rows are numbered."""
+
+    name: Name
+    count: Annotated[int, Meta(ge=ALL, le=ROWS_MAX)]
+    width: int = 1
+    dtype: str = "float32"
+    lr: float = 0.0
+
+
+Parts = Annotated[list[Part], Meta(max_length=100_000)]
+
+# -- asked -----------------------------------------------------------------------------------------------------------
+
+
+class Declare(Message, frozen=True):
+    """There is this parameter. With `values`, its first ones follow; without, wait until somebody has given them."""
+
+    spec: Spec
+    values: bool
+
+
+class Push(Message, frozen=True):
+    """Gradients of one rank's step. Answered when they are safe and, in sync mode, when every rank's are here."""
+
+    step: Annotated[int, Meta(ge=0)]
+    rank: Annotated[int, Meta(ge=0)]
+    generation: int
+    parts: Parts
+
+
+class Pull(Message, frozen=True):
+    """Values for a step."""
+
+    step: Annotated[int, Meta(ge=0)]
+    parts: Parts
+
+
+class Standing(Message, frozen=True):
+    """Where does this rank stand?"""
+
+    rank: Annotated[int, Meta(ge=0)]
+
+
+class Save(Message, frozen=True):
+    """Write your rows down, as they are at this step; of older ones keep so many."""
+
+    step: Annotated[int, Meta(ge=0)]
+    folder: Path
+    keep: Annotated[int, Meta(ge=1)] = 5
+
+
+class Load(Message, frozen=True):
+    """Take your rows from what was written down at this step, by any number of servers."""
+
+    step: Annotated[int, Meta(ge=0)]
+    folder: Path
+
+
+class Follow(Message, frozen=True):
+    """A server: you hold the copy of my rows, and this is how far I am. What I do comes over this connection."""
+
+    server: int
+    origin: str
+    count: int
+
+
+class Restore(Message, frozen=True):
+    """A server in its next life: give me my rows back."""
+
+    server: int
+
+
+class Renew(Message, frozen=True):
+    """The holder of your copy, in its next life: send me all of your rows."""
+
+
+class Whole(Message, frozen=True):
+    """All of a server's rows, and all it knows: in answer to `Restore`, and to bring a copy up to date."""
+
+    origin: str
+    count: int
+    state: Any  # as `Shard.pack` makes it
+
+
+# -- answered --------------------------------------------------------------------------------------------------------
+
+
+class Yes(Message, frozen=True):
+    """Done. `number` is what was asked for, where it is a number."""
+
+    number: int = 0
+
+
+class Values(Message, frozen=True):
+    """Their bytes follow, in the order asked."""
+
+    step: int
+
+
+class No(Message, frozen=True):
+    """Not done, and why. `stale`: the asker is the life of a rank that is over."""
+
+    reason: str
+    stale: bool = False
+
+    def error(self) -> CoveyError:
+        return PeerError(self.reason) if self.stale else UsageError(self.reason)
+
+
+Asked = Declare | Push | Pull | Standing | Save | Load | Follow | Restore | Renew | Whole
+Answered = Yes | Values | No | Whole
+_asked = msgspec.msgpack.Decoder(Asked)
+_answered = msgspec.msgpack.Decoder(Answered)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class TooLarge(UsageError):
+    """A message beyond the limit: its arrays were skipped, and the connection goes on."""
+
+
+def send(connection: socket.socket, message: Message, arrays: Sequence[Any] = ()) -> None:
+    """One frame; the arrays from where they lie."""
+    views = [memoryview(array).cast("B") for array in arrays if memoryview(array).nbytes]
+    talk = _encoder.encode(message)
+    size = sum(view.nbytes for view in views)
+    head = HEADER.pack(MAGIC, len(talk), size) + talk
+    if size <= TOGETHER:
+        connection.sendall(b"".join([head, *views]))
+        return
+    connection.sendall(head)
+    for view in views:
+        connection.sendall(view)
+
+
+def receive_asked(connection: socket.socket, message_max: int) -> tuple[Asked, Array]:
+    """What a peer asks, and its arrays as bytes. Raises `TooLarge`, `EOFError` and `OSError`, or `msgspec.MsgspecError`."""
+    talk, size = _header(connection)
+    if size > message_max:
+        skip(connection, size)
+        raise TooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
+    body: Array = np.empty(size, np.uint8)
+    fill(connection, body.data)
+    return _asked.decode(talk), body
+
+
+def receive_answer(connection: socket.socket, into: Sequence[Any] = ()) -> tuple[Answered, Array]:
+    """The answer; its arrays go where they belong if that is known, else they are returned as bytes."""
+    talk, size = _header(connection)
+    answer = _answered.decode(talk)
+    if isinstance(answer, Values):
+        views = [memoryview(array).cast("B") for array in into]
+        if sum(view.nbytes for view in views) != size:
+            raise EOFError(f"{size} bytes came where {sum(view.nbytes for view in views)} were expected")
+        for view in views:
+            fill(connection, view)
+        return answer, np.empty(0, np.uint8)
+    body: Array = np.empty(size, np.uint8)
+    fill(connection, body.data)
+    return answer, body
+
+
+def _header(connection: socket.socket) -> tuple[bytes, int]:
+    header = bytearray(HEADER.size)
+    fill(connection, memoryview(header))
+    magic, length, size = HEADER.unpack(header)
+    if magic != MAGIC or length > TALK_MAX:
+        raise EOFError("the other side does not speak this protocol")
+    talk = bytearray(length)
+    fill(connection, memoryview(talk))
+    return bytes(talk), size
+
+
+def fill(connection: socket.socket, view: memoryview) -> None:
+    """Fill memory from a connection."""
+    while view.nbytes:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError("the connection closed")
+        view = view[count:]
+
+
+def skip(connection: socket.socket, size: int) -> None:
+    """Read and forget: an answer would not arrive while the other side still sends."""
+    scrap = memoryview(bytearray(SCRAP))
+    while size:
+        part = scrap[: min(size, SCRAP)]
+        fill(connection, part)
+        size -= part.nbytes
+
+
+def family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def quick(connection: socket.socket) -> None:
+    """No waiting for more to send, and an end that is noticed."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

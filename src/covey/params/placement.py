@@ -1,0 +1,71 @@
+"""Where a row lies: on which server, and at which place among that server's rows. `covey.core.shards`, for whole arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from covey.core.shards import SLOTS, Owners, count, span
+from covey.params.optimizers import Array
+
+
+class Placement:
+    """One parameter's rows under one layout. A server keeps its slots one after the other, in order of slot."""
+
+    def __init__(self, rows: int, striped: bool, owners: Owners) -> None:
+        self.rows, self.striped, self.owners = rows, striped, owners
+        self._owner = np.array(owners)
+        self._base = np.zeros(SLOTS, np.int64)
+        self._first = np.array([0 if striped else span(slot, rows)[0] for slot in range(SLOTS)])
+        self._sizes: dict[int, int] = {}
+        for slot, owner in enumerate(owners):
+            self._base[slot] = self._sizes.get(owner, 0)
+            self._sizes[owner] = int(self._base[slot]) + count(slot, rows, striped)
+
+    def size(self, server: int) -> int:
+        """How many rows a server has."""
+        return self._sizes.get(server, 0)
+
+    def owner(self, rows: Array) -> Array:
+        """The server of each of these rows."""
+        found: Array = self._owner[self._slots(rows)]
+        return found
+
+    def local(self, rows: Array) -> Array:
+        """The place of each of these rows among its server's."""
+        slots = self._slots(rows)
+        found: Array = self._base[slots] + (rows // SLOTS if self.striped else rows - self._first[slots])
+        return found
+
+    def _slots(self, rows: Array) -> Array:
+        """`covey.core.shards.slot_of`."""
+        found: Array = rows % SLOTS if self.striped else ((rows + 1) * SLOTS - 1) // self.rows
+        return found
+
+    def runs(self, server: int) -> list[tuple[int, int]]:
+        """A server's part of a parameter that is not striped: pieces, first and last (not included), one after the other."""
+        found: list[tuple[int, int]] = []
+        for slot, owner in enumerate(self.owners):
+            first, last = span(slot, self.rows)
+            if owner != server or first == last:
+                continue
+            if found and found[-1][1] == first:
+                found[-1] = (found[-1][0], last)
+            else:
+                found.append((first, last))
+        return found
+
+    def numbers(self, server: int, first: int, last: int) -> Array:
+        """Which rows of the parameter lie at a server's places `first` to `last`."""
+        if not self.striped:
+            parts = [range(a, b) for a, b in self.runs(server)]
+        else:
+            parts = [range(slot, self.rows, SLOTS) for slot, owner in enumerate(self.owners) if owner == server]
+        found: list[Array] = []
+        offset = 0
+        for part in parts:
+            low, high = max(first - offset, 0), min(last - offset, len(part))
+            if low < high:
+                piece = part[low:high]
+                found.append(np.arange(piece.start, piece.stop, piece.step))
+            offset += len(part)
+        return np.concatenate(found) if found else np.empty(0, np.int64)

@@ -1,0 +1,272 @@
+"""One server's rows of all parameters, and the order in which gradients reach them.
+
+Sync mode. A step's gradients are summed in order of rank, whatever order they come in, and divided by the number of workers.
+When every rank's are here the step is *complete*, and every rank hears so; it is *applied* when somebody asks for the values
+of the next step. The pause between the two matters: if any rank has gone on, all servers have every gradient of the step; if
+none has, no server has applied it, and the replacement of a rank that died in between still finds everywhere the values its
+predecessor saw.
+
+A gradient is known by (step, rank), and taken once: who is not sure whether it arrived sends it again.
+
+A shard is not safe for threads; whoever has it holds a lock. Messages were checked by `check` before they change anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from covey.core.serving import Mode, Serving
+from covey.core.shards import Owners
+from covey.errors import UsageError
+from covey.params.messages import ALL, DTYPES, Begin, Part, Push, Spec
+from covey.params.optimizers import Array
+from covey.params.table import Table, merged
+
+
+class Gift(msgspec.Struct):
+    """A gradient of one parameter from one rank. `rows` is None where it is for all."""
+
+    name: str
+    rows: Array | None
+    gradient: Array
+    lr: float
+    owned: bool  # nobody else reads the gradient's memory, so sums may be made there
+
+
+class Stage:
+    """The gradients of one step, until all are here."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.waiting: dict[int, list[Gift]] = {}  # of ranks whose turn has not come
+        self.summed: list[Gift] = []  # of ranks below `turn`, in order; at most one for each whole parameter
+        self.turn = 0
+
+    def add(self, rank: int, gifts: list[Gift]) -> None:
+        """Take a rank's gradients in. They are summed as soon as those of all lower ranks are."""
+        self.ranks.add(rank)
+        self.waiting[rank] = gifts
+        while self.turn in self.waiting:
+            for gift in self.waiting.pop(self.turn):
+                whole = next((g for g in self.summed if g.name == gift.name and g.rows is None), None)
+                if gift.rows is None and whole is not None and whole.owned:
+                    whole.gradient += gift.gradient
+                elif gift.rows is None and whole is not None:
+                    whole.gradient, whole.owned = whole.gradient + gift.gradient, True
+                else:
+                    self.summed.append(gift)
+            self.turn += 1
+
+
+class Shard:
+    """A server's rows. `server` is whose they are, which is another's where this is a copy."""
+
+    def __init__(self, serving: Serving, server: int, owners: Owners) -> None:
+        self.serving, self.server, self.owners = serving, server, owners
+        self.tables: dict[str, Table] = {}
+        self.step = 0  # steps that are applied, in sync mode
+        self.pushed = [-1] * serving.workers  # each rank's newest step
+        self.stage = Stage()
+
+    # -- what is asked -----------------------------------------------------------------------------------------------
+
+    def declare(self, spec: Spec, values: Array) -> None:
+        """A parameter and its first values. Said again, it changes nothing, but must be the same."""
+        known = self.tables.get(spec.name)
+        if known is not None:
+            self.check_spec(spec)
+            return
+        given = spec.begin.kind == "given"
+        table = Table(spec, self.server, self.owners, values if given and values.nbytes else None)
+        if given and values.nbytes != table.weights.nbytes:
+            raise UsageError(f"{spec.name} begins with {values.nbytes} bytes here, not {table.weights.nbytes}")
+        self.tables[spec.name] = table
+
+    def check_spec(self, spec: Spec) -> None:
+        """The same parameter, as all must declare it. Its learning rate may change, and what it began with is past."""
+        known = self.tables[spec.name].spec
+        for field in ("rows", "width", "dtype", "striped"):
+            ours, theirs = getattr(known, field), getattr(spec, field)
+            if ours != theirs:
+                raise UsageError(f"{spec.name} is declared with {field} {theirs}, but it has {field} {ours} already")
+        if known.rule.kind != spec.rule.kind:
+            raise UsageError(f"{spec.name} is declared with {spec.rule.kind}, but its optimizer is {known.rule.kind} already")
+
+    def gifts(self, push: Push, body: Array, *, owned: bool) -> list[Gift]:
+        """A push, checked and taken apart. Raises `UsageError`; nothing has changed then."""
+        if push.rank >= self.serving.workers:
+            raise UsageError(f"rank {push.rank} pushed, but there are {self.serving.workers} workers")
+        if self.serving.mode is Mode.SYNC and push.step > self.step + self.complete(self.step):
+            raise UsageError(f"step {push.step} cannot be pushed: step {self.step} is not complete")
+        found = []
+        for part, rows, values in self.parts(push.parts, body):
+            if self.serving.refuse_nan and not math.isfinite(float(values.sum())) and not np.isfinite(values).all():
+                raise UsageError(
+                    f"the gradient of {part.name} from rank {push.rank} at step {push.step} has values that are no finite"
+                    " numbers: mend the training, or let them pass with COVEY_PS_NAN=pass"
+                )
+            found.append(Gift(part.name, rows, values, part.lr, owned))
+        return found
+
+    def parts(self, parts: list[Part], body: Array, *, values: bool = True) -> list[tuple[Part, Array | None, Array]]:
+        """What a message's bytes are: for each part the rows it names and, if there are any, its values."""
+        tables = [self._table(part) for part in parts]
+        counts = [len(t.weights) if p.count == ALL else p.count for p, t in zip(parts, tables, strict=True)]
+        numbered = sum(part.count for part in parts if part.count != ALL) * 8
+        sizes = [n * t.spec.width * t.weights.itemsize * values for n, t in zip(counts, tables, strict=True)]
+        if numbered + sum(sizes) != body.nbytes:
+            named = ", ".join(sorted({part.name for part in parts}))[:300]
+            raise UsageError(f"{body.nbytes} bytes came for {named}, but their shapes make {numbered + sum(sizes)}")
+        found: list[tuple[Part, Array | None, Array]] = []
+        low, high = 0, numbered
+        for part, table, size in zip(parts, tables, sizes, strict=True):
+            rows = None
+            if part.count != ALL:
+                rows = body[low : low + part.count * 8].view(np.int64)
+                low += part.count * 8
+                self._check_rows(table, rows)
+            piece = body[high : high + size]
+            high += size
+            found.append((part, rows, _typed(piece, DTYPES[table.spec.dtype]).reshape(-1, table.spec.width)))
+        return found
+
+    def _table(self, part: Part) -> Table:
+        table = self.tables.get(part.name)
+        if table is None:
+            raise UsageError(f"there is no parameter {part.name} on the servers: declare it first")
+        spec = table.spec
+        if part.dtype != spec.dtype:
+            raise UsageError(f"{part.name} is {spec.dtype}, and {part.dtype} came: convert it first")
+        if part.width != spec.width:
+            raise UsageError(f"rows of {part.name} have {spec.width} numbers, and rows of {part.width} came")
+        if (part.count == ALL) == spec.striped:
+            raise UsageError(f"{part.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
+        return table
+
+    def _check_rows(self, table: Table, rows: Array) -> None:
+        if not len(rows):
+            return
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= table.spec.rows:
+            wrong = low if low < 0 else high
+            raise UsageError(f"row {wrong} of {table.spec.name} does not exist: its rows go from 0 to {table.spec.rows - 1}")
+        if (table.placement.owner(rows) != self.server).any():
+            raise UsageError(f"rows of {table.spec.name} came to server {self.server}, which does not own them")
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def known(self, step: int, rank: int) -> bool:
+        """Whether this rank's gradients of a step are here, or were."""
+        return step <= self.pushed[rank]
+
+    def push(self, step: int, rank: int, gifts: list[Gift]) -> None:
+        """Take gradients in, checked and not known yet."""
+        if self.serving.mode is Mode.SYNC:
+            if step > self.step:
+                self.apply()
+            self.stage.add(rank, gifts)
+        else:
+            for gift in gifts:
+                self._update([gift], 1.0)
+        self.pushed[rank] = step
+
+    def complete(self, step: int) -> bool:
+        """Whether every rank's gradients of a step are here."""
+        return step < self.step or (step == self.step and len(self.stage.ranks) == self.serving.workers)
+
+    def ready(self, step: int) -> bool:
+        """Whether the values for a step can be given."""
+        if self.serving.mode is Mode.SYNC:
+            return step <= self.step or self.complete(step - 1)
+        ahead = self.serving.staleness if self.serving.mode is Mode.BOUNDED else math.inf
+        return min(self.pushed) + 1 >= step - ahead
+
+    def reach(self, step: int) -> None:
+        """Apply what must be applied before the values for a step can be given."""
+        if self.serving.mode is Mode.SYNC and step > self.step:
+            self.apply()
+
+    def apply(self) -> None:
+        """The complete step becomes part of the values."""
+        stage, self.stage = self.stage, Stage()
+        self.step += 1
+        by_name: dict[str, list[Gift]] = {}
+        for gift in stage.summed:
+            by_name.setdefault(gift.name, []).append(gift)
+        for gifts in by_name.values():
+            self._update(gifts, 1.0 / self.serving.workers)
+
+    def _update(self, gifts: list[Gift], scale: float) -> None:
+        """One parameter's gradients of one step."""
+        table, lr = self.tables[gifts[0].name], gifts[0].lr
+        if gifts[0].rows is None:
+            gradient = gifts[0].gradient
+            if scale != 1.0:
+                gradient = np.multiply(gradient, gradient.dtype.type(scale), out=gradient if gifts[0].owned else None)
+            table.apply(gradient, lr)
+            return
+        rows = np.concatenate([gift.rows for gift in gifts if gift.rows is not None])
+        rows, gradient = merged(rows, np.concatenate([gift.gradient for gift in gifts]))
+        table.apply_rows(rows, gradient * gradient.dtype.type(scale) if scale != 1.0 else gradient, lr)
+
+    # -- all of it ---------------------------------------------------------------------------------------------------
+
+    def pack(self) -> tuple[Any, list[Array]]:
+        """Everything, as plain data and arrays in an order that `unpack` knows."""
+        arrays: list[Array] = []
+        tables = []
+        for table in self.tables.values():
+            tables.append([msgspec.to_builtins(table.spec), table.updates])
+            arrays += [table.weights, *table.states.values()]
+        waiting = sorted(self.stage.waiting.items())
+        kept = [(ALL, self.stage.summed), *waiting]
+        gifts = []
+        for rank, given in kept:
+            for gift in given:
+                gifts.append([rank, gift.name, -1 if gift.rows is None else len(gift.rows), gift.lr])
+                arrays += [np.ascontiguousarray(a) for a in (gift.rows, gift.gradient) if a is not None]
+        stage = [sorted(self.stage.ranks), self.stage.turn, [rank for rank, _ in waiting]]
+        return [self.step, self.pushed, tables, stage, gifts], arrays
+
+    def unpack(self, state: Any, body: Array) -> None:
+        """Become what `pack` described; `body` is the arrays, one after the other."""
+        self.step, self.pushed, tables, (ranks, turn, waiting), gifts = state
+        place = 0
+
+        def take(dtype: Any, rows: int, width: int) -> Array:
+            nonlocal place
+            piece = body[place : place + rows * width * np.dtype(dtype).itemsize]
+            place += piece.nbytes
+            return _typed(piece, dtype).reshape(rows, width)
+
+        self.tables = {}
+        for described, updates in tables:
+            spec = msgspec.convert(described, Spec)
+            table = Table(msgspec.structs.replace(spec, begin=_EMPTY), self.server, self.owners)
+            table.spec, table.updates = spec, updates
+            table.weights = take(table.weights.dtype, *table.weights.shape)
+            table.states = {name: take(values.dtype, *values.shape) for name, values in table.states.items()}
+            self.tables[spec.name] = table
+        self.stage = Stage()
+        self.stage.ranks, self.stage.turn = set(ranks), turn
+        self.stage.waiting = {rank: [] for rank in waiting}
+        for rank, name, count, lr in gifts:
+            table = self.tables[name]
+            rows = take(np.int64, count, 1).reshape(-1).copy() if count >= 0 else None
+            shape = (count if count >= 0 else len(table.weights), table.spec.width)
+            gift = Gift(name, rows, take(table.weights.dtype, *shape).copy(), lr, owned=True)
+            (self.stage.summed if rank == ALL else self.stage.waiting[rank]).append(gift)
+
+
+_EMPTY = Begin("zeros")  # the values follow
+
+
+def _typed(piece: Array, dtype: Any) -> Array:
+    """Bytes as numbers; in place where they lie so that a processor likes it, which must be so for sums to be made there."""
+    if piece.nbytes and piece.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
+        piece = piece.copy()
+    return piece.view(dtype)

@@ -1,0 +1,88 @@
+"""One parameter's rows on one server: values, optimizer state, and how both begin."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from covey.core.shards import Owners
+from covey.params.messages import DTYPES, Begin, Spec
+from covey.params.optimizers import Array, update, update_rows
+from covey.params.placement import Placement
+
+CHUNK = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
+
+
+class Table:
+    """The rows of a parameter that lie here."""
+
+    def __init__(self, spec: Spec, server: int, owners: Owners, values: Array | None = None) -> None:
+        self.spec = spec
+        self.server = server
+        self.placement = Placement(spec.rows, spec.striped, owners)
+        self.updates = 0
+        shape = (self.placement.size(server), spec.width)
+        dtype = DTYPES[spec.dtype]
+        if values is not None:
+            self.weights: Array = values.view(dtype).reshape(shape)
+        else:
+            self.weights = np.zeros(shape, dtype)
+            draw(self.weights, spec.begin, self.placement, server)
+        self.states = {name: np.full(shape, first, dtype) for name, first in spec.rule.states.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes + sum(state.nbytes for state in self.states.values())
+
+    def apply(self, gradient: Array, lr: float) -> None:
+        """A gradient for all rows."""
+        self.updates += 1
+        update(self.spec.rule, lr, self.updates, self.weights, gradient, list(self.states.values()))
+
+    def apply_rows(self, rows: Array, gradient: Array, lr: float) -> None:
+        """A gradient for some rows, by their numbers in the parameter, each named once."""
+        self.updates += 1
+        local = self.placement.local(rows)
+        update_rows(self.spec.rule, lr, self.updates, self.weights, local, gradient, list(self.states.values()))
+
+    def values(self, rows: Array | None) -> Array:
+        """The values of some rows, or of all: those are not copied."""
+        return self.weights if rows is None else np.take(self.weights, self.placement.local(rows), axis=0)
+
+
+def merged(rows: Array, gradient: Array) -> tuple[Array, Array]:
+    """Each row once, with the sum of its gradients in the order they are given."""
+    order = np.argsort(rows, kind="stable")
+    rows, gradient = rows[order], gradient[order]
+    first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1]))) if len(rows) else np.empty(0, np.int64)
+    if len(first) == len(rows):
+        return rows, gradient
+    return rows[first], np.add.reduceat(gradient, first, axis=0)
+
+
+def draw(weights: Array, begin: Begin, placement: Placement, server: int) -> None:
+    """First values. Each is a function of (seed, row, column), so that they do not depend on how many servers there are."""
+    if begin.kind in ("zeros", "given") or weights.size == 0:
+        return
+    width = weights.shape[1]
+    step = max(1, CHUNK // width)
+    columns = np.arange(width, dtype=np.uint64)
+    for start in range(0, len(weights), step):
+        stop = min(start + step, len(weights))
+        rows = placement.numbers(server, start, stop).astype(np.uint64)
+        number = rows[:, None] * np.uint64(width) + columns
+        first = _uniform(number * np.uint64(2), begin.seed)
+        if begin.kind == "uniform":
+            weights[start:stop] = (2.0 * first - 1.0) * begin.scale
+        else:
+            second = _uniform(number * np.uint64(2) + np.uint64(1), begin.seed)
+            weights[start:stop] = np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second) * begin.scale
+
+
+def _uniform(number: Array, seed: int) -> Array:
+    """Numbers above 0 and up to 1, by splitmix64."""
+    z = number * np.uint64(0x9E3779B97F4A7C15) + np.uint64((seed * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & (1 << 64) - 1)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    found: Array = ((z >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+    return found

@@ -1,0 +1,249 @@
+"""The part of a model that lies on the parameter servers, as its training process sees it.
+
+Parameters that were marked by `set_param_ps` have a copy here, which is refreshed at every step's boundary; an `Embedding`
+has none. When the optimizer steps, their gradients go to the servers instead, and the optimizer, finding none, leaves them
+alone. In sync mode that push is one of the step's collectives: it is complete when every rank's is, it has a number, and it
+is repeated after a death like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from covey.core.serving import Mode
+from covey.errors import PeerError, UsageError
+from covey.params import files
+from covey.params.client import Client, Given, Work
+from covey.params.messages import DTYPES, Begin, Spec
+from covey.params.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
+from covey.train.embedding import Embedding
+from covey.train.gloo import Done, Gloo, torch_module
+from covey.train.group import Group
+from covey.train.reducer import SERVED as MARK
+
+GASP_S: Final = 10.0  # for writing rows down when the run is about to end
+
+log = logging.getLogger("covey")
+
+
+def mark(target: Any, *, recurse: bool, init_in_server: bool, optimizer: Rule | None) -> None:
+    """Have a parameter, or all that a module trains, served."""
+    torch = torch_module()
+    if isinstance(target, torch.nn.Module):
+        if init_in_server and any(True for _ in target.parameters(recurse)):
+            raise UsageError("init_in_server is for tables too large for a worker: use covey.Embedding, whose rows begin there")
+        found = [p for p in target.parameters(recurse) if p.requires_grad]
+    elif isinstance(target, torch.nn.Parameter):
+        if init_in_server:
+            raise UsageError("init_in_server is for tables too large for a worker: use covey.Embedding, whose rows begin there")
+        found = [target]
+    else:
+        raise UsageError(f"set_param_ps takes a torch module or parameter, not a {type(target).__name__}")
+    for parameter in found:
+        setattr(parameter, MARK, (optimizer,))
+
+
+def is_served(parameter: Any) -> bool:
+    return hasattr(parameter, MARK)
+
+
+class Served:
+    """All of one model's parameters that are served."""
+
+    def __init__(self, model: Any, optimizer: Any, group: Group) -> None:
+        self.whole = {name: p for name, p in model.named_parameters() if is_served(p)}
+        self.tables = {name: m for name, m in model.named_modules() if isinstance(m, Embedding)}
+        self.local = any(p.requires_grad and not is_served(p) for p in model.parameters())
+        self._optimizer = optimizer
+        self._group = group
+        self.step = 0
+        self.pushed = True
+        if self.any:
+            self.client: Client = group.client
+            self.sync = self.client.serving.mode is Mode.SYNC
+            for table in self.tables.values():
+                table.source = self
+
+    @property
+    def any(self) -> bool:
+        return bool(self.whole or self.tables)
+
+    @property
+    def independent(self) -> bool:
+        """Whether this worker waits for no other: nothing is reduced, and its pace is its own."""
+        return self.any and not self.sync and not self.local
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+
+    def declare(self, rank: int) -> None:
+        """Make all parameters known to the servers; rank 0 says how they begin."""
+        for name, parameter in self.whole.items():
+            values = self._flat(parameter)
+            rule = getattr(parameter, MARK)[0] or rule_of(self._optimizer, self._lr_group(parameter), rows=False)
+            spec = Spec(name, values.size, 1, _dtype(name, values), False, rule, Begin("given"))
+            self.client.declare(spec, values, first=rank == 0)
+        for name, table in self.tables.items():
+            rule = table.rule or rule_of(self._optimizer, self._optimizer.param_groups[0], rows=True)
+            spec = Spec(name, table.vocab_size, table.embedding_size, "float32", True, rule, table.begin)
+            self.client.declare(spec, None, first=rank == 0)
+
+    def begin(self, rank: int, step: int, folder: str, *, given: bool) -> int:
+        """Bring servers and this worker to one step, and return it. `given`: this worker's state came from another."""
+        self.declare(rank)
+        if given:
+            return step
+        if self.independent:
+            saved = files.whole_steps(folder) if folder else []
+            if saved and self.client.standing() == 0:
+                self.client.load(saved[-1], folder)
+            return self.client.standing()
+        standing = self.client.standing() if self._group.world == 1 else step
+        if standing > step and not self.local:
+            return standing
+        if standing > step and step == 0:
+            raise PeerError("the only worker died with the parameters that were not served, and there is no checkpoint")
+        if step > 0 and rank == 0:
+            log.info("the servers take their rows from the checkpoint of step %d", step)
+            self.client.load(step, folder)
+        return step
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def refresh(self, step: int) -> None:
+        """A step begins: the values it is to see."""
+        self.step, self.pushed = step, False
+        if not self.whole:
+            return
+        homes = [(name, p, self._flat(p)) for name, p in self.whole.items()]
+        self.client.pull_whole(step, [(name, flat) for name, _, flat in homes])
+        with torch_module().no_grad():
+            for _, parameter, flat in homes:
+                if flat.ctypes.data != parameter.data_ptr():
+                    parameter.copy_(torch_module().from_numpy(flat).view_as(parameter))
+
+    def rows(self, table: Embedding, numbers: Array) -> Array:
+        """Rows for this step."""
+        name = next(name for name, found in self.tables.items() if found is table)
+        return self.client.pull_rows(self.step, name, numbers)
+
+    def gradients(self) -> list[Given]:
+        """What this step has gathered; with it the optimizer has nothing left to do for them."""
+        found: list[Given] = []
+        for name, parameter in self.whole.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                lr = float(self._lr_group(parameter)["lr"])
+                found.append(Given(name, self._flat(gradient), self._rate(getattr(parameter, MARK)[0], lr)))
+                parameter.grad = None
+        for name, table in self.tables.items():
+            used = [(numbers, values.grad) for numbers, values in table.used if values.grad is not None]
+            table.used = []
+            if used:
+                rows = np.concatenate([numbers for numbers, _ in used])
+                gradient = np.concatenate([grad.detach().cpu().numpy() for _, grad in used])
+                lr = self._rate(table.rule, float(self._optimizer.param_groups[0]["lr"]))
+                found.append(Given(name, gradient, lr, rows))
+        return found
+
+    def forget(self) -> None:
+        """The step is repeated, or was not taken: what it gathered is not needed."""
+        for parameter in self.whole.values():
+            parameter.grad = None
+        for table in self.tables.values():
+            table.used = []
+
+    def push(self) -> Push:
+        """This step's gradients, as a collective."""
+        self.pushed = True
+        return Push(self.client, self.step, self.gradients(), self._news)
+
+    def save(self, step: int, folder: str, keep: int) -> None:
+        """Have the servers write down their rows; wait for it."""
+        self.client.save(step, folder, keep)
+
+    def gasp(self, step: int, folder: str) -> None:
+        """The same when the run is about to end, perhaps because a server is gone."""
+        if not self.client.try_save(step, folder, GASP_S):
+            log.warning("the servers did not write down step %d within %g s: it cannot be resumed from", step, GASP_S)
+
+    def _news(self, work: Work) -> None:
+        assert self._group.meeting is not None
+        self._group.meeting.inbox.put(Done(work))
+
+    @staticmethod
+    def _rate(rule: Rule | None, lr: float) -> float:
+        return rule.lr if rule is not None else lr
+
+    def _lr_group(self, parameter: Any) -> dict[str, Any]:
+        for found in self._optimizer.param_groups:
+            if any(p is parameter for p in found["params"]):
+                return dict(found)
+        first: dict[str, Any] = self._optimizer.param_groups[0]
+        return first
+
+    def _flat(self, tensor: Any) -> Array:
+        """The same memory where that is possible."""
+        found: Array = tensor.detach().cpu().contiguous().view(-1).numpy()
+        return found
+
+
+class Push:
+    """One step's gradients of one rank, as a collective that can be issued again."""
+
+    def __init__(self, client: Client, step: int, given: Sequence[Given], news: Callable[[Work], None]) -> None:
+        self._client, self._step, self._given, self._news = client, step, given, news
+        self._work: Work | None = None
+
+    def issue(self, group: Gloo) -> list[Any]:
+        """Begin, or find out what became of what was begun: the servers know the gradients by (step, rank)."""
+        if self._work is None:
+            self._work = self._client.push(self._step, self._given, self._news)
+        elif self._work.over.is_set():
+            self._news(self._work)  # the first news of it was lost with a generation
+        return [self._work]
+
+    def results(self) -> list[Any]:
+        """Nothing to hand over: who missed it finds the values on the servers."""
+        return []
+
+    def complete(self, results: list[Any]) -> None:
+        if self._work is not None and self._work.error is not None:
+            raise self._work.error
+
+    def run_alone(self) -> None:
+        """Without a group: wait for the servers only."""
+        self._client.push(self._step, self._given).wait()
+
+
+def rule_of(optimizer: Any, group: dict[str, Any], *, rows: bool) -> Rule:
+    """The optimizer of the loop, as the servers have it. For tables, Adam is LazyAdam: it moves the rows of the batch only."""
+    kind, lr = type(optimizer).__name__, float(group["lr"])
+    decay = float(group.get("weight_decay", 0.0))
+    if group.get("maximize") or group.get("amsgrad"):
+        raise UsageError(
+            f"{kind} with maximize or amsgrad is not known to the servers: give set_param_ps an optimizer of covey's"
+        )
+    if kind == "SGD" and group["momentum"]:
+        options = {"dampening": group["dampening"], "nesterov": group["nesterov"], "weight_decay": decay}
+        return Momentum(lr, group["momentum"], **options)
+    if kind == "SGD":
+        return SGD(lr, weight_decay=decay)
+    if kind == "SparseAdam" or (rows and kind in ("Adam", "AdamW")):
+        return LazyAdam(lr, group["betas"], eps=group["eps"])
+    if kind in ("Adam", "AdamW"):
+        return Adam(lr, group["betas"], eps=group["eps"], weight_decay=decay, decoupled=kind == "AdamW")
+    if kind == "Adagrad":
+        initial = group["initial_accumulator_value"]
+        return Adagrad(lr, lr_decay=group["lr_decay"], weight_decay=decay, initial=initial, eps=group["eps"])
+    raise UsageError(f"{kind} is not known to the servers: give set_param_ps or Embedding an optimizer of covey's")
+
+
+def _dtype(name: str, values: Array) -> Any:
+    found = str(values.dtype)
+    if found not in DTYPES:
+        raise UsageError(f"{name} is {found}, which cannot be served: {' and '.join(DTYPES)} can")
+    return found

@@ -1,0 +1,178 @@
+"""Parameter servers as real processes: the same bits in every run, through kill -9 of servers and workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.harness import Cluster, Process, until
+
+LADDER = "retry,recover-in-place,recover,dump,exit"
+LONG_S = 100.0
+
+# KIND: which parameters are served. HOLD: rank 0 waits in that step, with a gradient that is not pushed yet.
+SCRIPT = """
+import hashlib, os, pathlib, sys, time
+import torch
+from torch import nn
+import covey
+
+print("PID", os.getpid(), flush=True)
+covey.set_ps_context(enable_ps=True)
+covey.init()
+torch.set_num_threads(1)
+covey.set_seed(1)
+kind, folder = os.environ.get("KIND", "all"), pathlib.Path(sys.argv[1])
+
+
+class Clicks(torch.utils.data.Dataset):
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(256, 20, generator=generator)
+        self.ids = torch.randint(0, 500, (256, 5), generator=generator)
+        self.y = torch.randint(0, 4, (256,), generator=generator)
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, k):
+        return self.x[k], self.ids[k], self.y[k]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = covey.Embedding(500, 8, scale=0.1) if kind == "hybrid" else nn.Embedding(500, 8)
+        self.wide, self.deep = nn.Linear(20, 32), nn.Linear(40, 4)
+
+    def forward(self, x, ids):
+        return self.deep(torch.cat([torch.relu(self.wide(x)), self.table(ids).mean(1)], 1))
+
+
+net = Net()
+if kind == "all":
+    covey.set_param_ps(net)
+elif kind == "hybrid":
+    covey.set_param_ps(net.wide)
+optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+saved = covey.Checkpoint(str(folder / "ckpt"), every=10) if "SAVE" in os.environ else None
+loop = covey.Loop(net, optimizer, covey.Data(Clicks(), 8), steps=30, seed=7, checkpoint=saved)
+print("BEGINS at", loop.step, flush=True)
+for x, ids, y in loop:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x, ids), y).backward()
+    mark = folder / f"held-{loop.step}"
+    if os.environ.get("HOLD") == str(loop.step) and covey.get_rank() == 0 and not mark.exists():
+        mark.touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    optimizer.step()
+values = [p.detach() for p in net.parameters()]
+if kind == "hybrid":
+    with torch.no_grad():
+        values.append(net.table(torch.arange(500)))
+print("HASH", hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest(), flush=True)
+print("SUM", float(sum(v.double().abs().sum() for v in values)), flush=True)
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def start(shell: Shell, *options: str, **env: str) -> Process:
+    shell.script(SCRIPT, "train.py")
+    (shell.folder / "marks").mkdir(exist_ok=True)
+    words = ["run", *(options or ("-n", "3", "--servers", "2")), "train.py", str(shell.folder / "marks")]
+    return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
+
+
+def outcome(shell: Shell, run: Process, world: int = 3, word: str = "HASH") -> str:
+    assert run.wait(LONG_S) == 0, f"{run.tail()}\n{shell.tails()}"
+    found = {re.findall(rf"^{word} (\S+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(world)}
+    assert len(found) == 1, "the ranks differ from each other"
+    return str(found.pop())
+
+
+def kill(shell: Shell, node: str) -> None:
+    """kill -9 of a node's newest life, "server_0" or "worker_2"."""
+    os.kill(int(re.findall(r"^PID (\d+)$", shell.log(node), re.MULTILINE)[-1]), signal.SIGKILL)
+
+
+def held(shell: Shell, step: int) -> None:
+    until((shell.folder / "marks" / f"held-{step}").exists, f"rank 0 to be held in step {step}", story=shell.tails)
+
+
+def go(shell: Shell) -> None:
+    (shell.folder / "marks" / "go").touch()
+
+
+def test_served_and_reduced_training_agree(shell: Shell) -> None:
+    served = float(outcome(shell, start(shell), word="SUM"))
+    reduced = float(outcome(shell, start(shell, "-n", "3", KIND="none"), word="SUM"))
+    assert served == pytest.approx(reduced, rel=1e-5)
+
+
+def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell) -> None:
+    undisturbed = outcome(shell, start(shell, KIND="hybrid"))
+    run = start(shell, KIND="hybrid", HOLD="12")
+    held(shell, 12)
+    kill(shell, "server_0")  # no server is special
+    run.wait_for(r"recover-in-place of pserver:0 .* resumed\n")
+    kill(shell, "server_1")
+    run.wait_for(r"recover-in-place of pserver:1 .* resumed\n")
+    kill(shell, "worker_1")  # its gradients of this step are on the servers already, or not yet: both are right
+    shell.heard(1, r"PID", count=2)
+    go(shell)
+    assert outcome(shell, run) == undisturbed
+
+
+def test_without_copies_all_start_anew_from_the_checkpoint(shell: Shell) -> None:
+    env = {"SAVE": "1", "COVEY_PS_COPIES": "0"}
+    run = start(shell, HOLD="15", **env)
+    held(shell, 15)
+    kill(shell, "server_1")
+    run.wait_for(r"the rows of pserver:1 were lost with it, for they had no copy: all start anew, from the last checkpoint")
+    go(shell)
+    shell.heard(0, r"BEGINS at 10\n")
+    again = outcome(shell, run)
+    for old in (shell.folder / "marks" / "ckpt").rglob("*.json"):
+        old.unlink()
+    assert outcome(shell, start(shell, **env)) == again
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded:2"])
+def test_in_loose_modes_a_worker_dies_and_returns_to_its_step(shell: Shell, mode: str) -> None:
+    run = start(shell, HOLD="5", COVEY_PS_MODE=mode)
+    held(shell, 5)
+    kill(shell, "worker_0")
+    shell.heard(0, r"BEGINS at 5\n")
+    go(shell)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert len(re.findall("^HASH", "".join(shell.log(rank) for rank in range(3)), re.MULTILINE)) == 3
+
+
+def test_by_hand_with_one_worker_and_a_server_that_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    journal = str(tmp_path / "recovery")
+    cluster.env |= {"MS_SERVER_NUM": 2, "MS_ENABLE_RECOVERY": 1, "MS_RECOVERY_PATH": journal, "HOLD": "12"}
+    cluster.workers = 1
+    cluster.scheduler()
+    server = cluster.node("MS_PSERVER", 0, script=script, args=[marks])
+    cluster.node("MS_PSERVER", 1, script=script, args=[marks])
+    worker = cluster.node("MS_WORKER", 0, script=script, args=[marks])
+    until((marks / "held-12").exists, "the worker to be held", story=cluster.tails)
+    server.kill()
+    (marks / "go").touch()
+    cluster.node("MS_PSERVER", 0, script=script, args=[marks], name="server-again").wait_for("took 5 parameters back")
+    worker.wait_for("HASH")
+    assert worker.wait() == 0

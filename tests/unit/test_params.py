@@ -1,0 +1,314 @@
+"""Servers and workers over real sockets, in one process: modes, bad input, copies, files."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from covey.core.serving import Mode, Serving
+from covey.errors import CoveyError, PeerError, StoreError, UsageError
+from covey.params import files
+from covey.params.client import Client, Given
+from covey.params.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
+from covey.params.optimizers import SGD, Array, LazyAdam
+from covey.params.peers import Peer
+from covey.params.server import Server
+
+WAIT_S = 30.0
+WHOLE = Spec("w", 1000, 1, "float32", False, SGD(0.1), Begin("given"))
+TABLE = Spec("t", 5000, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
+
+
+class Flock:
+    """Servers, and workers that ask them."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.servers: dict[int, Server] = {}
+        self.generation = 1
+        for rank in range(serving.servers):
+            self.servers[rank] = Server("127.0.0.1", serving, rank, 0, self.find)
+        for server in self.servers.values():
+            server.recover()
+
+    def find(self, rank: int) -> Peer:
+        return self.servers[rank].peer
+
+    def client(self, rank: int = 0) -> Client:
+        return Client(self.serving, rank, lambda: self.generation, self.find)
+
+    def begin(self, rank: int = 0) -> Client:
+        made = self.client(rank)
+        made.declare(WHOLE, np.arange(1000, dtype=np.float32), first=rank == 0)
+        made.declare(TABLE, None, first=rank == 0)
+        return made
+
+    def together(self, work: Callable[[int], None]) -> None:
+        """Each rank in a thread of its own, to its end."""
+        errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.serving.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not errors and not any(thread.is_alive() for thread in threads), errors
+
+    def train(self, steps: int, first: int = 0) -> tuple[Array, Array]:
+        """What all ranks see at the end, which must be the same."""
+        found: dict[int, tuple[Array, Array]] = {}
+
+        def work(rank: int) -> None:
+            client = self.begin(rank)
+            for step in range(first, first + steps):
+                client.push(step, gradients(client, step, rank)).wait()
+            found[rank] = values(client, first + steps)
+
+        self.together(work)
+        for rank in found:
+            assert all(np.array_equal(a, b) for a, b in zip(found[0], found[rank], strict=True))
+        return found[0]
+
+
+def gradients(client: Client, step: int, rank: int) -> list[Given]:
+    w = np.empty(1000, np.float32)
+    client.pull_whole(step, [("w", w)])
+    rows = np.unique(np.random.default_rng((step, rank)).integers(0, 5000, 64))
+    return [
+        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
+        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
+    ]
+
+
+def values(client: Client, step: int) -> tuple[Array, Array]:
+    w = np.empty(1000, np.float32)
+    client.pull_whole(step, [("w", w)])
+    return w, client.pull_rows(step, "t", np.arange(5000))
+
+
+def equal(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_sync_gives_the_same_bits_for_any_number_of_servers_with_copies_or_without() -> None:
+    found = [
+        Flock(Serving(servers=servers, workers=3, copies=copies)).train(6)
+        for servers, copies in ((1, 0), (2, 0), (2, 1), (5, 1))
+    ]
+    assert all(equal(found[0], other) for other in found[1:])
+
+
+def test_sync_sums_in_order_of_rank() -> None:
+    flock = Flock(Serving(servers=1, workers=3, copies=0))
+    clients: dict[int, Client] = {}
+    flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
+    given = [np.full(1000, value, np.float32) for value in (1e8, -1e8, 1.0)]  # (1e8 - 1e8) + 1 is 1; in other orders 0
+    works = [clients[rank].push(0, [Given("w", given[rank], 3.0)]) for rank in (2, 1, 0)]
+    for work in works:
+        work.wait()
+    w, _ = values(clients[0], 1)
+    np.testing.assert_allclose(w, np.arange(1000) - 1.0, rtol=1e-6)
+
+
+def test_a_push_is_taken_once_and_its_step_completes_once() -> None:
+    flock = Flock(Serving(servers=2, workers=2, copies=1))
+    clients: dict[int, Client] = {}
+    flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
+    again = flock.client(1)  # the next life of rank 1, which repeats the step
+    again.declare(WHOLE, None, first=False)
+    first = clients[1].push(0, [Given("w", np.ones(1000, np.float32), 1.0)])
+    assert not first.over.wait(0.05), "rank 0 is missing"
+    repeated = again.push(0, [Given("w", np.full(1000, 7, np.float32), 1.0)])
+    clients[0].push(0, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()
+    first.wait(), repeated.wait()
+    assert np.array_equal(values(clients[0], 1)[0], np.arange(1000, dtype=np.float32) - 1)
+    again.push(0, []).wait()  # long over: still answered
+
+
+def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
+    loose = Flock(Serving(servers=2, workers=2, mode=Mode.ASYNC))
+    client = loose.begin(0)
+    for step in range(3):
+        client.push(step, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()
+        client.push(step, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()  # known by (step, rank)
+    assert np.array_equal(values(client, 99)[0], np.arange(1000, dtype=np.float32) - 3)
+    assert client.standing() == 3
+
+    bounded = Flock(Serving(servers=2, workers=2, mode=Mode.BOUNDED, staleness=2))
+    clients: dict[int, Client] = {}
+    bounded.together(lambda rank: clients.__setitem__(rank, bounded.begin(rank)))
+    for step in range(3):
+        values(clients[0], step)
+        clients[0].push(step, []).wait()
+    over = threading.Event()
+
+    def look() -> None:
+        values(clients[0], 3)
+        over.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    assert not over.wait(0.1), "rank 1 has not taken a step, and 2 is the most that rank 0 may be ahead"
+    clients[1].push(0, []).wait()
+    assert over.wait(WAIT_S)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+ROWS = np.array([1, 2], np.int64)
+BAD: dict[str, tuple[Callable[[Client], object], str]] = {
+    "shape": (lambda c: c.push(0, [Given("w", np.ones(999, np.float32), 0.1)]), "w has 1000 rows of 1"),
+    "rows": (lambda c: c.push(0, [Given("t", np.ones((2, 3), np.float32), 0.1, ROWS)]), "must have rows of 4"),
+    "dtype": (lambda c: c.push(0, [Given("w", np.ones(1000), 0.1)]), "w is float32, and a gradient of float64"),
+    "unknown": (lambda c: c.push(0, [Given("x", np.ones(1), 0.1)]), "there is no parameter x"),
+    "row out of range": (lambda c: c.pull_rows(0, "t", np.array([5000])), "row 5000 of t does not exist"),
+    "row below 0": (lambda c: c.pull_rows(0, "t", np.array([-1])), "row -1 of t does not exist"),
+    "nan": (lambda c: c.push(0, [Given("w", np.full(1000, np.nan, np.float32), 0.1)]).wait(), "no finite numbers"),
+    "future": (lambda c: c.push(7, []).wait(), "step 7 cannot be pushed"),
+    "too large": (lambda c: c.pull_rows(0, "t", np.zeros(9000, np.int64)), "larger than the limit"),
+    "no checkpoint": (lambda c: c.load(3, "/nowhere"), "is not whole"),
+    "other declaration": (
+        lambda c: c.declare(Spec("w", 7, 1, "float32", False, SGD(0.1), Begin("given")), np.ones(7, np.float32), first=True),
+        "has rows 1000 already",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_at_the_caller_and_the_server_lives(name: str) -> None:
+    flock = Flock(Serving(servers=1, workers=1, message_max=65536))
+    client = flock.begin()
+    call, sentence = BAD[name]
+    before, _ = values(client, 0)
+    with pytest.raises(CoveyError, match=sentence):
+        call(client)
+    client.push(0, [Given("w", np.zeros(1000, np.float32), 0.1)]).wait()
+    w = np.empty(1000, np.float32)
+    client.pull_whole(1, [("w", w)])
+    assert np.array_equal(w, before), "what was refused changed nothing"
+
+
+RAW: dict[str, tuple[Pull | Push, list[Array], str]] = {
+    "dtype": (Push(0, 0, 1, [Part("w", ALL, 1, "float64")]), [np.ones(1000)], "w is float32, and float64 came"),
+    "size": (Push(0, 0, 1, [Part("w", ALL)]), [np.ones(3, np.float32)], "12 bytes came for w"),
+    "unknown": (Pull(0, [Part("x", ALL)]), [], "there is no parameter x"),
+    "row": (Pull(0, [Part("t", 1, 4)]), [np.array([5000])], "row 5000 of t does not exist"),
+    "rank": (Push(0, 9, 1, []), [], "rank 9 pushed"),
+    "too large": (Push(0, 0, 1, []), [np.zeros(100_000, np.uint8)], "larger than the limit of 65536"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_server_checks_for_itself(name: str) -> None:
+    flock = Flock(Serving(servers=1, workers=1, message_max=65536))
+    flock.begin()
+    message, arrays, sentence = RAW[name]
+    with flock.find(0).connect() as connection:
+        send(connection, message, arrays)
+        answer, _ = receive_answer(connection)
+        assert isinstance(answer, No) and sentence in answer.reason
+        send(connection, Push(0, 0, 1, []))
+        assert not isinstance(receive_answer(connection)[0], No), "the same connection goes on"
+
+
+def test_nan_may_pass() -> None:
+    client = Flock(Serving(servers=1, workers=1, refuse_nan=False)).begin()
+    client.push(0, [Given("w", np.full(1000, np.nan, np.float32), 0.1)]).wait()
+    assert np.isnan(values(client, 1)[0]).all()
+
+
+def test_a_push_of_a_past_generation_is_refused() -> None:
+    flock = Flock(Serving(servers=1, workers=1))
+    client = flock.begin()
+    flock.generation = 5
+    client.push(0, []).wait()
+    flock.generation = 4
+    with pytest.raises(PeerError, match="from generation 4 is refused: another life of that rank is at generation 5"):
+        client.push(1, []).wait()
+
+
+def test_without_the_token_nothing_is_said() -> None:
+    peer = Flock(Serving(servers=1, workers=1)).find(0)
+    with socket.create_connection((peer.address, peer.port)) as connection:
+        connection.sendall(b"x" * 32)
+        assert connection.recv(1) == b""
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
+    flock = Flock(Serving(servers=3, workers=2, copies=1))
+    expected = flock.train(3)
+    flock.servers[1] = Server("127.0.0.1", flock.serving, 1, 1, flock.find)  # the old one is not asked any more
+    flock.servers[1].recover()
+    seen: dict[int, tuple[Array, Array]] = {}
+    flock.together(lambda rank: seen.__setitem__(rank, values(flock.begin(rank), 3)))
+    assert equal(seen[0], expected)
+    flock.servers[2] = Server("127.0.0.1", flock.serving, 2, 1, flock.find)  # at once, without a push in between
+    flock.servers[2].recover()
+    undisturbed = Flock(Serving(servers=3, workers=2, copies=1)).train(6)
+    assert equal(flock.train(3, first=3), undisturbed), "optimizer state too"
+
+
+def test_rows_are_lost_when_their_copy_is_lost_too() -> None:
+    flock = Flock(Serving(servers=2, workers=1, copies=1))
+    for rank in range(2):
+        flock.servers[rank] = Server("127.0.0.1", flock.serving, rank, 1, flock.find)
+    with pytest.raises(PeerError, match="the rows of server 0 are lost: server 1, which held their copy, died as well"):
+        flock.servers[0].recover()
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_can_be_loaded_by_another_number_of_servers_and_exported(tmp_path: Path) -> None:
+    flock = Flock(Serving(servers=3, workers=2))
+    saved = flock.train(3)
+    flock.begin().save(3, str(tmp_path), keep=2)
+    undisturbed = flock.train(3, first=3)
+    for servers in (1, 2, 5):
+        other = Flock(Serving(servers=servers, workers=2))
+        other.begin().load(3, str(tmp_path))
+        seen: dict[int, tuple[Array, Array]] = {}
+        other.together(lambda rank, other=other, seen=seen: seen.__setitem__(rank, values(other.begin(rank), 3)))  # type: ignore[misc]
+        assert equal(seen[0], saved)
+        assert equal(other.train(3, first=3), undisturbed)
+    assert files.export(tmp_path, tmp_path / "all.safetensors") == 3
+    exported = load_file(tmp_path / "all.safetensors")
+    assert equal((exported["w"], exported["t"]), saved)
+
+
+def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+    flock = Flock(Serving(servers=2, workers=1))
+    client = flock.begin()
+    for step in (0, 1, 2):
+        client.save(step, str(tmp_path), keep=2)
+        client.push(step, []).wait()
+    assert files.whole_steps(tmp_path) == [1, 2], "two are kept"
+    path = tmp_path / "servers" / "1" / "rows-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(UsageError, match="is damaged"):
+        client.load(2, str(tmp_path))
+    (tmp_path / "servers" / "1" / "rows-1.json").unlink()
+    assert files.whole_steps(tmp_path) == [2]
+    with pytest.raises(StoreError, match="is not whole"):
+        files.read(str(tmp_path), 1)
+
+
+def test_a_server_needs_no_torch() -> None:
+    code = "import sys, covey, covey.node.pserver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,60 @@
+"""Every row has one owner, through any sequence of scalings, and no more moves than must."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.core.shards import SLOTS, Owners, count, form, holder, rescale, slot_of, span
+
+SERVERS = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
+ROWS = st.integers(1, 5000)
+
+
+@given(ROWS, st.booleans())
+def test_every_row_lies_in_exactly_one_slot(rows: int, striped: bool) -> None:
+    found = [slot_of(row, rows, striped) for row in range(rows)]
+    assert [found.count(slot) for slot in range(SLOTS)] == [count(slot, rows, striped) for slot in range(SLOTS)]
+    if not striped:
+        assert all(first <= row < last for row, slot in enumerate(found) for first, last in [span(slot, rows)])
+
+
+@given(st.lists(SERVERS, min_size=1, max_size=8))
+def test_through_any_scaling_every_slot_has_one_owner_and_shares_are_even(sequence: list[list[int]]) -> None:
+    owners = form(sequence[0])
+    check(owners, sequence[0])
+    for servers in sequence[1:]:
+        before = owners
+        owners, moves = rescale(before, servers)
+        check(owners, servers)
+        moved = {move.slot: move for move in moves}
+        assert len(moved) == len(moves), "a slot moves once"
+        for slot in range(SLOTS):
+            if slot in moved:
+                assert (moved[slot].giver, moved[slot].taker) == (before[slot], owners[slot]) and before[slot] != owners[slot]
+            else:
+                assert before[slot] == owners[slot]
+        assert len(moves) == fewest(before, servers)
+
+
+def check(owners: Owners, servers: list[int]) -> None:
+    shares = [owners.count(server) for server in servers]
+    assert len(owners) == SLOTS == sum(shares), "no other owner, none missing"
+    assert max(shares) - min(shares) <= 1
+
+
+def fewest(before: Owners, servers: list[int]) -> int:
+    """What cannot stay where it is if shares are to be even."""
+    least, over = divmod(SLOTS, len(servers))
+    held = sorted((before.count(server) for server in servers), reverse=True)
+    return SLOTS - sum(min(have, least + (place < over)) for place, have in enumerate(held))
+
+
+@given(SERVERS)
+def test_a_copy_lies_on_another_server_and_each_holds_one(servers: list[int]) -> None:
+    holders = [holder(server, servers) for server in servers]
+    if len(servers) == 1:
+        assert holders == [None]
+    else:
+        assert sorted(h for h in holders if h is not None) == sorted(servers)
+        assert all(h != server for h, server in zip(holders, servers, strict=True))
