@@ -78,6 +78,16 @@ class Bench:
         return self.machine.orders()
 
 
+def test_the_first_servers_settings_hold_whoever_came_first() -> None:
+    bench = Bench()
+    for link, node_id, threshold in ((1, "1", 1), (2, "0", 7)):
+        plan = msgspec.structs.replace(PLAN, threshold=threshold)
+        bench.hear(link, Enlist(node_id, node_id, HERE, f"h:{node_id}", f"p:{node_id}", folder=node_id, plan=plan))
+        bench.stand(link)
+    assert bench.machine.plan.threshold == 7
+    assert bench.said("differs") == ["server 0's settings of rounds hold, not its own"]
+
+
 def test_servers_are_seated_and_the_first_round_opens() -> None:
     bench = Bench().form()
     orders = bench.orders()

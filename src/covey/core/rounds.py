@@ -143,11 +143,11 @@ class Rounds(Roster):
         if len(ready) < self.wanted or not ready:
             return
         chosen = ready[: self.wanted]
-        first = max(chosen, key=lambda server: server.standing.model if server.standing else -1)
-        assert first.standing is not None
         for server in chosen:
             server.member = True
-        self._seat()
+        self._seat()  # before the choice: whose settings hold must not depend on who came first
+        first = max(chosen, key=lambda server: (server.standing.model if server.standing else -1, -server.rank))
+        assert first.standing is not None
         self.generation, self.source, self.digest = 1, first.node_id, first.standing.digest
         self.round = first.standing.model + 1
         self.job, self.plan = first.fl_name or self.job, first.plan or self.plan
