@@ -174,7 +174,7 @@ class Devices:
                 reason = NOT_RUNNING
             elif orders is not None and asked.iteration == orders.round - orders.base:
                 reason = f"iteration {asked.iteration} has this device's update"
-            elif orders is not None and orders.stage is Stage.OPEN and server.model[0] == orders.round - 1:
+            elif orders is not None and orders.stage is Stage.OPEN and server.models.round == orders.round - 1:
                 admitted, reason = await self._ask(asked.fl_id, until)
                 if admitted:
                     return self._give(request, asked, orders.round, orders.base)
@@ -231,7 +231,7 @@ class Devices:
             ticket=ticket(server.key, round_number, asked.fl_id, asked.data_size),
             fl_plan_config=msgspec.json.encode(told).decode(),
         )
-        self._send_model(request, answer, server.model[1])
+        self._send_model(request, answer, server.models.values)
 
     def _send_model(self, request: Request, answer: Answer, values: Floats) -> None:
         request.reply([self._server.layout.head(answer.texts()), raw(values)], SAFETENSORS)
@@ -249,12 +249,12 @@ class Devices:
             server = self._server
             changed, orders = server.changed, server.orders
             base = orders.base if orders is not None else 0
-            newest = server.model[0] - base
-            behind = orders is None or server.model[0] < orders.round - 1  # a newer one is on its way to this server
+            newest = server.models.round - base
+            behind = orders is None or server.models.round < orders.round - 1  # a newer one is on its way to this server
             wanted = asked.iteration if asked.iteration >= 0 else newest + behind
             if newest >= wanted or (orders is not None and wanted > orders.round - base):
                 answer = Answer(int(Code.SUCCEED), "", _now_ms(), iteration=newest)
-                return self._send_model(request, answer, server.model[1])
+                return self._send_model(request, answer, server.models.values)
             left = until - time.monotonic()
             if left <= 0 or request.gone:
                 reason = f"iteration {asked.iteration} is not finished yet"
@@ -291,7 +291,7 @@ class Devices:
         if age > server.strategy.staleness:
             reason = f"the update began {age} iterations ago, and {server.strategy.staleness} are allowed"
             return self._say(request, Code.OUT_OF_TIME, reason, retry_ms=self._pause_ms())
-        model = server.models.get(began - 1)
+        model = server.models.of(began - 1)
         if age < 0 or model is None:
             return self._say(
                 request, Code.NOT_READY, "this server does not have that model yet: try another", retry_ms=RETRY_MS
