@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from covey.core.claims import Outcome
-from covey.core.federation import Instance, Joined, Stage
+from covey.core.federation import Instance, Joined, Numbers, Stage, evaluates
 from covey.federated import openapi
-from covey.federated.accumulator import fixed
+from covey.federated.accumulator import weighed
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
 from covey.federated.protocol import (
@@ -211,7 +211,7 @@ class Devices:
         assert server.orders is not None
         plan, settings = server.orders.plan, server.settings
         name = type(server.strategy).__name__
-        told = FlPlan(
+        fl_plan = FlPlan(
             settings.server_mode,
             settings.fl_name,
             plan.iterations,
@@ -220,6 +220,7 @@ class Devices:
             plan.learning_rate,
             aggregation=name,
             settings=server.strategy.for_devices(round_number - base),
+            evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
             int(Code.SUCCEED),
@@ -229,7 +230,7 @@ class Devices:
             is_selected=True,
             next_req_time=str(_now_ms() + self._pause_ms()),
             ticket=ticket(server.key, round_number, asked.fl_id, asked.data_size),
-            fl_plan_config=msgspec.json.encode(told).decode(),
+            fl_plan_config=msgspec.json.encode(fl_plan).decode(),
         )
         self._send_model(request, answer, server.models.values)
 
@@ -311,10 +312,9 @@ class Devices:
         if len(self.waiting) * 4 * self._server.layout.size > WAITING_BYTES:
             return self._say(request, Code.NOT_READY, "too many updates wait here: try again", retry_ms=self._pause_ms())
         weight = fields.data_size
-        told = fields.upload_loss is not None
-        update = Update(
-            device, weight, fixed(fields.upload_loss or 0.0, weight), fixed(fields.upload_accuracy or 0.0, weight), told
-        )
+        size, loss, accuracy = weighed(weight, fields.upload_loss, fields.upload_accuracy)
+        evaluated = weighed(fields.eval_data_size, fields.eval_loss, fields.eval_accuracy)
+        update = Update(device, weight, Numbers(0, 0, loss, accuracy, size, *evaluated))
         self.waiting[key] = Waiting(update, values, [request], until)
         return self._server.came(round_number, device)
 

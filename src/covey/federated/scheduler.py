@@ -240,6 +240,8 @@ HYPER: Final = {
     "client_batch_size": ("batch", 1),
     "client_learning_rate": ("learning_rate", 1),
     "global_iteration_time_window": ("iteration_window_s", 1000),
+    "eval_every": ("eval_every", 1),
+    "eval_ratio": ("eval_share", 1),
 }
 
 
