@@ -251,6 +251,7 @@ class Loop:
         self._following = None
         self.step += 1
         self._applied, self._repeats = False, 0
+        self._state.end_step()
         meeting = self._group.meeting
         if meeting is not None:
             meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
