@@ -2,9 +2,8 @@
 
 Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' own CPU time is
 read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
-persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own. Its
-deployment path takes seconds per round by construction (polls of 3 s) and is not run here. Simulated: `covey federated
-simulate`'s rounds.
+persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own; and, with 4
+clients and 3 rounds, its deployment path (SuperLink, SuperNodes, `flwr run`). Simulated: `covey federated simulate`'s rounds.
 """
 
 from __future__ import annotations
@@ -147,11 +146,11 @@ def measure_rounds(size: int, clients: int, rounds: int) -> dict[str, float]:
     return {"median": statistics.median(steps), "p95": steps[int(0.95 * len(steps))]}
 
 
-def measure_flower(size: int, clients: int, rounds: int, python: str) -> dict[str, float] | None:
-    """The same with Flower's persistent path."""
-    done = subprocess.run(
-        [python, str(SCRIPTS / "federated_flower.py"), str(size), str(clients), str(rounds)], capture_output=True, text=True
-    )
+def measure_flower(
+    size: int, clients: int, rounds: int, python: str, script: str = "federated_flower.py"
+) -> dict[str, float] | None:
+    """The same with Flower: its persistent path, or the one that another script takes."""
+    done = subprocess.run([python, str(SCRIPTS / script), str(size), str(clients), str(rounds)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, float] | None = json.loads(lines[-1]) if lines else None
     return found
@@ -178,6 +177,7 @@ def main() -> None:
         (label, clients): measure_flower(size, clients, 20 if few else 50, python) if python else None
         for label, size, clients in cases
     }
+    deployed = measure_flower(SIZES["62 k"], 4, 3, python, "federated_flower_deployed.py") if python else None
     simulated = spread([one.framework_s for one in simulate(1000, 3 if few else 10, FedAvg())])
     one, none = updates[("62 k", 1, "process")], updates[("62 k", 1, "none")]
     two = updates[("62 k", 2, "process")]
@@ -197,6 +197,10 @@ def main() -> None:
             ours, theirs = rounds[key]["median"], flower["median"]
             what = f"a round of {key[1]} clients, {key[0]}, against Flower's persistent path"
             aims.append(Aim(what, f"at most {theirs:.1f} ms", f"{ours:.1f} ms", ours <= theirs))
+    if deployed is not None:
+        ours, theirs = rounds[("62 k", 4)]["median"], deployed["median"]
+        what = "a round of 4 clients, 62 k, against Flower's deployment path"
+        aims.append(Aim(what, f"at most a tenth of {theirs:.0f} ms", f"{ours:.1f} ms", ours <= theirs / 10))
     update_rows = [
         [label, str(servers), durability, f"{row['per_cpu_second']:.0f}", f"{row['us']:.0f}", f"{row['per_second']:.0f}"]
         for (label, servers, durability), row in updates.items()
@@ -209,12 +213,14 @@ def main() -> None:
         aims_table(aims),
         table(["model", "servers", "durability", "updates per CPU-second", "CPU us each", "per second"], update_rows),
         table(["model", "clients", "covey, ms per round", "p95", "Flower start_server, ms per round"], round_rows),
+        table(["model", "clients", "Flower SuperLink and SuperNodes, ms per round"], [["62 k", "4", _shown(deployed)]]),
         "" if python else "Flower does not install here, so its column is empty.",
     ]
     data = {
         "machine": about,
         "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in updates.items()],
         "rounds": [{"model": k[0], "clients": k[1], **v, "flower": peer[k]} for k, v in rounds.items()],
+        "flower_deployed": deployed,
         "simulated_s": simulated._asdict(),
         "aims": [aim._asdict() for aim in aims],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -110,13 +111,15 @@ def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubern
     kubernetes.apply(asked)
     for index in range(WORKERS):
         kubernetes.heard(f"fence-worker-{index}", "step 4", SLOW_S)
-    before = kubernetes.pods("fence")["fence-worker-1"]
-    old = kubernetes.kubelet.pid("fence-worker-1")
+    pods = kubernetes.pods("fence")
+    crowded = Counter(pod["spec"]["nodeName"] for pod in pods.values())
+    lost = next(name for name, pod in pods.items() if "worker" in name and crowded[pod["spec"]["nodeName"]] == 1)
+    old = kubernetes.kubelet.pid(lost)
     os.killpg(old, signal.SIGSTOP)
-    kubernetes.do(kubernetes.kubelet.lose(before["spec"]["nodeName"]))
-    kubernetes.wait(lambda: _uid(kubernetes, "fence-worker-1") not in ("", before["metadata"]["uid"]), "a replacement")
+    kubernetes.do(kubernetes.kubelet.lose(pods[lost]["spec"]["nodeName"]))
+    kubernetes.wait(lambda: _uid(kubernetes, lost) not in ("", pods[lost]["metadata"]["uid"]), "a replacement")
     (kubernetes.folder / "go").touch()
-    kubernetes.wait(lambda: kubernetes.kubelet.log("fence-worker-1").count("pid=") == 2, "the replacement to join", SLOW_S)
+    kubernetes.wait(lambda: kubernetes.kubelet.log(lost).count("pid=") == 2, "the replacement to join", SLOW_S)
     os.killpg(old, signal.SIGCONT)
     kubernetes.until("fence", "Succeeded", deadline_s=SLOW_S)
     kubernetes.wait(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE, "it to end")

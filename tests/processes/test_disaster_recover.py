@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,9 +34,10 @@ def living(cluster: Cluster, role: str, node_id: str | None = None) -> list[psut
     """The processes of a role; of one worker, if it is named. The scheduler inherits the last worker's id."""
     found = []
     for process in cluster.mine():
-        env = process.environ()
-        if env.get("MS_ROLE") == role and node_id in (None, env.get("MS_NODE_ID")) and process.name().startswith("python"):
-            found.append(process)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            env = process.environ()
+            if env.get("MS_ROLE") == role and node_id in (None, env.get("MS_NODE_ID")) and process.name().startswith("python"):
+                found.append(process)
     return found
 
 

@@ -91,6 +91,27 @@ def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None
     assert federation.instance()["counted"] == 0 and federation.instance()["currentIteration"] == 3
 
 
+def test_devices_evaluate_where_the_plan_asks_and_it_is_weighed_by_samples(shell: Shell) -> None:
+    federation = Federation(shell, 2, 2, fl_iteration_num=2, eval_every=2)
+    devices = [federation.device(0, 1), federation.device(1, 2)]
+    asked = []
+    for _ in range(2):
+        tasks = [device.join() for device in devices]
+        for number, task in enumerate(tasks):
+            assert task is not None
+            asked.append(task.plan.evaluate)
+            if task.plan.evaluate:
+                task.evaluated(100 * (number + 1), loss=1.0 + number, accuracy=0.5 * number)
+            assert task.send(update(number, task.iteration))
+        devices[0].model(len(asked) // 2)
+    assert asked == [False, False, True, True]
+    until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the last iteration", story=federation.tails)
+    metrics = federation.instance()["metrics"]
+    assert metrics["eval_samples"] == 300
+    assert metrics["eval_loss"] == pytest.approx((100 * 1.0 + 200 * 2.0) / 300)
+    assert metrics["eval_accuracy"] == pytest.approx((200 * 0.5) / 300)
+
+
 def test_devices_over_tls(shell: Shell) -> None:
     folder = shell.folder / "tls"
     assert shell.ask("tls", "init", str(folder), "--password", "pw").code == 0

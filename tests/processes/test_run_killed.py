@@ -27,10 +27,11 @@ def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
         shell.heard(rank, "up")
     pids = {node["pid"] for node in shell.nodes()}
     assert len(pids) == 4 and 0 not in pids
-    assert pids < {process.pid for process in shell.mine()}
+    nodes = [process for process in shell.mine() if process.pid in pids]
+    assert len(nodes) == len(pids)
     run.kill()
     shell.nobody()
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    assert not any(node.is_running() and node.status() != psutil.STATUS_ZOMBIE for node in nodes)
 
 
 def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:

@@ -27,9 +27,9 @@ from covey.core.federation import (
     Stage,
     Standing,
 )
+from covey.core.managed import Managed
 from covey.core.model import Host
 from covey.core.roster import Effect, Keep, Limits
-from covey.core.rounds import Rounds
 
 DELAY_S = (0.001, 0.02)
 
@@ -84,7 +84,7 @@ class SimScheduler:
         self.world = world
         self.record: FederationRecord | None = None
         self.life = 0
-        self.machine: Rounds | None = None
+        self.machine: Managed | None = None
         self.links: dict[int, tuple[SimServer, int]] = {}
         self._last = 0
         self.start()
@@ -96,7 +96,7 @@ class SimScheduler:
         self.life += 1
         self.links = {}
         limits = Limits(silence_s=1e9, return_s=5.0)
-        self.machine = Rounds(cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, limits=limits, now=world.now)
+        self.machine = Managed(cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, limits=limits, now=world.now)
         if self.record is not None:
             self.machine.restore(self.record, world.now)
         life = self.life

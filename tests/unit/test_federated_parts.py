@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.core.federation import Numbers, Plan, evaluates
 from covey.errors import StoreError, UsageError
 from covey.federated import Device, Task, fit, openapi, strategies
-from covey.federated.accumulator import Accumulator, fixed
+from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout, take
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.simulate import CLASSES, deal, digits, simulate
@@ -23,6 +24,10 @@ from covey.federated.updates import Folder, Update, UpdateLog, read
 
 def values(seed: int, size: int = 40_000) -> Floats:
     return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def said(number: int) -> Numbers:
+    return Numbers(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -36,13 +41,28 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
     shuffled = list(updates)
     draw.shuffle(shuffled)  # type: ignore[attr-defined]
     for place, (seed, weight) in enumerate(shuffled):
-        parts[place % servers].add(values(seed, 200), weight, loss=fixed(0.5, weight), told=True)
+        parts[place % servers].add(values(seed, 200), weight, Numbers(loss=weighed(weight, 0.5, None)[1], told=weight))
     whole = Accumulator(200)
     for part in parts:
         whole.merge(part.total(), part.numbers)
     assert np.array_equal(whole.total(), exact)
     assert whole.numbers.size == sum(weight for _, weight in updates)
     assert whole.numbers.loss == whole.numbers.size * 2**23
+
+
+def test_what_devices_tell_of_a_model() -> None:
+    assert weighed(4, 0.5, None) == (4, 2 * 2**24, 0) and weighed(4, None, 0.5) == (0, 0, 0)
+    assert weighed(4, float("nan"), 1.0) == (0, 0, 0), "a loss that ran away is no number of zero"
+    with pytest.raises(ValueError, match="too large"):
+        weighed(4, 1e30, None)
+
+
+def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:
+    plan = Plan(eval_every=3, eval_share=0.25)
+    asked = {n: sum(evaluates(plan, "c", n, f"d{device}") for device in range(4000)) for n in range(1, 7)}
+    assert [n for n, count in asked.items() if count] == [3, 6]
+    assert all(900 < asked[n] < 1100 for n in (3, 6))
+    assert not evaluates(Plan(), "c", 3, "d")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
@@ -69,12 +89,12 @@ def test_a_sum_has_room_for_so_much() -> None:
 def test_a_log_is_read_again_without_what_a_death_cut_off(tmp_path: Path, checksum: bool) -> None:
     log = UpdateLog(tmp_path, 7, checksum=checksum)
     for number in range(3):
-        log.append(Update(f"d{number}", number + 1, 5, 6, told=number == 1), values(number, 100))
+        log.append(Update(f"d{number}", number + 1, said(number)), values(number, 100))
     log.close()
     path = tmp_path / "updates-7.log"
     os.truncate(path, path.stat().st_size - 1)
     found = list(read(path))
-    assert [update for update, _ in found] == [Update("d0", 1, 5, 6), Update("d1", 2, 5, 6, told=True)]
+    assert [update for update, _ in found] == [Update("d0", 1, said(0)), Update("d1", 2, said(1))]
     assert np.array_equal(found[1][1], values(1, 100))
     size = path.stat().st_size
     UpdateLog(tmp_path, 7, checksum=checksum).append(Update("d3", 1), values(3, 100))

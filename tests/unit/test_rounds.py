@@ -22,10 +22,11 @@ from covey.core.federation import (
     Stage,
     Standing,
 )
+from covey.core.managed import Managed
 from covey.core.messages import Refused
 from covey.core.model import Host
 from covey.core.roster import Effect, Keep, Limits
-from covey.core.rounds import REATTACH_S, Rounds
+from covey.core.rounds import REATTACH_S
 from covey.errors import UsageError
 
 PLAN = Plan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0, iterations=3)
@@ -38,7 +39,7 @@ class Bench:
     def __init__(self, servers: int = 2, plan: Plan = PLAN, record: FederationRecord | None = None) -> None:
         self.now = 0.0
         limits = Limits(return_s=5.0)
-        self.machine = Rounds(cluster_id="c", key=b"k", server_num=servers, plan=plan, limits=limits, now=0.0)
+        self.machine = Managed(cluster_id="c", key=b"k", server_num=servers, plan=plan, limits=limits, now=0.0)
         if record is not None:
             self.machine.restore(record, 0.0)
         self.out: list[Effect] = []
@@ -76,6 +77,16 @@ class Bench:
 
     def orders(self) -> Orders:
         return self.machine.orders()
+
+
+def test_the_first_servers_settings_hold_whoever_came_first() -> None:
+    bench = Bench()
+    for link, node_id, threshold in ((1, "1", 1), (2, "0", 7)):
+        plan = msgspec.structs.replace(PLAN, threshold=threshold)
+        bench.hear(link, Enlist(node_id, node_id, HERE, f"h:{node_id}", f"p:{node_id}", folder=node_id, plan=plan))
+        bench.stand(link)
+    assert bench.machine.plan.threshold == 7
+    assert bench.said("differs") == ["server 0's settings of rounds hold, not its own"]
 
 
 def test_servers_are_seated_and_the_first_round_opens() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from enum import StrEnum
+from operator import add
 from typing import Annotated
 
 import msgspec
@@ -59,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True):
     sample: float = 1.0  # the share of devices that a round looks at
     staleness: int = 0  # how many rounds old a device's model may be (asynchronous strategies)
     patience: int = 0  # rounds without a better loss until the instance finishes; 0: never
+    eval_every: int = 0  # in every so-many-th iteration devices are asked to evaluate; 0: never
+    eval_share: float = 1.0  # the share of an iteration's devices that is asked
 
     @property
     def needed(self) -> int:
@@ -93,6 +96,12 @@ class Numbers(msgspec.Struct, frozen=True):
     loss: int = 0  # sum of loss * samples, in 2^-24
     accuracy: int = 0
     told: int = 0  # samples of the devices that told a loss or accuracy
+    eval_size: int = 0  # samples that devices kept back and evaluated the model they were given on
+    eval_loss: int = 0
+    eval_accuracy: int = 0
+
+    def __add__(self, other: Numbers) -> Numbers:
+        return Numbers(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 # -- between scheduler and servers -----------------------------------------------------------------------------------
@@ -312,6 +321,12 @@ def keeper(node_id: str, members: Sequence[Peer]) -> Peer | None:
     others = sorted((peer for peer in members if peer.node_id != node_id), key=lambda peer: peer.rank)
     rank = next((peer.rank for peer in members if peer.node_id == node_id), -1)
     return next((peer for peer in others if peer.rank > rank), others[0] if others else None)
+
+
+def evaluates(plan: Plan, cluster_id: str, iteration: int, device: str) -> bool:
+    """Whether a device that takes part in this iteration is asked to evaluate the model too: any server says the same."""
+    due = plan.eval_every > 0 and iteration % plan.eval_every == 0
+    return due and share(f"{cluster_id}/eval/{iteration}", device) < plan.eval_share
 
 
 def share(seed: str, device: str) -> float:

@@ -1,4 +1,4 @@
-"""The scheduler's side of a federated cluster: when a round opens, closes and is done, and what people may ask for.
+"""The scheduler's side of a federated cluster: when a round opens, closes and is done.
 
 Theory of operation. Servers say how they stand (`Standing`), the scheduler says what is to be (`Orders`), both whole and
 again whenever they change; `step` takes what was heard and moves as far as it can. A round is open until enough updates are
@@ -6,12 +6,11 @@ counted, then every server seals its part, one of them (not always the same) add
 the number goes up. A window that ends too early for that is *missed*: the round stays open, keeps what it has, and takes
 further devices instead of those that did not deliver. Nothing is thrown away and no number is used up.
 
-Who the servers are is the other half, in `roster`. Coming, going and scaling all end in the same way: a new generation.
+Who the servers are is in `roster`, below this; what people may ask for is in `managed`, above. Coming, going and scaling all
+end in the same way: a new generation.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from covey.core.effects import Close, End, Level, Send
 from covey.core.events import Heard, LinkLost, Ticked
@@ -33,7 +32,6 @@ from covey.core.federation import (
 )
 from covey.core.messages import Goodbye, Message, Stop, StopAsked
 from covey.core.roster import Effect, Keep, Limits, Roster, Server
-from covey.errors import UsageError
 
 ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
 REATTACH_S = 2.0  # members of a restarted scheduler call again at once: until then nobody looks into their logs
@@ -143,11 +141,11 @@ class Rounds(Roster):
         if len(ready) < self.wanted or not ready:
             return
         chosen = ready[: self.wanted]
-        first = max(chosen, key=lambda server: server.standing.model if server.standing else -1)
-        assert first.standing is not None
         for server in chosen:
             server.member = True
-        self._seat()
+        self._seat()  # before the choice: whose settings hold must not depend on who came first
+        first = max(chosen, key=lambda server: (server.standing.model if server.standing else -1, -server.rank))
+        assert first.standing is not None
         self.generation, self.source, self.digest = 1, first.node_id, first.standing.digest
         self.round = first.standing.model + 1
         self.job, self.plan = first.fl_name or self.job, first.plan or self.plan
@@ -318,95 +316,6 @@ class Rounds(Roster):
                 self.admitted[device] = None
                 admitted.append(device)
         return Joined(asked.round, tuple(admitted), tuple(refused), reason)
-
-    # -- what people ask for -----------------------------------------------------------------------------------------
-
-    def scale_out(self, more: int, now: float) -> list[Effect]:
-        """Room for more servers; whoever waits, or comes, takes it."""
-        self._ask(now)
-        self._need_ready()
-        if more < 1:
-            raise UsageError("The value should not be less than 0.")
-        self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
-        self._say("cluster", "scale out", f"{more} servers are to come")
-        return self._done()
-
-    def roll_back(self, now: float) -> list[Effect]:
-        """Take back a scale-out that has not come to its end; servers that came already stay."""
-        self._ask(now)
-        if self.operation != "out":
-            raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
-        here = len([server for server in self.servers.values() if server.member])
-        self.operation, self.wanted = "", max(self.wanted_before, here)
-        self._say("cluster", "rolled back", f"{self.wanted} servers, as before")
-        return self._done()
-
-    def scale_in(self, node_ids: Iterable[str], now: float) -> list[Effect]:
-        """Let servers go; each hands over what it holds first."""
-        self._ask(now)
-        self._need_ready()
-        chosen = list(dict.fromkeys(node_ids))
-        if not chosen:
-            raise UsageError("The node ids should not be empty.")
-        for node_id in chosen:
-            if node_id not in self.servers or not self.servers[node_id].member:
-                raise UsageError(f"The node id:{node_id} is illegal.")
-        members = [server for server in self.servers.values() if server.member]
-        if len(chosen) >= len(members):
-            raise UsageError(f"The cluster has {len(members)} servers, and one has to stay.")
-        for node_id in chosen:
-            self.servers[node_id].leaving = True
-        self.operation, self.wanted_before, self.wanted = "in", self.wanted, self.wanted - len(chosen)
-        self._say("cluster", "scale in", f"server {', '.join(chosen)} is to go")
-        return self._done()
-
-    def new_instance(self, plan: Plan, now: float) -> list[Effect]:
-        """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round."""
-        self._ask(now)
-        self._need_ready()
-        if self.stage is Stage.OPEN and not self.counted:
-            self._begin(plan)
-            self.admitted = {}
-            self._keep()
-        else:
-            self.next_plan = plan
-        return self._done()
-
-    def set_enabled(self, enabled: bool, now: float) -> list[Effect]:
-        """Serve devices or rest. What was counted stays."""
-        self._ask(now)
-        if self.stage is Stage.FORMING:
-            raise UsageError("The cluster is not ready.")
-        if self.instance is not Instance.FINISHED:
-            self.instance = Instance.RUNNING if enabled else Instance.DISABLED
-        self._say("cluster", "enabled" if enabled else "disabled", "asked for")
-        self._keep()
-        return self._done()
-
-    def _ask(self, now: float) -> None:
-        self._now, self._out = now, []
-
-    def _done(self) -> list[Effect]:
-        self._keep()
-        self._advance()
-        return self._out
-
-    def _need_ready(self) -> None:
-        if self.state != "CLUSTER_READY":
-            raise UsageError(f"The cluster is not ready: it is in {self.state}.")
-
-    @property
-    def state(self) -> str:
-        """The seeds' word for the whole."""
-        if self.stage is Stage.FORMING:
-            return "CLUSTER_STARTING"
-        if self.operation:
-            return {"out": "CLUSTER_SCALE_OUT", "in": "CLUSTER_SCALE_IN"}[self.operation]
-        if any(server.member and not server.alive for server in self.servers.values()):
-            return "NODE_TIMEOUT"
-        if self.next_plan is not None:
-            return "CLUSTER_NEW_INSTANCE"
-        return "CLUSTER_DISABLE_FLS" if self.instance is Instance.DISABLED else "CLUSTER_READY"
 
     def _stop(self, reason: str, link: int, code: int = 0) -> None:
         if link:

@@ -22,6 +22,7 @@ TOTAL_MAX: Final = 2.0**32  # of all of them on one server: 128 servers fit into
 WEIGHT_MAX: Final = 2**27
 _MAGIC: Final = 1.5 * 2.0**52
 _BITS: Final = np.array([_MAGIC]).view(np.int64)[0]
+NOTHING: Final = Numbers()
 BLOCK: Final = 16384  # values at a time, so that a block stays in the cache
 
 
@@ -50,8 +51,8 @@ class Accumulator:
             raise ValueError("the sum of this round has no room for the update: its values are too large")
         return greatest
 
-    def add(self, values: Floats, weight: int, *, loss: int = 0, accuracy: int = 0, told: bool = False) -> None:
-        """Add one update. It must have passed `check`."""
+    def add(self, values: Floats, weight: int, told: Numbers = NOTHING) -> None:
+        """Add one update and what its device told. It must have passed `check`."""
         self._room -= max(float(values.max()), -float(values.min()), 0.0) * weight
         factor = weight * UNIT
         for start in range(0, len(values), BLOCK):
@@ -61,14 +62,7 @@ class Accumulator:
             block += _MAGIC
             self._sum[start : start + BLOCK] += block.view(np.int64)
         self._biased += 1
-        old = self.numbers
-        self.numbers = Numbers(
-            old.count + 1,
-            old.size + weight,
-            old.loss + loss,
-            old.accuracy + accuracy,
-            old.told + (weight if told else 0),
-        )
+        self.numbers = self.numbers + told + Numbers(1, weight)
 
     def total(self) -> NDArray[np.int64]:
         """The sum so far."""
@@ -82,14 +76,7 @@ class Accumulator:
         """Add another server's part."""
         self.total()
         self._sum += total
-        mine = self.numbers
-        self.numbers = Numbers(
-            mine.count + numbers.count,
-            mine.size + numbers.size,
-            mine.loss + numbers.loss,
-            mine.accuracy + numbers.accuracy,
-            mine.told + numbers.told,
-        )
+        self.numbers = self.numbers + numbers
 
     def mean(self) -> NDArray[np.float64]:
         """The weighted mean of all updates."""
@@ -102,6 +89,17 @@ def _times(count: int) -> np.int64:
     return np.int64(wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
 
-def fixed(value: float, weight: int) -> int:
-    """A metric as a whole number, for sums."""
-    return round(value * weight * UNIT) if math.isfinite(value) else 0
+def weighed(size: int, loss: float | None, accuracy: float | None) -> tuple[int, int, int]:
+    """What a device says of so many samples: size, loss and accuracy as whole numbers, for sums; zeros where it says nothing.
+
+    Raises `ValueError` for numbers that would spoil a sum.
+    """
+    if loss is None or not math.isfinite(loss):  # a device whose training ran away still has a say in the model
+        return 0, 0, 0
+    return size, _fixed(loss, size), _fixed(accuracy or 0.0, size)
+
+
+def _fixed(value: float, size: int) -> int:
+    if not abs(value) * size < PRODUCT_MAX:
+        raise ValueError(f"a loss or accuracy of {value:g} for {size} samples is too large to be added up")
+    return round(value * size * UNIT)

@@ -123,6 +123,8 @@ KEYS: Mapping[str, Key] = {
     "update_model_min": Key(0, _number(0), "a whole number, 0 or more"),
     "sample_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
     "early_stop_rounds": Key(0, _number(0), "a whole number, 0 or more"),
+    "eval_every": Key(0, _number(0), "a whole number, 0 (never) or more"),
+    "eval_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
     "keep_models": Key(3, _number(0), "a whole number, 0 (all) or more"),
     "server_return_time_window": Key(30_000, _POSITIVE, _WINDOW),
 }
@@ -215,6 +217,8 @@ def plan() -> Plan:
         learning_rate=float(get_fl_context("client_learning_rate")),
         sample=float(get_fl_context("sample_ratio")),
         patience=number("early_stop_rounds"),
+        eval_every=number("eval_every"),
+        eval_share=float(get_fl_context("eval_ratio")),
     )
 
 

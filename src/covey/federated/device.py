@@ -52,12 +52,22 @@ class Task:
         self.plan = msgspec.json.decode(answer.fl_plan_config, type=FlPlan)
         self.flat = flat
         self.weights = layout.tensors(flat)
+        self._evaluation: dict[str, str] = {}
+
+    def evaluated(self, samples: int, *, loss: float, accuracy: float | None = None) -> None:
+        """How good `weights` are on samples this device keeps back: for `plan.evaluate`, and told with the update."""
+        if samples < 1:
+            raise UsageError(f"samples={samples} is not possible: an evaluation needs at least one")
+        self._evaluation = {"eval_data_size": str(samples), "eval_loss": repr(float(loss))}
+        if accuracy is not None:
+            self._evaluation["eval_accuracy"] = repr(float(accuracy))
 
     def send(self, weights: Mapping[str, Any] | Floats, *, loss: float | None = None, accuracy: float | None = None) -> bool:
         """Send the update until a server has counted it; False if the round closed before."""
         flat = weights if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         fields = {"fl_id": self._device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
         fields |= {"data_size": str(self._device.data_size), "fl_name": self._device.fl_name}
+        fields |= self._evaluation
         if loss is not None:
             fields["upload_loss"] = repr(float(loss))
         if accuracy is not None:

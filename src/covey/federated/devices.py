@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from covey.core.claims import Outcome
-from covey.core.federation import Instance, Joined, Stage
+from covey.core.federation import Instance, Joined, Numbers, Stage, evaluates
 from covey.federated import openapi
-from covey.federated.accumulator import fixed
+from covey.federated.accumulator import weighed
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
 from covey.federated.protocol import (
@@ -174,7 +174,7 @@ class Devices:
                 reason = NOT_RUNNING
             elif orders is not None and asked.iteration == orders.round - orders.base:
                 reason = f"iteration {asked.iteration} has this device's update"
-            elif orders is not None and orders.stage is Stage.OPEN and server.model[0] == orders.round - 1:
+            elif orders is not None and orders.stage is Stage.OPEN and server.models.round == orders.round - 1:
                 admitted, reason = await self._ask(asked.fl_id, until)
                 if admitted:
                     return self._give(request, asked, orders.round, orders.base)
@@ -211,7 +211,7 @@ class Devices:
         assert server.orders is not None
         plan, settings = server.orders.plan, server.settings
         name = type(server.strategy).__name__
-        told = FlPlan(
+        fl_plan = FlPlan(
             settings.server_mode,
             settings.fl_name,
             plan.iterations,
@@ -220,6 +220,7 @@ class Devices:
             plan.learning_rate,
             aggregation=name,
             settings=server.strategy.for_devices(round_number - base),
+            evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
             int(Code.SUCCEED),
@@ -229,9 +230,9 @@ class Devices:
             is_selected=True,
             next_req_time=str(_now_ms() + self._pause_ms()),
             ticket=ticket(server.key, round_number, asked.fl_id, asked.data_size),
-            fl_plan_config=msgspec.json.encode(told).decode(),
+            fl_plan_config=msgspec.json.encode(fl_plan).decode(),
         )
-        self._send_model(request, answer, server.model[1])
+        self._send_model(request, answer, server.models.values)
 
     def _send_model(self, request: Request, answer: Answer, values: Floats) -> None:
         request.reply([self._server.layout.head(answer.texts()), raw(values)], SAFETENSORS)
@@ -249,12 +250,12 @@ class Devices:
             server = self._server
             changed, orders = server.changed, server.orders
             base = orders.base if orders is not None else 0
-            newest = server.model[0] - base
-            behind = orders is None or server.model[0] < orders.round - 1  # a newer one is on its way to this server
+            newest = server.models.round - base
+            behind = orders is None or server.models.round < orders.round - 1  # a newer one is on its way to this server
             wanted = asked.iteration if asked.iteration >= 0 else newest + behind
             if newest >= wanted or (orders is not None and wanted > orders.round - base):
                 answer = Answer(int(Code.SUCCEED), "", _now_ms(), iteration=newest)
-                return self._send_model(request, answer, server.model[1])
+                return self._send_model(request, answer, server.models.values)
             left = until - time.monotonic()
             if left <= 0 or request.gone:
                 reason = f"iteration {asked.iteration} is not finished yet"
@@ -291,7 +292,7 @@ class Devices:
         if age > server.strategy.staleness:
             reason = f"the update began {age} iterations ago, and {server.strategy.staleness} are allowed"
             return self._say(request, Code.OUT_OF_TIME, reason, retry_ms=self._pause_ms())
-        model = server.models.get(began - 1)
+        model = server.models.of(began - 1)
         if age < 0 or model is None:
             return self._say(
                 request, Code.NOT_READY, "this server does not have that model yet: try another", retry_ms=RETRY_MS
@@ -311,10 +312,9 @@ class Devices:
         if len(self.waiting) * 4 * self._server.layout.size > WAITING_BYTES:
             return self._say(request, Code.NOT_READY, "too many updates wait here: try again", retry_ms=self._pause_ms())
         weight = fields.data_size
-        told = fields.upload_loss is not None
-        update = Update(
-            device, weight, fixed(fields.upload_loss or 0.0, weight), fixed(fields.upload_accuracy or 0.0, weight), told
-        )
+        size, loss, accuracy = weighed(weight, fields.upload_loss, fields.upload_accuracy)
+        evaluated = weighed(fields.eval_data_size, fields.eval_loss, fields.eval_accuracy)
+        update = Update(device, weight, Numbers(0, 0, loss, accuracy, size, *evaluated))
         self.waiting[key] = Waiting(update, values, [request], until)
         return self._server.came(round_number, device)
 

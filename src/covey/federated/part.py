@@ -45,7 +45,7 @@ class Part:
         self._log.append(update, values)
 
     def add(self, update: Update, values: Floats) -> None:
-        self._sum.add(values, update.weight, loss=update.loss, accuracy=update.accuracy, told=update.told)
+        self._sum.add(values, update.weight, update.told)
         self._told = None
 
     def take(self, log: Logged) -> list[str]:

@@ -121,11 +121,11 @@ class Peers:
     async def _piece(self, node_id: str, what: str, round_number: int, offset: int) -> Piece:
         key = (node_id, what, round_number, offset)
         waiting = self._pieces.get(key)
-        if waiting is None:
-            waiting = self._pieces[key] = asyncio.get_running_loop().create_future()
-            link = await self._linked(node_id)
-            link.send(Fetch(what, round_number, offset))
         try:
+            if waiting is None:
+                waiting = self._pieces[key] = asyncio.get_running_loop().create_future()
+                link = await self._linked(node_id)
+                link.send(Fetch(what, round_number, offset))
             async with asyncio.timeout(FETCH_S):
                 return await asyncio.shield(waiting)
         except TimeoutError:

@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.federation import Stage
+from covey.core.managed import Managed
 from covey.core.roster import Limits
-from covey.core.rounds import Rounds
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model
 from covey.federated.scheduler import Scheduler, load_record
@@ -115,7 +115,7 @@ async def _schedule(settings: Settings) -> int:
     file = root / cluster_id / "scheduler.record"
     record = load_record(file)
     plan = context.plan()
-    rounds = Rounds(
+    rounds = Managed(
         cluster_id=cluster_id,
         key=secrets.token_bytes(32),
         server_num=context.number("server_num"),

@@ -69,6 +69,9 @@ class UpdateFields(msgspec.Struct, frozen=True):
     fl_name: str = ""
     upload_loss: float | None = None
     upload_accuracy: float | None = None
+    eval_data_size: Annotated[int, Meta(ge=0, le=2**27, description="Samples the given model was evaluated on.")] = 0
+    eval_loss: float | None = None
+    eval_accuracy: float | None = None
     wait: Wait = 0
 
 
@@ -101,6 +104,7 @@ class FlPlan(msgspec.Struct, frozen=True):
     lr: float
     aggregation: str = "FedAvg"
     settings: dict[str, Any] = {}
+    evaluate: bool = False  # this device is asked to evaluate the model it is given too, on samples it keeps back
 
 
 def ticket(key: bytes, round_number: int, device: str, size: int) -> str:

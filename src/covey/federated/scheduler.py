@@ -1,4 +1,4 @@
-"""The scheduler of a federated cluster: sockets, a file and a clock around `core.rounds.Rounds`.
+"""The scheduler of a federated cluster: sockets, a file and a clock around `core.managed.Managed`.
 
 What must outlive the process is one small record; it is written in one move, before anything that depends on it is sent.
 """
@@ -17,10 +17,10 @@ import msgspec
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
+from covey.core.managed import Managed
 from covey.core.messages import Ask, Message, Stop, Told
 from covey.core.model import Phase, Role
 from covey.core.roster import Effect, Keep
-from covey.core.rounds import Rounds
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.store import write_file
@@ -40,7 +40,7 @@ _PHASES: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Phase.HEALI
 class Scheduler:
     """One federated cluster's scheduler. `run` returns the code the process should end with."""
 
-    def __init__(self, rounds: Rounds, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str) -> None:
+    def __init__(self, rounds: Managed, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str) -> None:
         self.rounds = rounds
         self.node_id = node_id
         self._file = file
@@ -235,6 +235,8 @@ HYPER: Final = {
     "client_batch_size": ("batch", 1),
     "client_learning_rate": ("learning_rate", 1),
     "global_iteration_time_window": ("iteration_window_s", 1000),
+    "eval_every": ("eval_every", 1),
+    "eval_ratio": ("eval_share", 1),
 }
 
 

@@ -1,7 +1,7 @@
 """A server: takes updates from devices, has them granted, logs and adds them, and does its share at the end of a round.
 
-The shell around `core.claims.Claims`. The scheduler's orders are followed as they come; how this server stands is said
-whenever it changes. Everything runs in one loop.
+The shell around `core.claims.Claims`; its models are in `models`, its link to the scheduler in `upstream`. The scheduler's
+orders are followed as they come; how this server stands is said whenever it changes. Everything runs in one loop.
 """
 
 from __future__ import annotations
@@ -31,30 +31,27 @@ from covey.core.federation import (
     Plan,
     Stage,
     Standing,
-    ToServer,
 )
 from covey.core.messages import Message, Refused, Stop
 from covey.core.model import Host
 from covey.errors import CoveyError, ExitCode, PeerError, StoreError
 from covey.federated import summing
 from covey.federated.devices import Devices
-from covey.federated.model import Floats, Layout, digest
+from covey.federated.model import Floats, Layout
+from covey.federated.models import Models
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
 from covey.federated.safekeeping import Safekeeping, copies_of, keep_copy
-from covey.federated.store import ModelStore, State
 from covey.federated.strategies import Strategy
 from covey.federated.updates import Folder, Logged, Update, read
+from covey.federated.upstream import Upstream
 from covey.node.log import log
 from covey.node.security import Security
-from covey.wire.link import Link, connect
 
 BEAT_S: Final = 1.0
 TICK_S: Final = 0.05
 STAND_S: Final = 0.001  # at most so often is the scheduler told how many were counted
-RECONNECT_S: Final = (0.05, 0.5)
 LOCK_S: Final = 10.0  # for whoever looks into our folder to let go of it
-_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,13 +90,10 @@ class Server:
         self.settings = settings
         self.layout = layout
         self.strategy = strategy
-        self._evaluate = evaluate
         self.key = b""
         self.node_id = settings.node_id
         self.cluster_id = ""
         self.orders: Orders | None = None
-        self.model: tuple[int, Floats, str] = (0, values, digest(values))  # round, values, digest
-        self.models: dict[int, Floats] = {0: values}  # those that devices may have begun with
         self.changed = asyncio.Event()  # replaced whenever something a device may wait for has happened
         self.joined: dict[str, None] = {}
         self.devices = Devices(self)
@@ -107,21 +101,19 @@ class Server:
         self._guard = guard
         self._life = secrets.token_hex(8)
         self._peers = Peers(guard, heard=self._heard_peer, reached=self._reached, give=self._give, copy=self._keep_copy)
+        self.models = Models(layout, values, strategy, evaluate, self._peers)
+        self._upstream = Upstream(
+            settings.scheduler, guard, settings.patience_s, opened=self._enlist, heard=self._heard, end=self.end
+        )
         self._folder = Folder(settings.root)
-        self._store: ModelStore | None = None
         self.part: Part | None = None
-        self._link: Link | None = None
-        self._heard_at = time.monotonic()
-        self._lost_at = time.monotonic()
         self._drained = False
         self._unable: set[str] = set()
-        self._metrics: dict[str, float] = {}
         self._stand_at = 0.0
         self._standing: asyncio.TimerHandle | None = None
         self._joins: list[str] = []
         self._work: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[int] | None = None
-        self._state: State = {}  # the strategy's, as it was stored with the newest model
         self._safe = Safekeeping(self._life, self._peers)
 
     async def run(self, http: list[socket.socket], peer: list[socket.socket]) -> int:
@@ -130,7 +122,7 @@ class Server:
         self._ended = loop.create_future()
         await self._peers.open(peer)
         await self.devices.open(http, self._guard.server)
-        tasks = [loop.create_task(self._keep_link()), loop.create_task(self._tick())]
+        tasks = [loop.create_task(self._upstream.keep()), loop.create_task(self._tick())]
         try:
             return await self._ended
         finally:
@@ -146,39 +138,11 @@ class Server:
 
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
-    async def _keep_link(self) -> None:
-        wait = RECONNECT_S[0]
-        host, port = self.settings.scheduler
-        while True:
-            over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            calls = {
-                "on_open": self._opened,
-                "on_message": self._heard,
-                "on_close": lambda link, reason, over=over: over.done() or over.set_result(reason),
-            }
-            try:
-                link = await connect(host, port, self._guard.secret, self._guard.client, decoder=_decoder, **calls)
-                reason = await over
-                if link.turned_away:
-                    return self.end(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
-                wait = RECONNECT_S[0] if self._link is not None else wait
-            except PeerError as error:
-                reason = str(error)
-            if self._link is not None:
-                self._link, self._lost_at = None, time.monotonic()
-                log.warning("the scheduler is out of reach (%s); devices are served on", reason)
-            patience = self.settings.patience_s
-            if patience >= 0 and time.monotonic() - self._lost_at > patience:
-                return self.end(ExitCode.SCHEDULER_LOST, f"the scheduler did not come back within {patience:g} s ({reason})")
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, RECONNECT_S[1])
-
-    def _opened(self, link: Link) -> None:
-        self._link = link
+    def _enlist(self) -> None:
         s = self.settings
         folder = str(self._folder.path) if self.cluster_id else ""
         round_number = self.orders.round if self.orders is not None else 0
-        link.send(
+        self._upstream.send(
             Enlist(
                 self.node_id,
                 self._life,
@@ -197,10 +161,7 @@ class Server:
             )
         )
 
-    def _heard(self, link: Link, message: Message) -> None:
-        if link is not self._link:
-            return
-        self._heard_at = time.monotonic()
+    def _heard(self, message: Message) -> None:
         try:
             if isinstance(message, Orders):
                 self._follow(message)
@@ -223,8 +184,7 @@ class Server:
             self.claims.node_id = message.node_id
             self._folder = Folder(self.settings.root / message.cluster_id / f"server_{message.node_id}")
             self._open_folder(message.void)
-            if self._link is not None:
-                self._opened(self._link)  # say again who we are, now with a folder
+            self._enlist()  # say again who we are, now with a folder
             log.info("server %s of cluster %s, for devices at %s", self.node_id, self.cluster_id, self.settings.http)
         elif self.part is not None and message.void >= self.part.round:
             log.warning("the cluster gave up this server's part of round %d: it begins anew", self.part.round)
@@ -240,16 +200,7 @@ class Server:
                 raise StoreError(f"{self._folder.path} is held by another process: give each server its own MS_NODE_ID")
             time.sleep(0.01)
         s = self.settings
-        self._store = ModelStore(
-            self._folder.path / "models", self.layout, name=s.fl_name, keep=self._kept, sync=s.durability == "disk"
-        )
-        newest = self._store.newest
-        if newest is not None:
-            for entry in self._store.entries:
-                values, self._state = self._store.load(entry.round)
-                self._has(entry.round, values, entry.digest)
-        else:
-            self._store.save(0, self.model[1], {}, {})
+        self.models.open(self._folder.path / "models", name=s.fl_name, keep=s.keep_models, sync=s.durability == "disk")
         self._folder.forget(void + 1)
         logs = self._folder.logs()
         self._new_part(logs[-1].round if logs else 0)
@@ -258,11 +209,6 @@ class Server:
             self.claims.restore(found.round, self._read_log(found))
         if self.part.numbers.count:
             log.info("%d updates of round %d were read from the log", self.part.numbers.count, self.part.round)
-
-    @property
-    def _kept(self) -> int:
-        """How many models are stored: at least those that devices may have begun with; 0 is all."""
-        return max(self.settings.keep_models, self.strategy.staleness + 1) if self.settings.keep_models else 0
 
     def _new_part(self, round_number: int) -> None:
         if self.part is not None:
@@ -308,15 +254,15 @@ class Server:
             self.stand()
 
     def _begin_work(self, orders: Orders) -> None:
-        if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model[0] < orders.round:
+        if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.models.round < orders.round:
             self._start("sum", self._sum(orders))
         if (
             orders.digest
-            and (self.model[0], self.model[2]) != (orders.round - 1, orders.digest)
-            and self.model[0] < orders.round
+            and (self.models.round, self.models.digest) != (orders.round - 1, orders.digest)
+            and self.models.round < orders.round
         ):
             self._start("fetch", self._fetch(orders))
-        elif self.model[0] >= orders.round - 1:
+        elif self.models.round >= orders.round - 1:
             self._folder.forget(orders.round - self.strategy.staleness)
 
     def _start(self, name: str, work: Any) -> None:
@@ -360,58 +306,16 @@ class Server:
         return [update.device for update, _ in read(found.path)]
 
     async def _sum(self, orders: Orders) -> None:
-        """Make the model of this round."""
-        part, store = self.part, self._store
-        assert part is not None and store is not None
-        total = await summing.gather(self.node_id, orders.parts, part, self._peers)
-        round_number, model, _ = self.model
-        if part.round != orders.round or round_number != orders.round - 1:
-            return
-        state = dict(self._state)
-        if self.strategy.sees_all:
-            mean = await summing.columns(
-                self.node_id, orders.parts, part, self._peers, self.strategy, self._folder.path, self.layout.size
-            )
-        else:
-            mean = total.mean()
-        made = summing.apply(self.strategy, model, mean, state)
-        self._metrics = summing.metrics(total.numbers)
-        if self._evaluate is not None:
-            self._metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self.layout, made)
-            if self.model[0] != orders.round - 1:
-                return
-        found = store.save(orders.round, made, state, self._metrics)
-        self._state = state
-        self._has(orders.round, made, found)
-        self.stand()
-        self._wake()
+        assert self.part is not None
+        if await self.models.make(self.node_id, orders, self.part, self._folder.path):
+            self.stand()
+            self._wake()
 
     async def _fetch(self, orders: Orders) -> None:
-        """The newest model, from whoever has it."""
-        wanted = orders.round - 1
-        store = self._store
-        assert store is not None
-        if orders.source == self.node_id or not orders.source:
-            return
-        content = await self._peers.fetch(orders.source, "model", wanted)
-        _, values = self.layout.decode(memoryview(content))
-        found = digest(values)
-        if self.orders is None or self.orders.round - 1 != wanted or found != self.orders.digest:
-            raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
-        state_bytes = await self._peers.fetch(orders.source, "state", wanted)
-        self._state = summing.unpack_state(state_bytes)
-        store.save(wanted, values, self._state, orders.metrics)
-        self._has(wanted, values.copy(), found)
-        self._folder.forget(orders.round - self.strategy.staleness)
-        self._wake()
-        self.stand()
-
-    def _has(self, round_number: int, values: Floats, found: str) -> None:
-        """The newest model from now on; as many as devices may have begun with are kept beside it."""
-        self.model = (round_number, values, found)
-        self.models[round_number] = values
-        for old in [number for number in self.models if number < round_number - self.strategy.staleness]:
-            del self.models[old]
+        if await self.models.fetch(self.node_id, orders, lambda: self.orders):
+            self._folder.forget(orders.round - self.strategy.staleness)
+            self._wake()
+            self.stand()
 
     def _stand_soon(self) -> None:
         """The same when only a number has changed: not for every update."""
@@ -425,20 +329,20 @@ class Server:
             self._standing.cancel()
             self._standing = None
         self._stand_at = time.monotonic()
-        if self._link is None or self.part is None:
+        if not self._upstream.connected or self.part is None:
             return
-        self._link.send(
+        self._upstream.send(
             Standing(
                 generation=self.claims.generation,
                 round=self.part.round,
                 numbers=self.part.numbers,
                 sealed=self.part.sealed,
-                model=self.model[0],
-                digest=self.model[2],
+                model=self.models.round,
+                digest=self.models.digest,
                 adopted=tuple(self.part.adopted),
                 unable=tuple(self._unable),
                 drained=self._drained,
-                metrics=self._metrics,
+                metrics=self.models.metrics,
             )
         )
 
@@ -447,7 +351,7 @@ class Server:
     @property
     def accepts(self) -> bool:
         """Whether an update may be acknowledged: not when the scheduler may have given this server up."""
-        return time.monotonic() - self._heard_at < self.settings.lease_s
+        return time.monotonic() - self._upstream.heard_at < self.settings.lease_s
 
     @property
     def running(self) -> bool:
@@ -461,10 +365,10 @@ class Server:
 
     def _send_joins(self) -> None:
         joins, self._joins = self._joins, []
-        if self._link is None or self.orders is None:
+        if self.orders is None:
             return
         for start in range(0, len(joins), BATCH_MAX):
-            self._link.send(Joining(self.orders.round, tuple(joins[start : start + BATCH_MAX])))
+            self._upstream.send(Joining(self.orders.round, tuple(joins[start : start + BATCH_MAX])))
 
     def came(self, round_number: int, device: str) -> None:
         """An update waits for its verdict."""
@@ -539,9 +443,7 @@ class Server:
             if self.part is None or self.part.round != round_number:
                 return None
             return b"".join(path.read_bytes() for path in self.part.logs())
-        if self.model[0] != round_number:
-            return None
-        return summing.pack_state(self._state) if what == "state" else self.layout.encode(self.model[1], {})
+        return self.models.give(what, round_number)
 
     def _keep_copy(self, node_id: str, message: Copy) -> None:
         """Another server's update, to be kept too. Raises `PeerError` once those copies are ours."""
@@ -566,6 +468,6 @@ class Server:
             self.devices.expire(now)
             if self.orders is not None:
                 self._begin_work(self.orders)
-            if self._link is not None and now - beat_at >= BEAT_S:
+            if self._upstream.connected and now - beat_at >= BEAT_S:
                 beat_at = now
-                self._link.send(Alive())
+                self._upstream.send(Alive())

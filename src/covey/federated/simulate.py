@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import share
+from covey.core.federation import Numbers, share
 from covey.errors import ExitCode, UsageError
 from covey.federated import summing
-from covey.federated.accumulator import Accumulator, fixed
+from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout
 from covey.federated.store import State
 from covey.federated.strategies import FedProx, Strategy
@@ -170,7 +170,8 @@ def simulate(
             for row, device in enumerate(some):
                 weight = len(hands[device])
                 total.check(packed[row], weight)
-                total.add(packed[row], weight, loss=fixed(float(losses[row]), weight), told=True)
+                size, loss, _ = weighed(weight, float(losses[row]), None)
+                total.add(packed[row], weight, Numbers(loss=loss, told=size))
             rows += list(packed) if strategy.sees_all else []
             framework += time.perf_counter() - began
         began = time.perf_counter()

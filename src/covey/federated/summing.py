@@ -75,6 +75,10 @@ def metrics(numbers: Numbers) -> dict[str, float]:
     if numbers.told:
         found["loss"] = numbers.loss / UNIT / numbers.told
         found["accuracy"] = numbers.accuracy / UNIT / numbers.told
+    if numbers.eval_size:
+        found["eval_samples"] = float(numbers.eval_size)
+        found["eval_loss"] = numbers.eval_loss / UNIT / numbers.eval_size
+        found["eval_accuracy"] = numbers.eval_accuracy / UNIT / numbers.eval_size
     return found
 
 

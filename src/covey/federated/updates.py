@@ -21,13 +21,13 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
+from covey.core.federation import Numbers
 from covey.errors import StoreError
 from covey.federated.model import Floats, raw
 
 DURABILITIES: Final = ("none", "process", "host", "disk")
-_HEAD: Final = struct.Struct("<4sIIIqqq")  # magic, length of the id, bytes of values, checksum, weight, loss, accuracy
-_MAGIC: Final = b"CVU1"
-_TOLD: Final = b"CVU2"  # the device told a loss
+_HEAD: Final = struct.Struct("<4sIII7q")  # magic, length of the id, bytes of values, checksum, weight, what the device told
+_MAGIC: Final = b"CVU3"
 _NAME: Final = re.compile(r"updates-(\d+)(?:-from-([\w.-]+))?\.log")
 
 
@@ -36,9 +36,7 @@ class Update(msgspec.Struct, frozen=True):
 
     device: str
     weight: int
-    loss: int = 0
-    accuracy: int = 0
-    told: bool = False
+    told: Numbers = Numbers()  # its loss and accuracy, and those of an evaluation; count and size stay 0
 
 
 class Logged(NamedTuple):
@@ -54,8 +52,7 @@ def pack(update: Update, values: Floats, *, checksum: bool) -> list[bytes | memo
     data = raw(values)
     name = update.device.encode()
     crc = zlib.crc32(data, zlib.crc32(name)) if checksum else 0
-    magic = _TOLD if update.told else _MAGIC
-    head = _HEAD.pack(magic, len(name), len(data), crc, update.weight, update.loss, update.accuracy)
+    head = _HEAD.pack(_MAGIC, len(name), len(data), crc, update.weight, *msgspec.structs.astuple(update.told)[2:])
     return [head + name, data]
 
 
@@ -63,16 +60,16 @@ def unpack(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
     """The whole records of a log and where each ends; a record cut short, or damaged, ends it."""
     start = 0
     while len(content) - start >= _HEAD.size:
-        magic, name_size, data_size, crc, weight, loss, accuracy = _HEAD.unpack_from(content, start)
+        magic, name_size, data_size, crc, weight, *told = _HEAD.unpack_from(content, start)
         data_start = start + _HEAD.size + name_size
         end = data_start + data_size
-        if magic not in (_MAGIC, _TOLD) or end > len(content):
+        if magic != _MAGIC or end > len(content):
             return
         name, data = content[start + _HEAD.size : data_start], content[data_start:end]
         if crc and zlib.crc32(data, zlib.crc32(name)) != crc:
             return
         values = np.frombuffer(data if data_start % 4 == 0 else bytes(data), np.float32)
-        yield Update(bytes(name).decode(), weight, loss, accuracy, magic == _TOLD), values, end
+        yield Update(bytes(name).decode(), weight, Numbers(0, 0, *told)), values, end
         start = end
 
 

@@ -53,9 +53,7 @@ from covey.wire import address
 
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
 GOODBYE_S: Final = 8.0
-FLUSH_S: Final = 0.2
 FIRST_NEWS_S: Final = 0.3
-STUCK_S: Final = 1.0
 CONFIRM_S: Final = 0.1  # between two looks whether the scheduler can be reached again
 TELL_S: Final = 0.5  # shortest time between two words on progress
 TELL_NODES_PER_S: Final = 500  # all workers together

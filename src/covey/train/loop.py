@@ -264,6 +264,7 @@ class Loop:
         self._following = None
         self.step += 1
         self._applied, self._repeats = False, 0
+        self._state.end_step()
         meeting = self._group.meeting
         if meeting is not None:
             if self._collectives is None and meeting.place.generation != self._said_resumed:

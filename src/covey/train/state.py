@@ -65,6 +65,11 @@ class State:
         self._boundary_parts = {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()}
         self._boundary_version = self._version()
 
+    def end_step(self) -> None:
+        """A step is over: until the next one begins, the boundary is what is now."""
+        self._boundary_buffers, self._boundary_parts = {}, {}
+        self._boundary_version = self._version()
+
     @property
     def intact(self) -> bool:
         """Whether the parameters still are those of the boundary."""

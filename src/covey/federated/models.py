@@ -1,0 +1,98 @@
+"""The models a server has: loaded when it starts, made by it at the end of a round, or fetched from the server that made it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from covey.core.federation import Orders
+from covey.errors import PeerError
+from covey.federated import summing
+from covey.federated.model import Floats, Layout, digest
+from covey.federated.part import Part
+from covey.federated.peers import Bytes, Peers
+from covey.federated.store import ModelStore, State
+from covey.federated.strategies import Strategy
+
+
+class Models:
+    """The newest one, and those that devices may have begun with."""
+
+    def __init__(
+        self, layout: Layout, values: Floats, strategy: Strategy, evaluate: summing.Evaluate | None, peers: Peers
+    ) -> None:
+        self.round, self.values, self.digest = 0, values, digest(values)  # of the newest
+        self.metrics: dict[str, float] = {}  # of the newest, where this server made it
+        self._layout = layout
+        self._strategy = strategy
+        self._evaluate = evaluate
+        self._peers = peers
+        self._by_round: dict[int, Floats] = {0: values}
+        self._store: ModelStore | None = None
+        self._state: State = {}  # the strategy's, as it was stored with the newest model
+
+    def open(self, folder: Path, *, name: str, keep: int, sync: bool) -> None:
+        """What an earlier life stored. `keep` of 0 keeps all; else at least those that devices may have begun with."""
+        kept = max(keep, self._strategy.staleness + 1) if keep else 0
+        self._store = ModelStore(folder, self._layout, name=name, keep=kept, sync=sync)
+        if self._store.newest is None:
+            self._store.save(0, self.values, {}, {})
+            return
+        for entry in self._store.entries:
+            values, self._state = self._store.load(entry.round)
+            self._has(entry.round, values, entry.digest)
+
+    def of(self, round_number: int) -> Floats | None:
+        """The model of a round, if devices may still have begun with it."""
+        return self._by_round.get(round_number)
+
+    def give(self, what: str, round_number: int) -> Bytes | None:
+        """What another server may fetch: the newest model, or the strategy's state beside it."""
+        if self.round != round_number:
+            return None
+        return summing.pack_state(self._state) if what == "state" else self._layout.encode(self.values, {})
+
+    async def make(self, me: str, orders: Orders, part: Part, spool: Path) -> bool:
+        """Make the model of this round from everyone's parts; False if it is not wanted any more."""
+        assert self._store is not None
+        total = await summing.gather(me, orders.parts, part, self._peers)
+        if part.round != orders.round or self.round != orders.round - 1:
+            return False
+        state = dict(self._state)
+        if self._strategy.sees_all:
+            mean = await summing.columns(me, orders.parts, part, self._peers, self._strategy, spool, self._layout.size)
+        else:
+            mean = total.mean()
+        made = summing.apply(self._strategy, self.values, mean, state)
+        metrics = summing.metrics(total.numbers)
+        if self._evaluate is not None:
+            metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self._layout, made)
+            if self.round != orders.round - 1:
+                return False
+        found = self._store.save(orders.round, made, state, metrics)
+        self._state, self.metrics = state, metrics
+        self._has(orders.round, made, found)
+        return True
+
+    async def fetch(self, me: str, orders: Orders, latest: Callable[[], Orders | None]) -> bool:
+        """The newest model, from whoever has it; False if nobody else does. Raises `PeerError`."""
+        assert self._store is not None
+        wanted = orders.round - 1
+        if orders.source == me or not orders.source:
+            return False
+        content = await self._peers.fetch(orders.source, "model", wanted)
+        _, values = self._layout.decode(memoryview(content))
+        found, now = digest(values), latest()
+        if now is None or now.round - 1 != wanted or found != now.digest:
+            raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
+        self._state = summing.unpack_state(await self._peers.fetch(orders.source, "state", wanted))
+        self._store.save(wanted, values, self._state, orders.metrics)
+        self._has(wanted, values.copy(), found)
+        return True
+
+    def _has(self, round_number: int, values: Floats, found: str) -> None:
+        self.round, self.values, self.digest = round_number, values, found
+        self._by_round[round_number] = values
+        for old in [number for number in self._by_round if number < round_number - self._strategy.staleness]:
+            del self._by_round[old]

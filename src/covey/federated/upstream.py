@@ -1,0 +1,90 @@
+"""A server's link to its scheduler: kept, called again when it is lost, and given up where a limit says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.federation import ToServer
+from covey.core.messages import Message
+from covey.errors import ExitCode, PeerError
+from covey.node.log import log
+from covey.node.security import Security
+from covey.wire.link import Link, connect
+
+RECONNECT_S: Final = (0.05, 0.5)
+_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
+
+
+class Upstream:
+    """`opened` is called for every new link, `heard` for every message, `end` when there is no use in calling again."""
+
+    def __init__(
+        self,
+        scheduler: tuple[str, int],
+        guard: Security,
+        patience_s: float,
+        *,
+        opened: Callable[[], None],
+        heard: Callable[[Message], None],
+        end: Callable[[int, str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._guard = guard
+        self._patience_s = patience_s  # negative: for ever
+        self._opened = opened
+        self._heard = heard
+        self._end = end
+        self._link: Link | None = None
+        self._lost_at = time.monotonic()
+        self.heard_at = time.monotonic()
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    def send(self, message: Message) -> None:
+        """Nothing while there is no link: what matters is said again when there is."""
+        if self._link is not None:
+            self._link.send(message)
+
+    async def keep(self) -> None:
+        """Call, and call again."""
+        wait = RECONNECT_S[0]
+        host, port = self._scheduler
+        while True:
+            over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            calls = {
+                "on_open": self._on_open,
+                "on_message": self._on_message,
+                "on_close": lambda link, reason, over=over: over.done() or over.set_result(reason),
+            }
+            try:
+                link = await connect(host, port, self._guard.secret, self._guard.client, decoder=_decoder, **calls)
+                reason = await over
+                if link.turned_away:
+                    return self._end(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
+                wait = RECONNECT_S[0] if self._link is not None else wait
+            except PeerError as error:
+                reason = str(error)
+            if self._link is not None:
+                self._link, self._lost_at = None, time.monotonic()
+                log.warning("the scheduler is out of reach (%s); devices are served on", reason)
+            if 0 <= self._patience_s < time.monotonic() - self._lost_at:
+                sentence = f"the scheduler did not come back within {self._patience_s:g} s ({reason})"
+                return self._end(ExitCode.SCHEDULER_LOST, sentence)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, RECONNECT_S[1])
+
+    def _on_open(self, link: Link) -> None:
+        self._link = link
+        self._opened()
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        if link is self._link:
+            self.heard_at = time.monotonic()
+            self._heard(message)

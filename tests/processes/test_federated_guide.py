@@ -1,0 +1,74 @@
+"""docs/federated.md as a reader tries it: its scripts and commands, with smaller numbers and free ports."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.federation import ports
+from tests.processes.harness import free_port, until
+
+GUIDE = (Path(__file__).parents[2] / "docs/federated.md").read_text()
+BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def script(word: str) -> str:
+    """The one script of the guide with this in it."""
+    (found,) = (text for language, text in BLOCKS if language == "python" and word in text)
+    return found
+
+
+def command(start: str, **smaller: object) -> list[str]:
+    """The one command of the guide that starts so, as words after `covey`; each option named gets another value."""
+    lines = [line for language, text in BLOCKS if not language for line in text.splitlines()]
+    (line,) = [line for line in lines if line.startswith(f"covey {start}")]
+    words = shlex.split(line)[1:]
+    for name, value in smaller.items():
+        words[words.index(f"--{name.replace('_', '-')}") + 1] = str(value)
+    return words
+
+
+def test_up_a_device_status_and_stop(shell: Shell) -> None:
+    (shell.folder / "model.py").write_text(script("# model.py"))
+    port = ports(2)
+    words = command("federated up", servers=2, port=port, manage_port=free_port(), threshold=1)
+    more = ["--scheduler-port", str(free_port()), "--set", "fl_iteration_num=3", "--set", "eval_every=2"]
+    up = shell.covey(*words[:-1], *more, words[-1], cwd=shell.folder)
+    up.wait_for("Server started successfully.")
+    snippet = script("from covey.federated import Device")
+    assert "http://10.0.0.1:6668,http://10.0.0.2:6668" in snippet
+    snippet = snippet.replace(
+        "http://10.0.0.1:6668,http://10.0.0.2:6668", f"http://127.0.0.1:{port},http://127.0.0.1:{port + 1}"
+    )
+    trained: list[int] = []
+
+    def train(weights: dict[str, np.ndarray], plan: object) -> dict[str, np.ndarray]:
+        trained.append(len(weights))
+        return {name: value + 1 for name, value in weights.items()}
+
+    exec(snippet, {"train": train})
+    assert trained == [2, 2, 2], "one task per iteration, each with both tensors"
+
+    def over() -> bool:
+        status = shell.ask(*command("federated status"))
+        return status.code == 0 and "kFinish" in status.text()
+
+    until(over, "kFinish in the status", story=shell.tails)
+    assert shell.ask(*command("federated stop")).code == 0
+    assert up.wait() == 0
+    shell.nobody()
+
+
+def test_simulate(shell: Shell) -> None:
+    run = shell.run(["covey", *command("federated simulate", devices=20, rounds=2)], cwd=shell.folder)
+    assert run.code == 0 and (shell.folder / "accuracy.svg").stat().st_size > 0

@@ -1,0 +1,114 @@
+"""Federated clusters that lose a server for good, or while updates of many ages come in."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.federation import SIZE, Federation, update
+from tests.processes.harness import until
+
+from covey.core.federation import Peer, owner
+from covey.federated.accumulator import Accumulator
+from covey.federated.device import Device, Task
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def joined(federation: Federation, name: str, size: int, server: int) -> Task:
+    """A device that talks to one server only, and was admitted."""
+    task = Device(federation.urls()[server], name, data_size=size).join()
+    assert task is not None
+    return task
+
+
+def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(shell: Shell) -> None:
+    federation = Federation(
+        shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=4000, fl_iteration_num=1
+    )
+    members = [Peer("0", 0), Peer("1", 1)]  # devices of which the dead one has nothing to decide
+    first, second = [name for n in range(50) if owner(name := f"device-{n}", members) == "0"][:2]
+    lost, kept = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
+    assert lost.send(update(0, 1))
+    federation.others[0].kill()
+    until(lambda: federation.state() == "NODE_TIMEOUT", "the death to be seen", story=federation.tails)
+    assert kept.send(update(1, 1))
+    alone = Accumulator(SIZE)
+    alone.add(update(1, 1), 2)
+    iteration, weights = kept._device.model(1)
+    assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), alone.mean().astype(np.float32))
+    assert federation.instance()["reason"] == "iteration 1 is done with 1 updates, without the part of server 1"
+    log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
+    assert "given up: round 1 goes without its 1 updates" in log
+
+
+class Buffered:
+    """Devices that send as fast as they can to an asynchronous federation, and remember what was acknowledged."""
+
+    def __init__(self, federation: Federation, devices: int) -> None:
+        self.federation = federation
+        self.acknowledged: set[tuple[int, int]] = set()
+        self.refused = 0  # too old when it was sent again: then only the server knows whether it counts
+        self.wrong: list[str] = []
+        self.over = threading.Event()
+        self._threads = [threading.Thread(target=self._live, args=(n,), daemon=True) for n in range(devices)]
+        for thread in self._threads:
+            thread.start()
+
+    def _live(self, number: int) -> None:
+        try:
+            with self.federation.device(number) as device:
+                for task in device.rounds():
+                    if task.send(update(number, task.iteration)):
+                        self.acknowledged.add((number, task.iteration))
+                    else:
+                        self.refused += 1
+                    if self.over.is_set():
+                        return
+        except Exception as error:  # a thread's own end must reach the test
+            self.wrong.append(repr(error))
+
+    def until_more(self, more: int) -> None:
+        enough = len(self.acknowledged) + more
+        until(lambda: self.wrong or len(self.acknowledged) >= enough, f"{enough} updates", story=self.federation.tails)
+        assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
+
+    def end(self) -> None:
+        self.over.set()
+        for thread in self._threads:
+            thread.join(40)
+            assert not thread.is_alive() and not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
+
+    def counted(self) -> int:
+        """Updates in the models of all iterations, and in the one that is open."""
+        instance = self.federation.instance()
+        done: dict[int, int] = {}
+        for manifest in (self.federation.shell.folder / "state").glob("federated_*/*/server_*/models/manifest.json"):
+            done |= {entry["round"]: int(entry["metrics"].get("updates", 0)) for entry in json.loads(manifest.read_text())}
+        return int(instance["counted"]) + sum(done.get(number, 0) for number in range(1, instance["currentIteration"]))
+
+
+def test_buffered_updates_survive_kills_and_count_once(shell: Shell) -> None:
+    federation = Federation(shell, 3, 6, strategy="FedBuff(100)", fl_iteration_num=100_000, keep_models=0)
+    crowd = Buffered(federation, 8)
+    draw = random.Random(0)
+    for _ in range(3):
+        crowd.until_more(40)
+        draw.choice(federation.some("MS_SERVER")).kill()
+    crowd.until_more(40)
+    crowd.end()
+    until(lambda: federation.state() == "CLUSTER_READY", "every server back", story=federation.tails)
+    until(lambda: crowd.counted() >= len(crowd.acknowledged), "all that was acknowledged", story=federation.tails)
+    assert crowd.counted() <= len(crowd.acknowledged) + crowd.refused, "an update counted twice"
+    federation.up.signal(signal.SIGTERM)
+    assert federation.up.wait() == 0
