@@ -123,11 +123,11 @@ def _listen(plan: RunPlan) -> Sockets | None:
     try:
         cluster = address.listen(host, plan.master_port, "--master")
     except address.NotLocal:
-        if plan.alone:
+        if plan.alone and not plan.or_join:
             raise
         return None
     except UsageError as error:
-        if error.exit_code is ExitCode.PORT_IN_USE and not plan.alone:
+        if error.exit_code is ExitCode.PORT_IN_USE and (plan.or_join or not plan.alone):
             return None  # another agent on this host was first; if it is not covey that answers, joining will say so
         raise
     return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
