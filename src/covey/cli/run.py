@@ -197,6 +197,7 @@ def _agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
         world=plan.world,
         slots=plan.local,
         servers=servers,
+        max_restarts=plan.max_restarts if plan.or_join else -1,  # the scheduler may be one that was never told
         first_rank=plan.first_rank if not plan.alone else 0,
         module=plan.module,
         python=plan.python,

@@ -163,6 +163,7 @@ class Agent(msgspec.Struct):
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     servers: int = 0
+    max_restarts: int = -1  # what it allows, where it says so itself
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -206,6 +207,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     meet_port: int
     logs: str
     servers: int = 0
+    max_restarts: int = -1
 
     @classmethod
     def of(cls, agent: Agent) -> AgentRecord:

@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -79,17 +80,17 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
     )
 
 
-def bind(settings: Settings, *, manage_given: bool) -> Sockets:
-    """Listen at MS_SCHED_HOST and MS_SCHED_PORT, and at the REST port on loopback and on the same host."""
+def bind(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> Sockets:
+    """Listen at the scheduler's host and port, and at the REST port on loopback and on the same host. `what` says which."""
     host = address.bare(settings.sched_host)
     try:
-        cluster = address.listen(host, settings.sched_port, "MS_SCHED_HOST")
+        cluster = address.listen(host, settings.sched_port, what)
     except address.NotLocal:
         if address.family(host) is not None:
             raise
         log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
         host = "0.0.0.0"
-        cluster = address.listen(host, settings.sched_port, "MS_SCHED_HOST")
+        cluster = address.listen(host, settings.sched_port, what)
     return Sockets(cluster, bind_manage(settings.manage_port, host, strict=manage_given))
 
 
@@ -158,7 +159,8 @@ async def _run(
     scheduler: Scheduler, sockets: Sockets, settings: Settings, guard: security.Security, *, comes_back: bool
 ) -> End:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    for number in signals:  # elsewhere they belong to the program that runs this in a thread
         loop.add_signal_handler(number, on_signal, scheduler, number, comes_back)
     token = settings.token or secrets.token_urlsafe(24)
     serving = loop.create_task(scheduler.run(sockets.cluster))

@@ -15,6 +15,7 @@ from covey.settings import HOST, NODES_MAX, Loaded, Settings, load, shown
 from covey.wire import address
 
 LOOPBACK = "127.0.0.1"
+GIVEN = "MS_SCHED_HOST"
 SAYS_HOST = ("MASTER_ADDR", "POD_IP")  # who says where the manager is, the first one first
 
 Given = ParamSpec("Given")
@@ -84,11 +85,15 @@ def loaded() -> Loaded:
 
 
 class Place(NamedTuple):
-    """Where the job's scheduler is; `given`: MS_SCHED_HOST and MS_SCHED_PORT say so, and somebody else starts it there."""
+    """Where the job's scheduler is, and who said so. With MS_SCHED_HOST and MS_SCHED_PORT somebody else starts it there."""
 
     host: str
     port: int
-    given: bool
+    said_by: str
+
+    @property
+    def given(self) -> bool:
+        return self.said_by == GIVEN
 
     @property
     def name(self) -> str:
@@ -98,16 +103,16 @@ class Place(NamedTuple):
 def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> Place:
     """Where manager and agents meet. `endpoint` is a host that a launcher was told, which may be no more than "here"."""
     if settings.sched_host and settings.sched_port:
-        return Place(address.bare(settings.sched_host), settings.sched_port, given=True)
+        return Place(address.bare(settings.sched_host), settings.sched_port, GIVEN)
     if endpoint and not address.is_loopback(endpoint):
-        return Place(endpoint, settings.taskd_port, given=False)
+        return Place(endpoint, settings.taskd_port, "--rdzv-endpoint")
     for variable in SAYS_HOST:
         if value := environ.get(variable):
             try:
-                return Place(HOST.read(value), settings.taskd_port, given=False)
+                return Place(HOST.read(value), settings.taskd_port, variable)
             except ValueError:
                 raise UsageError(f"{variable}={shown(value)} is not allowed: {HOST.allowed}") from None
-    return Place(LOOPBACK, settings.taskd_port, given=False)
+    return Place(LOOPBACK, settings.taskd_port, "default")
 
 
 def at(settings: Settings, where: Place) -> Settings:

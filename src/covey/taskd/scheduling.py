@@ -25,7 +25,7 @@ from covey.node.serve import Kept, Sockets, bind, serve
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.store import registry
 from covey.taskd.config import Place, answers, at, clusters, count, judge, loaded, place, switch, text
-from covey.wire.link import connect
+from covey.wire.link import NobodyListens, connect
 
 FOLDER_VARIABLE: Final = "TASKD_LOG_PATH"
 FOLDER: Final = "./taskd_log"
@@ -65,15 +65,26 @@ def start_taskd_manager() -> None:
     settings = wanted.settings
     where = place(settings, os.environ)
     configure(settings, "scheduler")
+    while True:
+        sockets, why = _bind(wanted, where)
+        if sockets is not None:
+            return _decide(wanted, where, sockets)
+        if asyncio.run(_watch(where, settings, why)):
+            return None
+        log.warning("the manager at %s is gone: this one goes on in its place, from its journal", where.name)
+
+
+def _bind(wanted: Loaded, where: Place) -> tuple[Sockets | None, str]:
+    """The manager's sockets; or none, and why another decides."""
     if where.given:
-        return asyncio.run(_watch(where, settings, "MS_SCHED_HOST and MS_SCHED_PORT say that it is there"))
+        return None, "MS_SCHED_HOST and MS_SCHED_PORT say that it is there"
     try:
-        sockets = bind(at(settings, where), manage_given=wanted.origins["manage_port"] != "default")
+        manage_given = wanted.origins["manage_port"] != "default"
+        return bind(at(wanted.settings, where), manage_given=manage_given, what=where.said_by), ""
     except UsageError as error:
         if error.exit_code != ExitCode.PORT_IN_USE:
             raise
-        return asyncio.run(_watch(where, settings, str(error)))
-    return _decide(wanted, where, sockets)
+        return None, f"{error}, with COVEY_TASKD_PORT"
 
 
 def settle(config: dict[str, Any]) -> Loaded:
@@ -97,10 +108,14 @@ def settle(config: dict[str, Any]) -> Loaded:
     return load(os.environ, flags=flags)
 
 
+def _folder(settings: Settings) -> Path:
+    """Where the journal of this job lies."""
+    return Path(settings.recovery_path or Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) / settings.job)
+
+
 def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
     settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)  # raw workers may come back too
-    folder = settings.recovery_path or str(Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) / settings.job)
-    kept = Kept(sockets=([], []), journal=folder, max_restarts=RESTARTS_MAX)
+    kept = Kept(sockets=([], []), journal=str(_folder(settings)), max_restarts=RESTARTS_MAX)
     code = serve(Loaded(settings, wanted.origins), sockets=sockets, kept=kept)
     if code:
         raise CoveyError(f"the job {settings.job} ended with code {code}", code)
@@ -109,25 +124,35 @@ def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
 # -- watching another scheduler --------------------------------------------------------------------------------------
 
 
-async def _watch(where: Place, settings: Settings, why: str) -> None:
-    """Stay until the job has ended, as a manager does; a scheduler that is away may come back."""
+async def _watch(where: Place, settings: Settings, why: str) -> bool:
+    """Stay until the job has ended, as a manager does. False: the manager there is gone, and left us its journal and port."""
     loop = asyncio.get_running_loop()
     door = _door(where, settings)
-    heard: ClusterView | None = None
-    patience = settings.topo_timeout_s if settings.topo_timeout_s > 0 else float("inf")
-    limit = loop.time() + (patience if where.given else 0)
+    heard = False
+    limit = loop.time() + (_patience(settings.topo_timeout_s) if where.given else 0)
     while True:
         try:
-            view = await _follow(door, first=heard is None)
+            view = await _follow(door, first=not heard)
         except PeerError as error:
+            if heard and isinstance(error, NobodyListens) and not where.given and _journal_is_left(settings):
+                return False
             if loop.time() > limit:
                 raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
         else:
-            heard = view
-            limit = loop.time() + settings.node_timeout_s
+            heard = True
+            limit = loop.time() + _patience(settings.node_timeout_s)
             if view.phase is Phase.ENDED:
-                return _judge_end(view)
+                _judge_end(view)
+                return True
         await asyncio.sleep(AGAIN_S)
+
+
+def _patience(seconds: float) -> float:
+    return seconds if seconds > 0 else float("inf")
+
+
+def _journal_is_left(settings: Settings) -> bool:
+    return (_folder(settings) / "scheduler.journal").exists()
 
 
 def _door(where: Place, settings: Settings) -> Door:
