@@ -69,6 +69,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
+        if plan.or_join and sockets is None:
+            settings = msgspec.structs.replace(settings, recovery=True)
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
@@ -154,6 +156,8 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     if secret:
         environ["COVEY_SECRET"] = secret
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
+    if plan.or_join and sockets is None:  # it may be started again by whoever started it: nobody gives it up
+        environ |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": plan.log_dir or "."}
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
     return Door(host, port, secret, context=guard.client), environ, guard

@@ -374,7 +374,7 @@ class Machine(Lifecycle):
         if isinstance(speaker, Member):
             if not speaker.agent:
                 self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
-        elif settings.recovery and settings.judges_silence and self.cluster.phase is not Phase.FORMING:
+        elif settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
             speaker.beat_at = self._now
             self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
         else:

@@ -54,6 +54,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     worker_num: int
     server_num: int = 0
     recovery: bool = False
+    agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     beats: bool = True
@@ -69,6 +70,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     @property
     def judges_silence(self) -> bool:
         return self.beats and self.node_timeout_s >= 0
+
+    @property
+    def waits_for_agents(self) -> bool:
+        return self.recovery and self.agents_return and self.judges_silence
 
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""

@@ -43,6 +43,7 @@ class Kept(msgspec.Struct, frozen=True):
     journal: str  # the folder from which a restarted one goes on
     log_dir: str = ""
     max_restarts: int = 0
+    agents_return: bool = True
 
 
 class Sockets(msgspec.Struct, frozen=True):
@@ -61,12 +62,13 @@ class Sockets(msgspec.Struct, frozen=True):
         return int(self.manage[0].getsockname()[1]) if self.manage else 0
 
 
-def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettings:
+def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:
     """What the core needs of the effective settings."""
     return ClusterSettings(
         worker_num=settings.worker_num,
         server_num=settings.server_num,
         recovery=settings.recovery,
+        agents_return=agents_return,
         topo_timeout_s=settings.topo_timeout_s,
         node_timeout_s=settings.node_timeout_s,
         beats=not settings.disable_heartbeat,
@@ -124,6 +126,7 @@ def serve(loaded: Loaded, *, sockets: Sockets | None = None, kept: Kept | None =
     job = settings.job or str(Path(sys.argv[0]).resolve())
     folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
     journal = _journal(settings, folder, job)
+    agents_return = kept is None or kept.agents_return
     place = Place(
         address=sockets.address,
         host=socket.gethostname(),
@@ -133,7 +136,7 @@ def serve(loaded: Loaded, *, sockets: Sockets | None = None, kept: Kept | None =
         job=job,
     )
     scheduler = Scheduler(
-        cluster_settings(settings, kept.max_restarts if kept is not None else 0),
+        cluster_settings(settings, kept.max_restarts if kept is not None else 0, agents_return=agents_return),
         place,
         cluster_id=uuid.uuid4().hex[:12],
         secret=guard.secret,

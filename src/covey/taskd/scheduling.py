@@ -114,8 +114,14 @@ def _folder(settings: Settings) -> Path:
 
 
 def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
-    settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)  # raw workers may come back too
-    kept = Kept(sockets=([], []), journal=str(_folder(settings)), max_restarts=RESTARTS_MAX)
+    # Workers that torchrun itself starts again may come back; an agent may only where MS_ENABLE_RECOVERY says so.
+    settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)
+    kept = Kept(
+        sockets=([], []),
+        journal=str(_folder(settings)),
+        max_restarts=RESTARTS_MAX,
+        agents_return=wanted.settings.recovery,
+    )
     code = serve(Loaded(settings, wanted.origins), sockets=sockets, kept=kept)
     if code:
         raise CoveyError(f"the job {settings.job} ended with code {code}", code)
