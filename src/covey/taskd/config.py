@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
 import msgspec
@@ -113,6 +114,15 @@ def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") ->
             except ValueError:
                 raise UsageError(f"{variable}={shown(value)} is not allowed: {HOST.allowed}") from None
     return Place(LOOPBACK, settings.taskd_port, "default")
+
+
+def log_folder(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("TASKD_LOG_PATH") or "taskd_log")
+
+
+def journal_folder(settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Where the manager's journal of this job lies."""
+    return Path(settings.recovery_path) if settings.recovery_path else log_folder(environ) / settings.job
 
 
 def at(settings: Settings, where: Place) -> Settings:

@@ -24,9 +24,8 @@ from covey.errors import CoveyError
 from covey.node.log import log
 from covey.node.worker import INCARNATION_VARIABLE
 from covey.settings import load
-from covey.taskd.config import place, speak
+from covey.taskd.config import journal_folder, log_folder, place, speak
 from covey.taskd.parts import attach
-from covey.taskd.scheduling import FOLDER, FOLDER_VARIABLE
 from covey.wire import address
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
@@ -91,7 +90,8 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
     settings = load(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
     where = place(settings, environ, address.bare(endpoint))
-    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", config.min_nodes, "--master", where.name, "--or-join"]
+    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", config.min_nodes, "--master", where.name]
+    words += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
         words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
     words += ["--max-restarts", config.max_restarts or RESTARTS_MAX, "--role", config.role, "--no-live"]
@@ -108,7 +108,7 @@ def _logs(specs: Any, environ: Mapping[str, str]) -> list[Any]:
     """Where output goes. Without a word on it torchrun shows all ranks, so that is what happens."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # what torch makes where no folder was given
-    words: list[Any] = ["--log-dir", environ.get(FOLDER_VARIABLE) or FOLDER if temporary or not own else own]
+    words: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]
     said = {"--tee": _streams(specs._tee), "--redirects": _streams(specs._redirects)}
     for option, streams in said.items():
         words += [option, streams] if streams else []

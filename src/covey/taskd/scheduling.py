@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -24,11 +23,10 @@ from covey.node.runtime import Door
 from covey.node.serve import Kept, Sockets, bind, serve
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.store import registry
-from covey.taskd.config import Place, answers, at, clusters, count, judge, loaded, place, switch, text
+from covey.store.journal import has_journal
+from covey.taskd.config import Place, answers, at, clusters, count, journal_folder, judge, loaded, place, switch, text
 from covey.wire.link import NobodyListens, connect
 
-FOLDER_VARIABLE: Final = "TASKD_LOG_PATH"
-FOLDER: Final = "./taskd_log"
 CALL: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
 AGAIN_S: Final = 0.5  # between two calls to a scheduler that does not answer
 
@@ -108,17 +106,12 @@ def settle(config: dict[str, Any]) -> Loaded:
     return load(os.environ, flags=flags)
 
 
-def _folder(settings: Settings) -> Path:
-    """Where the journal of this job lies."""
-    return Path(settings.recovery_path or Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) / settings.job)
-
-
 def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
     # Workers that torchrun itself starts again may come back; an agent may only where MS_ENABLE_RECOVERY says so.
     settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)
     kept = Kept(
         sockets=([], []),
-        journal=str(_folder(settings)),
+        journal=str(journal_folder(settings, os.environ)),
         max_restarts=RESTARTS_MAX,
         agents_return=wanted.settings.recovery,
     )
@@ -140,7 +133,8 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
         try:
             view = await _follow(door, first=not heard)
         except PeerError as error:
-            if heard and isinstance(error, NobodyListens) and not where.given and _journal_is_left(settings):
+            left = has_journal(journal_folder(settings, os.environ), settings.job)
+            if heard and isinstance(error, NobodyListens) and not where.given and left:
                 return False
             if loop.time() > limit:
                 raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
@@ -155,10 +149,6 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
 
 def _patience(seconds: float) -> float:
     return seconds if seconds > 0 else float("inf")
-
-
-def _journal_is_left(settings: Settings) -> bool:
-    return (_folder(settings) / "scheduler.journal").exists()
 
 
 def _door(where: Place, settings: Settings) -> Door:
