@@ -224,6 +224,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     )
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
+    worker_max: Annotated[int, Var("COVEY_WORKER_MAX", COUNT_OR_NONE, "how many workers may come in all; 0: MS_WORKER_NUM")] = 0
+    last_call_s: Annotated[float, Var("COVEY_LAST_CALL", GRACE, "seconds for more than MS_WORKER_NUM to come at first")] = 3.0
+    shrink_after_s: Annotated[
+        float, Var("COVEY_SHRINK_AFTER", GRACE, "seconds a lost host is waited for before the world shrinks")
+    ] = 30.0
     keep_bytes: Annotated[int, Var("COVEY_KEEP_BYTES", BYTES, "results of collectives kept for a replacement, per rank")] = (
         256 * 1024 * 1024
     )
@@ -354,6 +359,8 @@ def _agree(loaded: Loaded) -> None:
         )
     if not settings.log_to_stderr and not settings.log_dir:
         raise UsageError("GLOG_logtostderr=0 sends the log to files, but no folder is given: set GLOG_log_dir.")
+    if 0 < settings.worker_max < settings.worker_num:
+        raise UsageError(f"{loaded.said('worker_max')} is below {loaded.said('worker_num')}: it is the most that may come.")
     families = [_family(text) for text in (settings.worker_ip, settings.sched_host) if text]
     if families == [4, 6] or families == [6, 4]:
         raise UsageError(

@@ -112,7 +112,8 @@ def start(shell: Shell, *options: str, **env: str) -> Process:
     """Begin the training."""
     (shell.folder / "marks").mkdir(exist_ok=True)
     shell.script(SCRIPT, "train.py")
-    words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
+    sized = "-n" in options or "--nnodes" in options
+    words = ["run", *(options if sized else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
     return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
 
 

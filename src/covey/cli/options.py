@@ -203,7 +203,7 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "torchrun's spellings": [
         Option("--nproc-per-node", "N|auto|cpu|gpu", "per_host", "workers on each host", PER_HOST),
-        Option("--nnodes", "N|MIN:MAX", "nnodes", "hosts (default 1); a range forms with MIN", HOSTS),
+        Option("--nnodes", "N|MIN:MAX", "nnodes", "hosts (default 1); with a range, more may come later", HOSTS),
         Option("--standalone", "", "standalone", "this host alone, whatever else is said"),
         Option("--rdzv-endpoint", "HOST:PORT", "master", "the same as --master", ENDPOINT),
         Option("--rdzv-id", "NAME", "job", "the job's name"),

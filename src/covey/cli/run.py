@@ -154,6 +154,7 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     if secret:
         environ["COVEY_SECRET"] = secret
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
+    environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
     return Door(host, port, secret, context=guard.client), environ, guard
@@ -184,6 +185,7 @@ def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[st
         "MS_ROLE": "MS_SCHED",
         "MS_SCHED_HOST": address.bare(plan.master_host),
         "MS_WORKER_NUM": str(plan.world),
+        "COVEY_WORKER_MAX": environ["COVEY_WORKER_MAX"],
         "MS_NODE_ID": "sched",
         "MS_ENABLE_RECOVERY": "0",
         "COVEY_GRACE": f"{plan.grace_s:g}",

@@ -76,6 +76,9 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
         extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,
         copies=settings.ps_copies,
+        worker_max=settings.worker_max,
+        last_call_s=settings.last_call_s,
+        shrink_after_s=settings.shrink_after_s,
     )
 
 
