@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.elastic import LONG_S, check, start
+from tests.processes.elastic import LONG_S, SCRIPT, check, start
 from tests.processes.harness import Process
 from tests.processes.healing import reached, release
 
@@ -97,3 +97,46 @@ def test_nobody_comes_in_time(shell: Shell) -> None:
     assert stays.wait(LONG_S) == 0, shell.tails()
     assert [end["world"] for end in check(shell)] == [1]
     assert "no host came for worker:1, worker:2 within 0.5 s" in shell.log("scheduler")
+
+
+def test_workers_started_by_hand_come_go_and_come_back(shell: Shell) -> None:
+    """Two form; one comes; rank 0 is killed, the world shrinks, and it comes back."""
+    come, die, back = "0:3:forward:hold", "1:6:forward:hold", "1:8:forward:hold"
+    shell.default, marks = shell.script(SCRIPT, "train.py"), shell.folder / "marks"
+    marks.mkdir()
+    shell.env |= {"COVEY_STRATEGY": LADDER, "COVEY_WORKER_MAX": 3, "COVEY_LAST_CALL": 0, "FAULTS": f"{come} {die} {back}"}
+    shell.scheduler()
+    first, *others = [shell.worker(node_id, args=[marks], STEPS="16") for node_id in (0, 1)]
+    reached(shell, come)
+    others.append(shell.worker("seven", args=[marks], STEPS="16"))
+    shell.until(lambda view: "grows from 2 to 3" in view.reason, "the third")
+    release(shell, come)
+    reached(shell, die)
+    first.kill()
+    release(shell, die)
+    reached(shell, back)
+    others.append(shell.worker(0, args=[marks], STEPS="16"))
+    shell.until(lambda view: "grows from 2 to 3" in view.reason, "the first again")
+    release(shell, back)
+    assert [worker.wait(LONG_S) for worker in others] == [0, 0, 0], shell.tails()
+    assert [end["world"] for end in check(shell, world=2)] == [3, 3, 3]
+
+
+def test_a_lost_host_is_waited_for_where_recovery_is_on(shell: Shell) -> None:
+    """The scheduler is elsewhere, as in a pod of its own; one of two hosts is lost, and its pod starts again."""
+    lost = "2:3:reduction:hold"
+    shell.env |= {"MS_ENABLE_RECOVERY": 1, "MS_RECOVERY_PATH": str(shell.folder / "journal"), "MS_NODE_TIMEOUT": 6}
+    shell.workers = 4
+    scheduler = shell.scheduler(COVEY_STRATEGY="retry,recover-in-place,recover,exit", COVEY_EXTRA_RANKS=0)
+
+    def pod(rank: int) -> Process:
+        words = ("-n", "4", "--local", "2", "--node-rank", str(rank))
+        return host(shell, f"pod-{rank}", *words, MS_ROLE="MS_WORKER", MS_NODE_TIMEOUT="6", FAULTS=lost, STEPS="16")
+
+    stays, goes = pod(0), pod(1)
+    reached(shell, lost)
+    goes.kill()
+    back = pod(1)
+    assert [run.wait(LONG_S) for run in (stays, back, scheduler)] == [0, 0, 0], shell.tails()
+    assert [end["world"] for end in check(shell, world=4)] == [4] * 4
+    assert "worker:2, worker:3 started again on" in scheduler.text()
