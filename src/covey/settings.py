@@ -1,6 +1,7 @@
 """Every setting: its variable, what is allowed, its default and its meaning, in one table (`Settings`).
 
-Settings come in layers, each over the one before: defaults, a TOML or JSON file, the environment, options of a command.
+Settings come in layers, each over the one before: defaults, a TOML or JSON file, TaskD's variables (`core/taskd.py`), the
+environment, options of a command.
 `load` lays them together and remembers where each value came from. Only the value that wins is read, so a good option
 mends a bad variable. An empty variable counts as one that is not set.
 """
@@ -23,6 +24,8 @@ from covey.core.messages import NODE_ID_MAX
 from covey.core.model import Role
 from covey.core.recovery import Strategy, ladder
 from covey.core.serving import MESSAGE_MAX, parse_mode
+from covey.core.taskd import PORT as TASKD_PORT
+from covey.core.taskd import wishes
 from covey.errors import UsageError
 
 Scalar = str | int | float | bool
@@ -33,6 +36,7 @@ FILE_BYTES_MAX = 1_000_000
 SHOWN_MAX = 80
 DNS_NAME_MAX = 253
 PASSPHRASE_MAX = 1000
+STRATEGY = "retry,recover-in-place,recover,dump,exit"
 
 ROLES: dict[str, Role] = {
     "MS_SCHED": Role.SCHEDULER,
@@ -167,6 +171,7 @@ COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX}
 BYTES = Kind(whole(0, 2**40), "a whole number of bytes, 0 or more, is")
 NODE_RANK = Kind(whole(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is")
 SWITCH = Kind(one_of({"0": False, "1": True}), "0 (off) or 1 (on) is")
+ON_OFF = Kind(one_of({"on": "on", "off": "off"}), "on or off is")
 ONE_OR_NOT = Kind(lambda text: text.strip() == "1", "1 (yes) or anything else (no) is")
 MODE = Kind(consistency, "sync, async or bounded:K (K steps) is")
 COPIES = Kind(whole(0, 1), "0 or 1 is")
@@ -220,7 +225,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host_id: Annotated[str, Var("COVEY_HOST_ID", NAME, "the host's identity, where the found one is not right")] = ""
     grace_s: Annotated[float, Var("COVEY_GRACE", GRACE, "seconds a process has to end before it is killed")] = 10.0
     strategy: Annotated[str, Var("COVEY_STRATEGY", LADDER, "what may be done after a failure, of the ladder's rungs")] = (
-        "retry,recover-in-place,recover,dump,exit"
+        STRATEGY
     )
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
@@ -240,6 +245,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tls_server_password: Annotated[str, Var("COVEY_TLS_SERVER_PASSWORD", PASSPHRASE, "of the server's p12", secret=True)] = ""
     tls_client_password: Annotated[str, Var("COVEY_TLS_CLIENT_PASSWORD", PASSPHRASE, "of the client's p12", secret=True)] = ""
     job: Annotated[str, Var("COVEY_JOB", NAME, "the job's name: a journal of another job is refused")] = ""
+    taskd: Annotated[str, Var("TASKD_PROCESS_ENABLE", ON_OFF, "off: TaskD's calls and its line in torchrun do nothing")] = "on"
+    taskd_port: Annotated[int, Var("COVEY_TASKD_PORT", PORT, "where TaskD's manager listens")] = TASKD_PORT
 
 
 TABLE: dict[str, Var] = {
@@ -279,10 +286,13 @@ def load(
     flags: Mapping[str, Given] = MappingProxyType({}),
     file: Path | None = None,
 ) -> Loaded:
-    """Defaults < file < environment < flags. What is not allowed, alone or beside another, is a UsageError."""
+    """Defaults < file < TaskD's variables < environment < flags. What is not allowed, alone or together, is a UsageError."""
+    own = {field: Given(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
+    own |= flags
     given = _from_file(file) if file is not None else {}
-    given |= {field: Given(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
-    given |= flags
+    wished = wishes(environ, without=own, default=STRATEGY)
+    given |= {field: Given(wish.value, wish.origin) for field, wish in wished.items()}
+    given |= own
     values = {field: read(TABLE[field], one) for field, one in given.items()}
     origins = {field: given[field].flag if field in given else "default" for field in TABLE}
     loaded = Loaded(Settings(**values), origins)

@@ -69,6 +69,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
+        if plan.or_join and sockets is None:
+            settings = msgspec.structs.replace(settings, recovery=True)
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
@@ -123,11 +125,11 @@ def _listen(plan: RunPlan) -> Sockets | None:
     try:
         cluster = address.listen(host, plan.master_port, "--master")
     except address.NotLocal:
-        if plan.alone:
+        if plan.alone and not plan.or_join:
             raise
         return None
     except UsageError as error:
-        if error.exit_code is ExitCode.PORT_IN_USE and not plan.alone:
+        if error.exit_code is ExitCode.PORT_IN_USE and (plan.or_join or not plan.alone):
             return None  # another agent on this host was first; if it is not covey that answers, joining will say so
         raise
     return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
@@ -155,6 +157,8 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
         environ["COVEY_SECRET"] = secret
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
+    if plan.or_join and sockets is None:  # it may be started again by whoever started it: nobody gives it up
+        environ |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": plan.log_dir or "."}
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
     return Door(host, port, secret, context=guard.client), environ, guard
@@ -199,6 +203,7 @@ def _agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
         world=plan.world,
         slots=plan.local,
         servers=servers,
+        max_restarts=plan.max_restarts if plan.or_join else -1,  # the scheduler may be one that was never told
         first_rank=plan.first_rank if not plan.alone else 0,
         module=plan.module,
         python=plan.python,

@@ -196,7 +196,7 @@ class Machine(Watch):
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers)
+            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts)
             agent = Agent(wish.agent, wish.life, wish.host, *held)
             self.cluster.agents[agent.id] = agent
             if self.cluster.phase is Phase.FORMING:
@@ -393,7 +393,7 @@ class Machine(Watch):
         if isinstance(speaker, Member):
             if not speaker.agent:
                 self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
-        elif settings.recovery and settings.judges_silence and self.cluster.phase is not Phase.FORMING:
+        elif settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
             speaker.beat_at = self._now
             self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
         else:

@@ -57,6 +57,7 @@ class RegisterAgent(Message, frozen=True):
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
 
 
 class Beat(Message, frozen=True):

@@ -54,6 +54,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     worker_num: int
     server_num: int = 0
     recovery: bool = False
+    agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     beats: bool = True
@@ -77,6 +78,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     @property
     def judges_silence(self) -> bool:
         return self.beats and self.node_timeout_s >= 0
+
+    @property
+    def waits_for_agents(self) -> bool:
+        return self.recovery and self.agents_return and self.judges_silence
 
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
@@ -171,6 +176,7 @@ class Agent(msgspec.Struct):
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     servers: int = 0
+    max_restarts: int = -1  # what it allows, where it says so itself
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -214,6 +220,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     meet_port: int
     logs: str
     servers: int = 0
+    max_restarts: int = -1
 
     @classmethod
     def of(cls, agent: Agent) -> AgentRecord:

@@ -76,10 +76,16 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
-    if settings.max_restarts > cluster.restarts and all(m.agent in cluster.agents for m in workers):
+    limit = min(allowed(agent, settings.max_restarts) for agent in cluster.agents.values())
+    if limit > cluster.restarts and all(m.agent in cluster.agents for m in workers):
         count = cluster.restarts + 1
-        return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
-    return After.END, "no restart is left" if settings.max_restarts else "no restarts were asked for (--max-restarts)"
+        return After.RESTART_ALL, f"restart {count} of {limit}: all workers start anew"
+    return After.END, "no restart is left" if limit else "no restarts were asked for (--max-restarts)"
+
+
+def allowed(agent: Agent | None, limit: int) -> int:
+    """How many restarts there may be, where a host may have said less."""
+    return min(limit, agent.max_restarts) if agent is not None and agent.max_restarts >= 0 else limit
 
 
 def _without_copy(cluster: Cluster, dead: Member) -> tuple[After, str]:
@@ -106,17 +112,18 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.leaving
     spent = sum(m.restarts - m.handovers for m in cluster.children(dead.agent))
-    if Strategy.IN_PLACE in settings.strategies and here and spent < settings.replacements_max:
+    limit = allowed(agent, settings.replacements_max)
+    if Strategy.IN_PLACE in settings.strategies and here and spent < limit:
         return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
     other = refuge(cluster, dead)
     if Strategy.RECOVER in settings.strategies and other is not None:
         return After.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
-    if here and spent >= settings.replacements_max:
-        return After.END, f"{settings.replacements_max} replacements on {dead.host.name} are used up (--max-restarts)"
+    if here and spent >= limit:
+        return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
     nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
     if agent is None and (settings.recovery or waits_to_shrink(settings)):
-        limit = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_to_shrink(settings) else ""
-        return After.WAIT, f"{nobody}: waiting for one to come{limit}"
+        until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_to_shrink(settings) else ""
+        return After.WAIT, f"{nobody}: waiting for one to come{until}"
     return After.END, nobody
 
 

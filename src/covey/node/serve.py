@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Kept(msgspec.Struct, frozen=True):
     journal: str  # the folder from which a restarted one goes on
     log_dir: str = ""
     max_restarts: int = 0
+    agents_return: bool = True
 
 
 class Sockets(msgspec.Struct, frozen=True):
@@ -60,12 +62,13 @@ class Sockets(msgspec.Struct, frozen=True):
         return int(self.manage[0].getsockname()[1]) if self.manage else 0
 
 
-def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettings:
+def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:
     """What the core needs of the effective settings."""
     return ClusterSettings(
         worker_num=settings.worker_num,
         server_num=settings.server_num,
         recovery=settings.recovery,
+        agents_return=agents_return,
         topo_timeout_s=settings.topo_timeout_s,
         node_timeout_s=settings.node_timeout_s,
         beats=not settings.disable_heartbeat,
@@ -82,17 +85,17 @@ def cluster_settings(settings: Settings, max_restarts: int = 0) -> ClusterSettin
     )
 
 
-def bind(settings: Settings, *, manage_given: bool) -> Sockets:
-    """Listen at MS_SCHED_HOST and MS_SCHED_PORT, and at the REST port on loopback and on the same host."""
+def bind(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> Sockets:
+    """Listen at the scheduler's host and port, and at the REST port on loopback and on the same host. `what` says which."""
     host = address.bare(settings.sched_host)
     try:
-        cluster = address.listen(host, settings.sched_port, "MS_SCHED_HOST")
+        cluster = address.listen(host, settings.sched_port, what)
     except address.NotLocal:
         if address.family(host) is not None:
             raise
         log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
         host = "0.0.0.0"
-        cluster = address.listen(host, settings.sched_port, "MS_SCHED_HOST")
+        cluster = address.listen(host, settings.sched_port, what)
     return Sockets(cluster, bind_manage(settings.manage_port, host, strict=manage_given))
 
 
@@ -126,6 +129,7 @@ def serve(loaded: Loaded, *, sockets: Sockets | None = None, kept: Kept | None =
     job = settings.job or str(Path(sys.argv[0]).resolve())
     folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
     journal = _journal(settings, folder, job)
+    agents_return = kept is None or kept.agents_return
     place = Place(
         address=sockets.address,
         host=socket.gethostname(),
@@ -135,7 +139,7 @@ def serve(loaded: Loaded, *, sockets: Sockets | None = None, kept: Kept | None =
         job=job,
     )
     scheduler = Scheduler(
-        cluster_settings(settings, kept.max_restarts if kept is not None else 0),
+        cluster_settings(settings, kept.max_restarts if kept is not None else 0, agents_return=agents_return),
         place,
         cluster_id=uuid.uuid4().hex[:12],
         secret=guard.secret,
@@ -161,7 +165,8 @@ async def _run(
     scheduler: Scheduler, sockets: Sockets, settings: Settings, guard: security.Security, *, comes_back: bool
 ) -> End:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    for number in signals:  # elsewhere they belong to the program that runs this in a thread
         loop.add_signal_handler(number, on_signal, scheduler, number, comes_back)
     token = settings.token or secrets.token_urlsafe(24)
     serving = loop.create_task(scheduler.run(sockets.cluster))

@@ -107,7 +107,7 @@ def holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             at = connection.laddr
             if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
+                command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split())[:80]
                 return f" by {command} (process {connection.pid})"
     return ""
 
