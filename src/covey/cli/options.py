@@ -181,6 +181,7 @@ OPTIONS: dict[str, list[Option]] = {
         ),
         Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
         Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),
+        Option("--standbys", "N", "standbys", "schedulers that stand by to take over from the one that leads (default 0)"),
         Option("--recovery-path", "DIR", "recovery_path", "keep a journal there, so that the scheduler can come back"),
         Option("--log-dir", "DIR", "logs", "folder of scheduler.log and worker_<rank>.log (default: this one)", PATH),
         Option("--grace", "SECONDS", "grace_s", "time to end before being killed (default 10)"),

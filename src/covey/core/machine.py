@@ -97,6 +97,10 @@ class Machine(Watch):
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
+    def heard_by(self) -> list[int]:
+        """The links of all who are told what becomes of the cluster."""
+        return list(self._speakers)
+
     def _register(self, link: int, wish: Register) -> None:
         answer = answer_node(self.cluster, wish)
         who = f"{wish.role}:{wish.node_id or wish.life}"
