@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 WAITING_S: Final = 10.0  # an update for its verdict
 WAITING_BYTES: Final = 512 * 2**20
+UNKNOWN: Final = "whether this update was counted is not known yet: try again"
 
 Key = tuple[int, str]
 
@@ -167,7 +168,10 @@ class Intake:
             return self._answer(key, Code.SYSTEM_ERROR, "this server's part was given up: send it again", RETRY_MS)
         part.add(update, values)
         self.carry(self._server.claims.logged(*key))
-        self._answer(key, Code.SUCCEED, "the update is counted")
+        if self._server.accepts:
+            self._answer(key, Code.SUCCEED, "the update is counted")
+        else:  # writing took so long that this part may be given up: whoever asks again is told
+            self._answer(key, Code.NOT_READY, UNKNOWN, RETRY_MS)
         return self._server.has_counted()
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -200,4 +204,4 @@ class Intake:
             if not self._server.claims.held.get(key[0], {}).get(key[1], True):
                 continue  # granted, and being written: its answer comes
             self._server.claims.dropped(*key)
-            self._answer(key, Code.NOT_READY, "whether this update was counted is not known yet: try again", RETRY_MS)
+            self._answer(key, Code.NOT_READY, UNKNOWN, RETRY_MS)

@@ -106,6 +106,7 @@ class Server:
         self._upstream = Upstream(
             settings.scheduler, guard, settings.patience_s, opened=self._enlist, heard=self._heard, end=self.end
         )
+        self._admitted = False  # over the present link: what was given up must be put away before anything is said
         self._stand_at = 0.0
         self._standing: asyncio.TimerHandle | None = None
         self._joins: list[str] = []
@@ -136,6 +137,7 @@ class Server:
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
     def _enlist(self) -> None:
+        self._admitted = False
         s = self.settings
         folder = str(self.holdings.path) if self.cluster_id else ""
         round_number = self.orders.round if self.orders is not None else 0
@@ -165,7 +167,7 @@ class Server:
             elif isinstance(message, Joined):
                 self.devices.joined(message)
             elif isinstance(message, Admitted):
-                self._admitted(message)
+                self._take_place(message)
             elif isinstance(message, Refused):
                 self.end(ExitCode.REFUSED, message.reason)
             elif isinstance(message, Stop):
@@ -174,7 +176,7 @@ class Server:
             log.error("%s", error)
             self.end(error.exit_code, str(error))
 
-    def _admitted(self, message: Admitted) -> None:
+    def _take_place(self, message: Admitted) -> None:
         self.key = message.key
         if not self.cluster_id:
             self.node_id, self.cluster_id = message.node_id, message.cluster_id
@@ -184,8 +186,9 @@ class Server:
             self.models.open(path / "models", name=s.fl_name, keep=s.keep_models, sync=s.durability == "disk")
             self._enlist()  # say again who we are, now with a folder
             log.info("server %s of cluster %s, for devices at %s", self.node_id, self.cluster_id, self.settings.http)
-        else:
-            self.holdings.give_up(message.void)
+            return
+        self.holdings.give_up(message.void)
+        self._admitted = True
         self.stand()
 
     # -- orders ------------------------------------------------------------------------------------------------------
@@ -267,7 +270,7 @@ class Server:
             self._standing = None
         self._stand_at = time.monotonic()
         part = self.holdings.part
-        if not self._upstream.connected or part is None:
+        if not self._upstream.connected or not self._admitted or part is None:
             return
         self._upstream.send(
             Standing(
