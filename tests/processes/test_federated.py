@@ -110,6 +110,8 @@ def test_devices_evaluate_where_the_plan_asks_and_it_is_weighed_by_samples(shell
     assert metrics["eval_samples"] == 300
     assert metrics["eval_loss"] == pytest.approx((100 * 1.0 + 200 * 2.0) / 300)
     assert metrics["eval_accuracy"] == pytest.approx((200 * 0.5) / 300)
+    scraped = httpx2.get(f"http://127.0.0.1:{federation.manage}/metrics").text
+    assert "covey_model_eval_samples 300.0" in scraped and "covey_federated_iteration 3.0" in scraped
 
 
 def test_devices_over_tls(shell: Shell) -> None:
