@@ -234,6 +234,7 @@ def test_servers_come_and_go_while_rounds_run(shell: Shell) -> None:
     [
         ("/scaleout", {"server_num": 1}, "The json is not contain the key:worker_num"),
         ("/scaleout", {"worker_num": 0, "server_num": -1}, "The value should not be less than 0."),
+        ("/scaleout", {"worker_num": 0, "server_num": 128}, "at most 128"),
         ("/scaleout", {"worker_num": 1, "server_num": 1}, "The Worker does not currently support scale out."),
         ("/scalein", {"node_ids": []}, "The node ids should not be empty."),
         ("/scalein", {"node_ids": ["9"]}, "The node id:9 is illegal."),
@@ -263,6 +264,28 @@ def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> N
     assert managed.ask("/newInstance", {"start_fl_job_threshold": 1})["result"]["start_fl_job_threshold"] == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--servers", "0"], 10, "at least one"),
+        (["--servers", "3", "--server-num", "2"], 10, "more than the whole cluster has"),
+        (["--port", "65535", "--servers", "2"], 10, "not 65536"),
+        (["--set", "enable_ssl=maybe"], 10, "True or False"),
+        ([], 13, "does not call covey.federated.run"),
+    ],
+)
+def test_up_that_cannot_be_is_refused(shell: Shell, words: list[str], code: int, sentence: str) -> None:
+    script = shell.script("print('nothing')", "model.py")
+    more = ["--scheduler-port", str(free_port()), "--manage-port", "0"]
+    found = shell.ask("federated", "up", *more, *words, "--dir", shell.folder, script)
+    assert found.code == code and sentence in " ".join(found.text().split()), found.text()
+
+
+def test_a_plot_that_cannot_be_written_is_a_sentence(shell: Shell) -> None:
+    found = shell.ask("federated", "simulate", "--devices", "5", "--rounds", "1", "--plot", "/nowhere/x.svg")
+    assert "accuracy" in found.text() and "choose another --plot" in found.text() and "Traceback" not in found.text()
+
+
 def test_the_seeds_example(shell: Shell) -> None:
     """Start, kill server 0, start it again with the seed's command, restart everything, finish."""
     folder = shell.folder / "mobile"
@@ -280,6 +303,8 @@ def test_the_seeds_example(shell: Shell) -> None:
         return {node["node_id"]: node for node in found if node["role"] == "server"}
 
     assert shell.run(sched, cwd=folder).code == 0
+    assert "unrecognized" in shell.run([*servers, "--colour", "red"], cwd=folder).text()
+    assert "SIGNDS is not built yet" in shell.run([*servers, "--encrypt_type", "SIGNDS"], cwd=folder).text()
     assert "Server started successfully." in shell.run(servers, cwd=folder).text()
     before = nodes()
     assert sorted(before) == ["0", "1"]

@@ -37,6 +37,7 @@ from covey.wire import address
 CLUSTER_VARIABLE: Final = (
     "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again
 )
+RAN_VARIABLE: Final = "COVEY_FL_RAN"  # a file by which a keeper sees that its script called `run`
 INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
 LOST_S: Final = 30.0
 
@@ -47,6 +48,8 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
     `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
     `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
+    if ran := os.environ.get(RAN_VARIABLE):
+        Path(ran).touch()
     try:
         settings = load(os.environ).settings
         code = _serve(settings, network, strategy or FedAvg(), evaluate)
@@ -71,12 +74,12 @@ def _serve(settings: Settings, network: Any, strategy: Strategy, evaluate: Evalu
             tls_server_password=settings.tls_server_password or context.text("server_password"),
             tls_client_password=settings.tls_client_password or context.text("client_password"),
         )
+    if context.number("server_num") < 1:
+        raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if context.text("ms_role") == "MS_SCHED":
             configure(settings, "scheduler")
             return runner.run(_schedule(settings))
-        if context.number("server_num") < 1 and not os.environ.get(context.VARIABLE):
-            raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
         configure(settings, f"server:{settings.node_id}" if settings.node_id else "server")
         return runner.run(_work(settings, network, strategy, evaluate))
 
