@@ -75,7 +75,7 @@ def test_kill_any_process_and_the_sum_is_exact(shell: Shell, durability: str) ->
 
 def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None:
     federation = Federation(shell, 2, 1, strategy="FedBuff(2)")
-    slow, fast = federation.device(0, 1), federation.device(1, 2)
+    slow, fast = federation.device(0, 1), federation.device("x" * 193, 2)  # the longest id there may be
     late, early = slow.join(), fast.join()
     assert late is not None and early is not None
     assert early.send(update(1, 1))
@@ -153,7 +153,10 @@ def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, st
     bad = values.copy()
     bad[7] = np.nan
     other = Layout({"w": (SIZE // 10, 9)})
+    shapeless = layout.encode(values, fields).replace(b'"shape":[300,10]', b'"shape":123456  ')
     bodies = {
+        "empty": b"",
+        "shapeless": shapeless,
         "stale": layout.encode(values, {**fields, "timestamp": "1000"}),
         "ticket": layout.encode(values, {**fields, "data_size": "2"}),
         "shape": other.encode(np.zeros(other.size, np.float32), fields),
@@ -162,7 +165,7 @@ def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, st
         "cut": layout.encode(values, fields)[:-4],
         "future": layout.encode(values, {**fields, "iteration": "9"}),
         "no id": layout.encode(values, {k: v for k, v in fields.items() if k != "fl_id"}),
-        "oversized": layout.encode(values, fields) + bytes(400_000),
+        "oversized": layout.encode(values, fields) + bytes(40_000_000),
     }
     found: dict[str, tuple[int, str]] = {}
     for name, body in bodies.items():
@@ -178,6 +181,8 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
     assert tasks[0] is not None and tasks[1] is not None
     found = wrong_updates(tasks[0], federation)
     words = {
+        "empty": (400, "shorter than a header"),
+        "shapeless": (400, "w is not described as safetensors does it"),
         "stale": (300, "timestamp"),
         "ticket": (300, "ticket"),
         "shape": (400, "is F32"),
@@ -191,6 +196,7 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
     for name, (code, word) in words.items():
         assert found[name][0] == code and word in found[name][1], f"{name}: {found[name]}"
     assert federation.instance()["counted"] == 0
+    assert httpx2.get(f"{federation.urls()[0]}/openapi.json").json()["openapi"].startswith("3.")
     assert tasks[0].send(update(0, 1)) and tasks[0].send(update(0, 1)), "the same update again is counted already"
     assert tasks[1].send(update(1, 1))
     iteration, weights = first.model(1)

@@ -24,7 +24,8 @@ from covey.core.model import Host
 DEVICE_ID_MAX = 200
 BATCH_MAX = 10_000  # ids in one message
 SERVERS_MAX = 128  # whose sums together fit into an int64
-DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX)]
+ROUND_DIGITS = 20  # an update of an asynchronous round is known by its device and the round it began with
+DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX + ROUND_DIGITS)]
 Ids = Annotated[tuple[DeviceId, ...], Meta(max_length=BATCH_MAX)]
 
 

@@ -69,7 +69,8 @@ class Devices:
             return self._replies.say(request, Code.REQUEST_ERROR, str(error))
 
     def _refusal(self, status: int, sentence: str) -> bytes:
-        return msgspec.json.encode(Answer(int(Code.REQUEST_ERROR), sentence, now_ms()))
+        code = Code.NOT_READY if status == 503 else Code.REQUEST_ERROR
+        return msgspec.json.encode(Answer(int(code), sentence, now_ms()))
 
     def _keep(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from covey.federated.server import Server
 
 RETRY_MS: Final = 200
+REASON_MAX: Final = 500  # a reason may quote what a device sent
 
 
 class Replies:
@@ -26,7 +27,7 @@ class Replies:
     def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0) -> None:
         """An answer in the language of the request."""
         again = str(now_ms() + retry_ms) if retry_ms else ""
-        answer = Answer(int(code), reason, now_ms(), iteration=self.iteration, next_req_time=again)
+        answer = Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again)
         if MSGPACK in (request.content_type, request.accept):
             request.reply([msgspec.msgpack.encode(answer)], MSGPACK)
         else:
