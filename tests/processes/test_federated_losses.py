@@ -70,6 +70,18 @@ def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shel
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 2))
 
 
+def test_a_median_sees_every_update_also_those_of_a_server_that_died(shell: Shell) -> None:
+    federation = Federation(shell, 2, 3, strategy="Median()", update_model_time_window=60_000, fl_iteration_num=1)
+    tasks = [joined(federation, f"device-{number}", 1, number % 2) for number in range(3)]
+    assert tasks[0].send(update(0, 1)) and tasks[1].send(update(1, 1))
+    (dead,) = [p for p in federation.processes("MS_SERVER") if p.environ()["MS_NODE_ID"] == "1"]
+    dead.kill()
+    assert tasks[2].send(update(2, 1))
+    iteration, weights = federation.device("x").model(1)
+    wanted = np.median([update(number, 1) for number in range(3)], axis=0)
+    assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), wanted.astype(np.float32))
+
+
 class Buffered:
     """Devices that send as fast as they can to an asynchronous federation, and remember what was acknowledged."""
 

@@ -240,7 +240,7 @@ class Held(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Give me a piece: of a model ("model"), of your part of a round ("part") or of its updates ("log")."""
+    """Give me a piece: of a model ("model", "state"), of your part of a round ("part") or of its updates ("logs", "log0")."""
 
     what: str
     round: int
@@ -263,7 +263,9 @@ class Copy(Message, frozen=True):
     life: Name
     round: int
     serial: int
-    record: bytes
+    record: bytes  # or a piece of it: pieces come one after the other
+    offset: int = 0
+    rest: int = 0  # bytes that are still to come
 
 
 class Copied(Message, frozen=True):

@@ -24,7 +24,7 @@ from covey.federated.scheduler import Scheduler, load_record
 from covey.federated.server import Server, ServerSettings
 from covey.federated.store import write_file
 from covey.federated.strategies import FedAvg, Strategy
-from covey.federated.summing import Evaluate
+from covey.federated.summing import SPOOL_MAX, Evaluate
 from covey.node import host as hosts
 from covey.node import security
 from covey.node.log import configure, log
@@ -189,6 +189,8 @@ def _console_modules() -> tuple[Any, Any]:
 
 async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
     layout, values = model.take(network)
+    if strategy.sees_all:
+        _check_spool(strategy, layout)
     scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
     mine = settings.worker_ip or hosts.address_towards(scheduler_ip)
     http = address.listen(mine, context.number("fl_server_port"), "fl_server_port")
@@ -231,6 +233,14 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
         return await server.run(http, peer)
     finally:
         saying.cancel()
+
+
+def _check_spool(strategy: Strategy, layout: model.Layout) -> None:
+    name, devices = type(strategy).__name__, context.number("start_fl_job_threshold")
+    if context.text("durability") == "none":
+        raise UsageError(f"{name} sees every update, and durability=none keeps none: use process")
+    if 4 * layout.size * devices > SPOOL_MAX:
+        raise UsageError(f"{name} spools {devices} updates of {4 * layout.size} bytes, and {SPOOL_MAX} are the limit")
 
 
 async def _say_started(server: Server) -> None:
