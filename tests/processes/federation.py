@@ -77,11 +77,28 @@ class Federation:
         return str(self.ask("/state", get=True)["cluster_state"])
 
     def until_ready(self) -> None:
-        until(lambda: self.state() == "CLUSTER_READY", "CLUSTER_READY", story=self.tails)
+        def ready() -> bool:
+            try:
+                return self.state() == "CLUSTER_READY"
+            except httpx2.TransportError:  # a scheduler that was killed is not back yet
+                return False
+
+        until(ready, "CLUSTER_READY", story=self.tails)
+
+    def servers_in(self) -> set[str]:
+        """The ids of the servers that have a place."""
+        nodes = self.ask("/nodes", get=True)["nodeIds"]
+        return {node["nodeId"] for node in nodes if node["role"] == "SERVER" and node["rankId"] != "-1"}
 
     def processes(self, role: str) -> list[psutil.Process]:
         """The living processes of a role: MS_SCHED or MS_SERVER."""
-        return [p for p in self.shell.mine() if f'"{role}"' in p.environ().get("COVEY_FL_CONTEXT", "")]
+        return [p for p in self.shell.mine() if f'"{role}"' in _environ(p).get("COVEY_FL_CONTEXT", "")]
+
+    def server(self, **variables: str) -> psutil.Process:
+        """The living server with these variables in its environment."""
+        servers = self.processes("MS_SERVER")
+        (found,) = [p for p in servers if variables.items() <= _environ(p).items()]
+        return found
 
     def some(self, role: str) -> list[psutil.Process]:
         """As soon as there are any."""
@@ -161,6 +178,13 @@ def ports(count: int) -> int:
 def _free(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # it has ended meanwhile
+        return {}
 
 
 def _end(path: Path) -> str:

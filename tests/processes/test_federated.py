@@ -235,6 +235,31 @@ def test_servers_come_and_go_while_rounds_run(shell: Shell) -> None:
     assert joining.wait() == 0
 
 
+def test_deaths_while_servers_come_and_go(shell: Shell) -> None:
+    """The scheduler dies in the middle of scaling out; it and the server that leaves die in the middle of scaling in."""
+    federation = Federation(shell, 3, 4, fl_iteration_num=100_000)
+    crowd = Crowd(federation, servers=4)
+    crowd.until_round(2)
+    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
+    federation.some("MS_SCHED")[0].kill()
+    joining = federation.join(1, federation.port + 3)
+    federation.until_ready()
+    assert federation.servers_in() == {"0", "1", "2", "3"}
+    crowd.until_round(max(crowd.rounds) + 3)
+    leaving = federation.server(MS_NODE_ID="1")
+    assert federation.ask("/scalein", {"node_ids": ["1"]})["code"] == "0"
+    leaving.kill()
+    federation.some("MS_SCHED")[0].kill()
+    federation.until_ready()
+    assert federation.servers_in() == {"0", "2", "3"}
+    crowd.until_round(max(crowd.rounds) + 3)
+    crowd.end()
+    assert shell.ask("federated", "stop").code == 0
+    assert federation.up.wait() == 0
+    joining.signal(signal.SIGTERM)
+    assert joining.wait() == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [

@@ -63,8 +63,7 @@ def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shel
     federation.join(1, federation.port + 1, "host-1").wait_for("Server started successfully.")
     assert federation.instance()["counted"] == 0, "what it had logged was given up"
     assert first.send(update(0, 1))
-    (again,) = [p for p in federation.processes("MS_SERVER") if p.environ()["COVEY_HOST_ID"] == "host-1"]
-    again.kill()
+    federation.server(COVEY_HOST_ID="host-1").kill()
     assert second.send(update(1, 1))
     iteration, weights = second._device.model(1)
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 2))
@@ -74,8 +73,7 @@ def test_a_median_sees_every_update_also_those_of_a_server_that_died(shell: Shel
     federation = Federation(shell, 2, 3, strategy="Median()", update_model_time_window=60_000, fl_iteration_num=1)
     tasks = [joined(federation, f"device-{number}", 1, number % 2) for number in range(3)]
     assert tasks[0].send(update(0, 1)) and tasks[1].send(update(1, 1))
-    (dead,) = [p for p in federation.processes("MS_SERVER") if p.environ()["MS_NODE_ID"] == "1"]
-    dead.kill()
+    federation.server(MS_NODE_ID="1").kill()
     assert tasks[2].send(update(2, 1))
     iteration, weights = federation.device("x").model(1)
     wanted = np.median([update(number, 1) for number in range(3)], axis=0)
