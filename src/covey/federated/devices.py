@@ -18,7 +18,7 @@ from covey.federated import openapi
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
 from covey.federated.protocol import NOT_RUNNING, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob, read_fields, ticket
-from covey.federated.replies import RETRY_MS, Replies, now_ms
+from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies, now_ms
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
@@ -97,9 +97,7 @@ class Devices:
             if orders is not None and orders.instance is Instance.FINISHED:
                 return self._replies.say(request, Code.OUT_OF_TIME, NOT_RUNNING)
             if orders is not None and not server.claims.is_member:
-                return self._replies.say(
-                    request, Code.NOT_READY, "this server is not part of the cluster: ask another", retry_ms=RETRY_MS
-                )
+                return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS)
             if orders is not None and not server.running:
                 reason = NOT_RUNNING
             elif orders is not None and asked.iteration == orders.round - orders.base:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from covey.federated.server import Server
 
 RETRY_MS: Final = 200
+NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"
 REASON_MAX: Final = 500  # a reason may quote what a device sent
 
 
