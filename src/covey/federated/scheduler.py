@@ -58,7 +58,7 @@ class Scheduler:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
         listener = Listener(sockets, guard.secret, guard.server, decoder=_decoder, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
