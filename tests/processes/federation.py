@@ -76,19 +76,18 @@ class Federation:
     def state(self) -> str:
         return str(self.ask("/state", get=True)["cluster_state"])
 
-    def until_ready(self) -> None:
+    def until_ready(self, *node_ids: str) -> None:
+        """CLUSTER_READY, with places for these servers and no others if any are named."""
+
         def ready() -> bool:
             try:
-                return self.state() == "CLUSTER_READY"
+                state, nodes = self.state(), self.ask("/nodes", get=True)["nodeIds"]
             except httpx2.TransportError:  # a scheduler that was killed is not back yet
                 return False
+            placed = {node["nodeId"] for node in nodes if node["role"] == "SERVER" and node["rankId"] != "-1"}
+            return state == "CLUSTER_READY" and (not node_ids or placed == set(node_ids))
 
-        until(ready, "CLUSTER_READY", story=self.tails)
-
-    def servers_in(self) -> set[str]:
-        """The ids of the servers that have a place."""
-        nodes = self.ask("/nodes", get=True)["nodeIds"]
-        return {node["nodeId"] for node in nodes if node["role"] == "SERVER" and node["rankId"] != "-1"}
+        until(ready, f"CLUSTER_READY with {node_ids}", story=self.tails)
 
     def processes(self, role: str) -> list[psutil.Process]:
         """The living processes of a role: MS_SCHED or MS_SERVER."""
