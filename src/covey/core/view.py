@@ -61,6 +61,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     manage_port: int = 0
     log_dir: str = ""
     counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}  # numbers that go up and down
     recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
     recovery_totals: list[Total] = []
 
