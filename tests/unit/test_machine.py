@@ -148,7 +148,7 @@ def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() 
     promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, Formed)]
     writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
     assert max(writes) < min(promises)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_seat=2)
     assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
 
 
@@ -244,7 +244,7 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:

@@ -181,6 +181,7 @@ OPTIONS: dict[str, list[Option]] = {
         ),
         Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
         Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),
+        Option("--standbys", "N", "standbys", "schedulers that stand by to take over from the one that leads (default 0)"),
         Option("--recovery-path", "DIR", "recovery_path", "keep a journal there, so that the scheduler can come back"),
         Option("--log-dir", "DIR", "logs", "folder of scheduler.log and worker_<rank>.log (default: this one)", PATH),
         Option("--grace", "SECONDS", "grace_s", "time to end before being killed (default 10)"),
@@ -204,7 +205,7 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "torchrun's spellings": [
         Option("--nproc-per-node", "N|auto|cpu|gpu", "per_host", "workers on each host", PER_HOST),
-        Option("--nnodes", "N|MIN:MAX", "nnodes", "hosts (default 1); a range forms with MIN", HOSTS),
+        Option("--nnodes", "N|MIN:MAX", "nnodes", "hosts (default 1); with a range, more may come later", HOSTS),
         Option("--standalone", "", "standalone", "this host alone, whatever else is said"),
         Option("--rdzv-endpoint", "HOST:PORT", "master", "the same as --master", ENDPOINT),
         Option("--rdzv-id", "NAME", "job", "the job's name"),

@@ -31,8 +31,8 @@ from covey.node.host import address_towards
 from covey.node.log import configure, log
 from covey.node.report import failure_report
 from covey.node.runtime import Door
-from covey.node.scheduler_process import SchedulerProcess
-from covey.node.serve import Sockets, bind_manage, manage_words
+from covey.node.scheduler_process import Schedulers
+from covey.node.sockets import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered
 from covey.store.journal import has_journal
 from covey.wire import address
@@ -80,7 +80,6 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             folder = plan.recovery_path or undo.enter_context(
                 tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
             )
-            (log_dir / "scheduler.log").unlink(missing_ok=True)
             await host.start(sockets, folder)
             print(
                 f"covey: scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}",
@@ -108,10 +107,11 @@ class _SchedulerHost:
         self._agent = agent
         self._environ = _scheduler_environment(plan, environ)
         self._log_path = log_dir / "scheduler.log"
-        self._process: SchedulerProcess | None = None
+        self._schedulers: Schedulers | None = None
 
     async def start(self, sockets: Sockets, folder: str) -> None:
-        self._process = SchedulerProcess(
+        self._schedulers = Schedulers(
+            1 + self._plan.loaded.settings.standbys,
             sockets,
             self._environ,
             journal=folder,
@@ -120,7 +120,7 @@ class _SchedulerHost:
             over=lambda: self._agent.over,
             gave_up=lambda code, reason: self._agent.settle(Outcome(code, reason)),
         )
-        await self._process.start()
+        await self._schedulers.start()
         self._agent.keeps_scheduler = True
 
     async def stand_by(self) -> None:
@@ -136,8 +136,8 @@ class _SchedulerHost:
                 return await self.start(sockets, str(folder))
 
     async def stop(self) -> None:
-        if self._process is not None:
-            await self._process.stop(SCHEDULER_S)
+        if self._schedulers is not None:
+            await self._schedulers.stop(SCHEDULER_S)
 
 
 def _report(outcome: Outcome, interrupted: list[int]) -> int:
@@ -154,25 +154,27 @@ def _listen(plan: RunPlan) -> Sockets | None:
     """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
     if plan.loaded.settings.role is Role.WORKER:
         return None  # MS_ROLE says so: a pod of workers, with the scheduler in another
-    host = address.bare(plan.master_host)
-    try:
-        cluster = address.listen(host, plan.master_port, "--master")
-    except address.NotLocal:
-        if plan.alone and not plan.or_join:
-            raise
-        return None
-    except UsageError as error:
-        if error.exit_code is ExitCode.PORT_IN_USE and (plan.or_join or not plan.alone):
-            return None  # another agent on this host was first; if it is not covey that answers, joining will say so
-        raise
-    return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
+    addresses = address.several(plan.master_host, plan.master_port)
+    for number, (host, port) in enumerate(addresses, start=1):
+        try:
+            cluster = address.listen(host, port, "--master")
+        except UsageError as error:
+            local = not isinstance(error, address.NotLocal)
+            if (plan.alone and not plan.or_join and number == len(addresses)) or (
+                local and error.exit_code is not ExitCode.PORT_IN_USE
+            ):
+                raise
+            continue  # another host's, or another agent's on this host: if it is not covey that answers, joining will say so
+        return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
+    return None
 
 
 def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str], security.Security]:
     """How this host's processes reach the scheduler, and the environment they start from."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
-    host = address.bare(plan.master_host)
-    port = int(sockets.cluster[0].getsockname()[1]) if sockets is not None else plan.master_port
+    (host, port), *others = address.several(plan.master_host, plan.master_port)
+    if sockets is not None and not others:
+        port = int(sockets.cluster[0].getsockname()[1])
     environ = {name: value for name, value in os.environ.items() if name != DETACHED_VARIABLE}
     environ |= given_by_options(plan.loaded)
     if plan.tls:
@@ -189,9 +191,10 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     if secret:
         environ["COVEY_SECRET"] = secret
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
+    environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
-    return Door(host, port, secret, context=guard.client), environ, guard
+    return Door(host, port, secret, context=guard.client, others=tuple(others)), environ, guard
 
 
 def given_by_options(loaded: Loaded) -> dict[str, str]:
@@ -217,8 +220,9 @@ def _with_passwords(settings: Settings) -> Settings:
 def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, str]:
     return dict(environ) | {
         "MS_ROLE": "MS_SCHED",
-        "MS_SCHED_HOST": address.bare(plan.master_host),
+        "MS_SCHED_HOST": plan.master_host,
         "MS_WORKER_NUM": str(plan.world),
+        "COVEY_WORKER_MAX": environ["COVEY_WORKER_MAX"],
         "MS_NODE_ID": "sched",
         "MS_ENABLE_RECOVERY": "0",
         "COVEY_GRACE": f"{plan.grace_s:g}",

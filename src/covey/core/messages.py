@@ -223,6 +223,10 @@ class Scaling(Message, frozen=True):
     reason: Sentence
 
 
+class Pulse(Message, frozen=True):
+    """The scheduler is there and leads: who hears this no longer should look for another."""
+
+
 class Goodbye(Message, frozen=True):
     """Your leave has been noted."""
 
@@ -337,4 +341,6 @@ class HealPlan(Message, frozen=True):
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
 _Healing = Report | Broke | Fetched | Resumed | Dumped
 FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
-FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Goodbye | Value | Told
+FromScheduler = (
+    Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told
+)

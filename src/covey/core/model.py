@@ -66,6 +66,14 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     dump_s: float = 60.0
     grace_s: float = 10.0
     copies: int = 1  # of each parameter server's rows
+    worker_max: int = 0  # to which the world may grow; 0: nobody comes beyond those it formed with
+    last_call_s: float = 3.0  # after the last who came, for more than `worker_num` to come, before the cluster forms
+    shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
+
+    @property
+    def most(self) -> int:
+        """How many workers there may be, if nobody asks for another number."""
+        return max(self.worker_num, self.worker_max)
 
     @property
     def judges_silence(self) -> bool:
@@ -237,6 +245,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     resized: int = 0
     next_seat: int = -1
     trains: bool = False
+    asked: int = 0
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

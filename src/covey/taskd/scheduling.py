@@ -19,8 +19,10 @@ from covey.core.view import ClusterView
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.node import security
 from covey.node.log import configure, log
+from covey.node.office import Kept
 from covey.node.runtime import Door
-from covey.node.serve import Kept, Sockets, bind, serve
+from covey.node.serve import serve
+from covey.node.sockets import Sockets, bind
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.store import registry
 from covey.store.journal import has_journal

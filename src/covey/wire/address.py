@@ -55,6 +55,13 @@ def split(text: str, default_port: int = 0) -> tuple[str, int]:
     return host, int(port_text)
 
 
+def several(hosts: str, port: int) -> list[tuple[str, int]]:
+    """The addresses in a list such as MS_SCHED_HOST's: HOST,HOST or HOST:PORT,HOST:PORT."""
+    if "," not in hosts:
+        return [(bare(hosts), port)]
+    return [split(one.strip(), port) for one in hosts.split(",")]
+
+
 class NotLocal(UsageError):
     """The address to listen at belongs to another host."""
 
