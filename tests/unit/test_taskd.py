@@ -92,6 +92,7 @@ def test_coveys_own_variable_mends_a_wrong_one() -> None:
         ({}, {"MASTER_ADDR": "fd00::1"}, "", "[fd00::1]:9601"),
         ({"taskd_port": 9700}, {}, "", "127.0.0.1:9700"),
         ({"sched_host": "10.0.0.2", "sched_port": 8118}, {"MASTER_ADDR": "10.0.0.1"}, "node1", "10.0.0.2:8118"),
+        ({"sched_host": "10.0.0.2:7000,10.0.0.3", "sched_port": 8118}, {}, "", "10.0.0.2:7000"),
         ({"sched_host": "10.0.0.2"}, {"MASTER_ADDR": "10.0.0.1"}, "", "10.0.0.1:9601"),
     ],
 )

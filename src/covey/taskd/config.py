@@ -91,6 +91,7 @@ class Place(NamedTuple):
     host: str
     port: int
     said_by: str
+    others: tuple[tuple[str, int], ...] = ()  # where its standbys are
 
     @property
     def given(self) -> bool:
@@ -104,7 +105,8 @@ class Place(NamedTuple):
 def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> Place:
     """Where manager and agents meet. `endpoint` is a host that a launcher was told, which may be no more than "here"."""
     if settings.sched_host and settings.sched_port:
-        return Place(address.bare(settings.sched_host), settings.sched_port, GIVEN)
+        (host, port), *others = address.several(settings.sched_host, settings.sched_port)
+        return Place(host, port, GIVEN, tuple(others))
     if endpoint and not address.is_loopback(endpoint):
         return Place(endpoint, settings.taskd_port, "--rdzv-endpoint")
     for variable in SAYS_HOST:

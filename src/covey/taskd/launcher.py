@@ -90,7 +90,8 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
     settings = load(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
     where = place(settings, environ, address.bare(endpoint))
-    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", config.min_nodes, "--master", where.name]
+    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", config.min_nodes]
+    words += [] if where.given else ["--master", where.name]  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT itself
     words += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
         words += ["--node-rank", config.rdzv_configs.get("rank", -1)]

@@ -140,10 +140,6 @@ def attach() -> None:
     if not (rank.isdigit() and world.isdigit()):
         return
     where = place(loaded().settings, os.environ)
-    os.environ.update(
-        MS_ROLE="MS_WORKER",
-        MS_SCHED_HOST=where.host,
-        MS_SCHED_PORT=str(where.port),
-        MS_WORKER_NUM=world,
-        MS_NODE_ID=rank,
-    )
+    if not where.given:
+        os.environ.update(MS_SCHED_HOST=where.host, MS_SCHED_PORT=str(where.port))
+    os.environ.update(MS_ROLE="MS_WORKER", MS_WORKER_NUM=world, MS_NODE_ID=rank)

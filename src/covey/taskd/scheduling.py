@@ -128,13 +128,13 @@ def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
 async def _watch(where: Place, settings: Settings, why: str) -> bool:
     """Stay until the job has ended, as a manager does. False: the manager there is gone, and left us its journal and port."""
     loop = asyncio.get_running_loop()
-    door = _door(where, settings)
-    heard = False
+    heard, turn = False, 0
     limit = loop.time() + (_patience(settings.topo_timeout_s) if where.given else 0)
     while True:
         try:
-            view = await _follow(door, first=not heard)
+            view = await _follow(_door(where, settings), turn, first=not heard)
         except PeerError as error:
+            turn += 1
             left = has_journal(journal_folder(settings, os.environ), settings.job)
             if heard and isinstance(error, NobodyListens) and not where.given and left:
                 return False
@@ -161,29 +161,29 @@ def _door(where: Place, settings: Settings) -> Door:
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
         )
     guard = security.find(settings, reaches=where.host)
-    return Door(where.host, where.port, guard.secret, context=guard.client)
+    return Door(where.host, where.port, guard.secret, context=guard.client, others=where.others)
 
 
-async def _follow(door: Door, *, first: bool) -> ClusterView:
-    """The last view before the scheduler fell silent. Raises PeerError if there was none."""
+async def _follow(door: Door, turn: int, *, first: bool) -> ClusterView:
+    """The last view before the scheduler, or the standby whose turn it is, fell silent. Raises PeerError if there was none."""
+    host, port = door.addresses[turn % len(door.addresses)]
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     seen: list[ClusterView] = []
 
     def hear(link: Any, message: Any) -> None:
         if isinstance(message, Told):
-            seen[:] = [msgspec.json.decode(message.view, type=ClusterView)]
-            if first and not announced:
-                announced.append(True)
-                log.info("the scheduler of cluster %s at %s decides: this manager only watches", seen[0].cluster_id, door.name)
+            view = msgspec.json.decode(message.view, type=ClusterView)
+            if first and not seen:
+                log.info("the scheduler of cluster %s at %s decides: this manager only watches", view.cluster_id, door.name)
+            seen[:] = [view]
 
     def end(link: Any, reason: str) -> None:
         if not closed.done():
             closed.set_result(reason)
 
-    announced: list[bool] = []
     await connect(
-        door.host,
-        door.port,
+        host,
+        port,
         door.secret,
         door.context,
         on_open=lambda link: link.send(Ask(follow=True)),
