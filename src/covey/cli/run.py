@@ -292,9 +292,7 @@ def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
     if not start.assignments:
         return
-    agent.on_start = lambda start: (
-        None
-    )  # once: restarts go on in the same logs, and a scheduler that is back says it again
+    agent.on_start = lambda start: None  # once: restarts go on in the same logs, and a scheduler that is back says it again
     streams = echoed(plan, {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER})
     for rank, stream in streams.items():
         prefix = f"[{rank}] " if len(streams) > 1 else ""
