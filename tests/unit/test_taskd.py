@@ -225,6 +225,7 @@ def asked(**more: Any) -> SimpleNamespace:
         "max_restarts": 0,
         "local_addr": None,
         "shutdown_timeout": 30,
+        "numa_options": None,
     }
     return SimpleNamespace(**{**wishes, **more})
 
@@ -246,8 +247,10 @@ def test_torchruns_wishes_are_covey_runs() -> None:
         ({"rdzv_endpoint": "node1:29500"}, {}, "--master node1:9601"),
         ({"rdzv_endpoint": "[fd00::1]:29500"}, {}, "--master [fd00::1]:9601"),
         ({"rdzv_endpoint": "127.0.0.1:29500"}, {"MASTER_ADDR": "10.0.0.1"}, "--master 10.0.0.1:9601"),
-        ({"min_nodes": 2, "max_nodes": 4}, {}, "--nnodes 2"),
+        ({"min_nodes": 2, "max_nodes": 4}, {}, "--nnodes 2:4 "),
+        ({"min_nodes": 2, "max_nodes": 2}, {}, "--nnodes 2 "),
         ({"max_nodes": 2, "rdzv_backend": "static", "rdzv_configs": {"rank": 1}}, {}, "--node-rank 1"),
+        ({"numa_options": SimpleNamespace(affinity_mode=SimpleNamespace(value="node"))}, {}, "--numa-binding node"),
         ({"run_id": "r7"}, {}, "--rdzv-id r7"),
         ({"local_addr": "10.0.0.3"}, {}, "--local-addr 10.0.0.3"),
         ({}, {"TASKD_LOG_PATH": "/logs"}, "--log-dir /logs"),
