@@ -113,9 +113,9 @@ class Incidents:
             clock.marks[stage] = now
 
     def close(self, outcome: Outcome, now: float, node: str = "") -> list[Incident]:
-        """The open ones are over; returns them. Where ranks go on, or a growth is taken back, servers' moves are apart."""
+        """The open ones are over; returns them. Until the run ends, servers' moves are apart."""
         over = [incident for incident in self.kept if incident.number in self._clocks]
-        if outcome in (Outcome.RESUMED, Outcome.ROLLED_BACK):
+        if outcome not in (Outcome.ENDED, Outcome.FINISHED):
             over = [incident for incident in over if (incident.node == SERVERS) == (node == SERVERS)]
         if outcome is Outcome.RESUMED:
             for incident in over:

@@ -403,7 +403,7 @@ class Machine(Watch):
             self._turn_back("asked to")
             return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
         if sharing.meant(self.cluster, asked):
-            change, reason = sharing.decide(self.cluster, asked)
+            change, reason = sharing.decide(self.cluster, self._settled, asked)
             return Scaling(self._scale_servers(change, reason), reason) if change is not None else Refused(reason)
         plan, reason = scaling.decide(self.cluster, asked)
         return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)

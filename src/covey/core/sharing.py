@@ -1,9 +1,9 @@
 """Parameter servers come and go while the training runs.
 
-Growing has two parts. First the newcomers come, each with a holder for its copy, and say so; until then nothing has changed for
-anyone, and a newcomer that dies or does not come takes the growth back. Then rows are shared anew: from there on there is no
-way back and none is needed, because the servers move slots until every slot is with its owner, in whichever life. Shrinking is
-that second part alone; who leaves goes when every server has said that all is in its place. No generation changes: the
+Growing has two parts. First the newcomers come, each with a holder for its copy. Until all servers have said that they are
+*settled*, nothing has changed for anyone, and a newcomer that dies or does not come takes the growth back. Then rows are shared
+anew: from there on there is no way back and none is needed, because the servers move slots until every slot is with its owner,
+in whichever life. Shrinking is that second part alone; who leaves goes when all are settled again. No generation changes: the
 workers' group does not notice.
 """
 
@@ -36,8 +36,8 @@ def meant(cluster: Cluster, asked: ScaleAsked) -> bool:
     return asked.servers >= 0 or asked.more_servers != 0 or named
 
 
-def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Change | None, str]:
-    """May the servers become more or fewer as asked, and how?"""
+def decide(cluster: Cluster, settled: set[int], asked: ScaleAsked) -> tuple[Change | None, str]:
+    """May the servers become more or fewer as asked, and how? `settled`: those where all is in its place."""
     here = sorted(member.rank for member in cluster.of(Role.PSERVER))
     count = len(here)
     if cluster.phase is not Phase.READY:
@@ -46,6 +46,8 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Change | None, str]:
         return None, "this cluster has no parameter servers"
     if cluster.moving:
         return None, "parameter servers come or go already: wait until that is over"
+    if unsettled := [f"pserver:{rank}" for rank in here if rank not in settled]:
+        return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
     if asked.more or asked.workers >= 0:
         return (
             None,
@@ -82,22 +84,21 @@ class Sharable(Resizable):
     """A cluster whose parameter servers can become more and fewer."""
 
     def _scale_servers(self, plan: Change, reason: str) -> int:
-        """Begin; returns the operation's number."""
+        """Begin; returns the operation's number. Its incident is opened after what it is about, and closed before it."""
         kind = "scale-out" if plan.agents else "scale-in"
         self._count(f"server_{kind.replace('-', '_')}")
-        self._open_incident(kind, reason, "asked for", since=self._now, known=self._now, node=SERVERS)
-        number = self.incidents.kept[-1].number
         self._publish("servers", kind, reason)
-        if not plan.agents:
+        if plan.agents:
+            came = [self._admit_server(agent) for agent in plan.agents]
+            self.cluster.coming = tuple(member.rank for member in came)
+            self._persist(self.cluster.record())  # after its members: one that is not coming does not count
+            self._come_by = self._now + scaling.ARRIVE_S
+            self._layout = None
+            self._tell_agents(set(plan.agents))
+        else:
             self._share(plan.leavers)
-            return number
-        came = [self._admit_server(agent) for agent in plan.agents]
-        self.cluster.coming = tuple(member.rank for member in came)
-        self._persist(self.cluster.record())  # after its members: one that is not coming does not count
-        self._come_by = self._now + scaling.ARRIVE_S
-        self._layout = None
-        self._tell_agents(set(plan.agents))
-        return number
+        self._open_incident(kind, reason, "asked for", since=self._now, known=self._now, node=SERVERS)
+        return self.incidents.kept[-1].number
 
     def _admit_server(self, agent: str) -> Member:
         cluster = self.cluster
@@ -119,10 +120,11 @@ class Sharable(Resizable):
         if said.sharing != cluster.sharing_now.version:
             return
         self._settled.add(member.rank)
+        if not self._settled >= {m.rank for m in cluster.of(Role.PSERVER)}:
+            return
         if cluster.coming:
-            if self._settled >= set(cluster.coming):
-                self._share(())
-        elif cluster.moving and self._settled >= {m.rank for m in cluster.of(Role.PSERVER)}:
+            self._share(())
+        elif cluster.moving:
             self._shared()
 
     def _share(self, leavers: Servers) -> None:
@@ -149,12 +151,12 @@ class Sharable(Resizable):
             self._speakers.pop(member.link, None)
             cluster.remove(member)
         self._layout = None
+        self._publish("servers", "settled", f"{len(sharing.ring)} parameter servers share all rows")
+        self._close_incidents(Outcome.RESUMED, node=SERVERS)
         self._tell_sharing()
         for member in leavers:
             if member.link:
                 self._send(member.link, Stop(f"{member.name} leaves: its rows are with others"))
-        self._publish("servers", "settled", f"{len(sharing.ring)} parameter servers share all rows")
-        self._close_incidents(Outcome.RESUMED, node=SERVERS)
 
     def _turn_servers_back(self, reason: str) -> None:
         """Those who were to come do not: nothing has changed for anyone else."""
@@ -163,9 +165,9 @@ class Sharable(Resizable):
             self._silence(member.link)
             self.cluster.remove(member)
         self.cluster.coming, self._layout = (), None
-        self._persist(self.cluster.record())
         self._publish("servers", "rolled back", f"{reason}; the growth is taken back", Level.WARNING)
         self._close_incidents(Outcome.ROLLED_BACK, node=SERVERS)
+        self._persist(self.cluster.record())
         self._tell_agents({m.agent for m in leavers})
 
     def _tell_sharing(self) -> None:

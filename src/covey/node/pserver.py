@@ -10,7 +10,7 @@ import msgspec
 
 from covey.core.messages import Resumed, Settled
 from covey.core.serving import Serving, parse_mode
-from covey.core.shards import SLOTS
+from covey.core.shards import SLOTS, first
 from covey.errors import PeerError, UsageError
 from covey.node.log import log
 from covey.node.worker import Generation, Node
@@ -44,26 +44,19 @@ def serve(node: Node, settings: Settings) -> NoReturn:
     serving = serving_of(msgspec.structs.replace(settings, worker_num=place.workers))
     assert serving is not None
     server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node), place.sharing)
-    server.on_settled = functools.partial(_settled, node)
+    server.on_settled = lambda version: node.say(Settled(version))
     threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
     log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, serving.copies)
     while True:
         news = node.inbox.get()
         if isinstance(news, PeerError):
             raise news
-        sharing = node.place.sharing
-        if sharing is not None:
-            server.share(sharing)
+        server.share(node.place.sharing or first(serving.servers))
         if isinstance(news, Regroup):
             try:
                 peers.pin(node, place.rank, server.peer, news.generation)
             except Generation:  # it is over already, and the next one is in the inbox
                 continue
-
-
-def _settled(node: Node, version: int) -> None:
-    if node.place.sharing is not None:  # else nothing has ever moved, and nobody waits to hear it
-        node.say(Settled(version))
 
 
 def _recover(server: Server, node: Node) -> None:
