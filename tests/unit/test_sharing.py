@@ -127,6 +127,18 @@ def test_through_any_scalings_every_row_has_one_owner_and_its_value(scalings: li
     assert all(np.array_equal(a, b) for a, b in zip(still.values(4), moving.values(4), strict=True))
 
 
+def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
+    shelves = Shelves({0}, Mode.SYNC)
+    shelves.push(0, 0, 1)
+    shelves.shelves[0].sever([3, 4])
+    state, arrays = shelves.shelves[0].going[0].pack()
+    heard = msgspec.msgpack.encode(state)
+    taker = Shelf(shelves.serving, 1)
+    taker.adopt([[3, 4], state], np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]))
+    taker.push(Push(0, 0, 1, []), np.empty(0, np.uint8), owned=False)
+    assert msgspec.msgpack.encode(state) == heard
+
+
 # -- over sockets ----------------------------------------------------------------------------------------------------
 
 

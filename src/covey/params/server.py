@@ -188,7 +188,7 @@ class Server:
         self._turn.wait_for(lambda: self._sharing.version >= asked.sharing)
         shelf = self._own.shelf
         if not shelf.slots >= set(asked.state[0]):  # else it was given before, by a life that did not hear the answer
-            shelf.adopt(asked.state, body)
+            shelf.adopt(asked.state, body if self._chain is None else body.copy())  # rows change, what the copy hears does not
             self._generations = [max(pair) for pair in zip(self._generations, asked.generations, strict=True)]
             self._done(asked, body)
             self._turn.notify_all()
@@ -402,21 +402,26 @@ class Server:
         with self._holding:
             kept = self._copies.get(server)
             sharing = self._sharing
-            if kept is None and self._first and sharing.version == 0 and server in sharing.ring:  # it died before it began
+            begun = not self._first or sharing.version > 0 or server not in sharing.ring
+            if kept is None and not begun and holder(server, sharing.ring) == self.rank:  # it died before it had a copy
                 kept = Kept(Shelf(self.serving, server, [slot for slot in range(SLOTS) if sharing.owners[slot] == server]))
             if kept is None:
                 return No(f"server {self.rank} has no copy of the rows of server {server}"), []
+            kept.anew()  # what is still on its way from the life before does not count
             state, arrays = kept.shelf.pack()
             return Whole(kept.origin, kept.count, state), arrays
 
     def _hold(self, connection: socket.socket, asked: Follow) -> None:
         """Do what another server did, in its order, until it goes away."""
         kept = self._copies.get(asked.server)
-        same = kept is not None and kept.origin == asked.origin
+        origin = asked.origin
+        same = kept is not None and kept.origin == origin
         send(connection, Yes(kept.count if same and kept is not None else -1))
         while True:
             message, body = receive_asked(connection, 1 << 62)
             with self._holding:
+                if not isinstance(message, Whole) and (kept is None or kept.origin != origin):
+                    raise EOFError("the next life of that server has taken its rows back")
                 if isinstance(message, Whole):
                     kept = Kept(Shelf(self.serving, asked.server), message.origin, message.count)
                     kept.shelf.unpack(message.state, body)

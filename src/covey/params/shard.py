@@ -231,7 +231,8 @@ class Shard:
 
     def unpack(self, state: Any, body: Array) -> Array:
         """Become what `pack` described; `body` is the arrays, one after the other. Returns what is left of it."""
-        self.step, self.pushed, tables, (ranks, turn, waiting), gifts = state
+        self.step, pushed, tables, (ranks, turn, waiting), gifts = state
+        self.pushed = list(pushed)  # the state may be on its way to a copy: it must not change with the shard
         place = 0
 
         def take(dtype: Any, rows: int, width: int) -> Array:
