@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.incidents import Incident
+from covey.core.shards import Servers, Sharing
 
 PHASE_MAX = 100  # characters
 Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
@@ -87,11 +88,6 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
         return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
 
-    @property
-    def copied(self) -> bool:
-        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
-        return self.copies > 0 and self.server_num > 1
-
     def wanted(self, role: Role) -> int:
         if role is Role.WORKER:
             return self.worker_num
@@ -153,6 +149,7 @@ class Member(msgspec.Struct):
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
     leaving: str = ""  # why this life is about to end without a failure
     pid: int = 0
+    lives: int = 0  # that are over, since everyone last started
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
 
@@ -198,6 +195,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     local_rank: int = -1
     seat: int = -1
     since: int = 1
+    lives: int = 0
 
     @classmethod
     def of(cls, member: Member) -> MemberRecord:
@@ -246,6 +244,11 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     next_seat: int = -1
     trains: bool = False
     asked: int = 0
+    sharing: Sharing | None = None
+    coming: Servers = ()
+    moved: bool = True
+    copied: bool | None = None
+    next_server: int = -1
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -36,6 +36,7 @@ from covey.core.messages import (
     Regrouped,
     Report,
     Resumed,
+    Shared,
     Stop,
     Value,
 )
@@ -267,6 +268,10 @@ class Node:
                 self._wipe()
                 self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
                 self.inbox.put(Regroup(message.generation))
+            elif isinstance(message, Shared) and self._formed is not None:
+                self._formed = msgspec.structs.replace(self._formed, sharing=message.sharing)
+                if self._settings.role is Role.PSERVER:
+                    self.inbox.put(message)
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))
             elif isinstance(message, DumpAsked):
