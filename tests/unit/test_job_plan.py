@@ -433,15 +433,6 @@ def test_suspend_takes_pods_away_and_resume_brings_them_back() -> None:
     assert len(of(made, CreatePod)) == 3 and states(made)["Suspended"] == "False" and world.status.get("restarts", 0) == 0
 
 
-def test_scaling_a_running_job_is_told_to_be_unsupported() -> None:
-    world = World(job()).start()
-    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 4
-    made = world.look()
-    assert "elastic training is not supported" in told(made)["ScaleUnsupported"] and not of(made, CreatePod)
-    assert world.status["workers"] == "2/4"
-    assert "ScaleUnsupported" not in told(world.look())
-
-
 def test_dynamic_workers_scale_while_they_run() -> None:
     world = World(job(enableDynamicWorker=True)).start()
     world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3

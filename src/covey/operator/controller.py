@@ -27,14 +27,17 @@ from covey.core.job.actions import (
     DeleteService,
     EndPod,
     Label,
+    LetGo,
     Tell,
 )
 from covey.core.job.clock import stamp
 from covey.core.job.pod import JOB_LABEL, owner
-from covey.core.job.spec import Duty, Invalid, Job, pod_name
+from covey.core.job.spec import Duty, Invalid, Job, Role, pod_name
+from covey.errors import PeerError
 from covey.node.log import log
 from covey.operator import pods
 from covey.operator.api import EVENT, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.clusters import Clusters, Place, token_of
 from covey.operator.metrics import Metrics
 from covey.operator.queue import Queue
 from covey.operator.reflector import Index, Key, Reflector
@@ -64,6 +67,11 @@ def _job_of(thing: Thing) -> Key:
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(JOB_LABEL, "")
 
 
+def _first(job: Job) -> Role:
+    """The role whose first pod the others call."""
+    return next(iter(job.of(Duty.SCHEDULER) or job.of(Duty.WORKER)))
+
+
 class Controller:
     """Jobs of one kind. `convert` turns an object of that kind into an MSJob."""
 
@@ -76,9 +84,12 @@ class Controller:
         *,
         convert: Callable[[Thing], Thing] = lambda thing: thing,
         gang_scheduler: str = "",
+        secret_key: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.queue: Queue[Key] = Queue()
+        self.clusters = Clusters(self.queue.add)
+        self._key = secret_key
         self.go = asyncio.Event()  # the caches are filled
         self._api = api
         self._kind = kind
@@ -94,6 +105,7 @@ class Controller:
         await self.go.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._record())
+            group.create_task(self.clusters.run())
             for _ in range(workers):
                 group.create_task(self._work())
 
@@ -120,6 +132,7 @@ class Controller:
         thing = self._caches.jobs.get(key)
         if thing is None:
             self.queue.drop(key)
+            self.clusters.follow(key, None)
             return None
         began = time.perf_counter()
         thing = {"apiVersion": self._kind.root.removeprefix("apis/"), "kind": self._kind.name, **thing}
@@ -129,6 +142,7 @@ class Controller:
             written = await self._write_status(thing, made.status)
             self._metrics.note(thing.get("status") or {}, made.status)
             thing = {**thing, **written}
+        self._follow(key, job, made)
         await self._carry_out(thing, job, made)
         if made.requeue_after is not None:
             self.queue.add_after(key, made.requeue_after)
@@ -145,7 +159,27 @@ class Controller:
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
             gang=bool(self._gang),
             pod_group=caches.groups.get(key) if caches.groups is not None else None,
+            live=self.clusters.live(key),
         )
+
+    def _follow(self, key: Key, thing: Thing, made: Plan) -> None:
+        """Look into the job's cluster while the pod of its scheduler runs."""
+        status = made.status if made.status is not None else thing.get("status") or {}
+        self.clusters.follow(key, self._scheduler_of(key, thing, status), hurry=bool(status.get("scaling")))
+
+    def _scheduler_of(self, key: Key, thing: Thing, status: Mapping[str, Any]) -> Place | None:
+        if not self._key or status.get("state") not in ("Running", "Restarting"):
+            return None
+        try:
+            job = read(thing)
+        except Invalid:
+            return None
+        first = _first(job)
+        pod = self._caches.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
+        address, port = ((pod or {}).get("status") or {}).get("podIP"), pods.manage_port_of(job, first)
+        if pod is None or not address or not port or pod["status"].get("phase") != "Running" or owner(pod) != job.uid:
+            return None
+        return Place(str(address), port, token_of(self._key, job.uid))
 
     async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
         body = {**thing, "status": status}
@@ -192,7 +226,8 @@ class Controller:
         elif isinstance(action, CreateService):
             await self._create(SERVICE, self._caches.services, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
-            await self._unless(CONFLICT, api.create(SECRET, namespace, pods.secret(job, secrets.token_hex(24), owner)))
+            secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
+            await self._unless(CONFLICT, api.create(SECRET, namespace, secret))
         elif isinstance(action, CreateGang):
             await self._unless(CONFLICT, api.create(POD_GROUP, namespace, pods.gang(job, action, owner)))
         elif isinstance(action, DeletePod):
@@ -208,8 +243,16 @@ class Controller:
         elif isinstance(action, Label):
             patch = {"metadata": {"labels": {action.key: action.value}}}
             self._caches.jobs.put(await api.patch(self._kind, namespace, job.name, patch))
+        elif isinstance(action, LetGo):
+            await self._let_go(thing, job, action)
         elif isinstance(action, DeleteJob):
             await self._unless(MISSING, api.delete(self._kind, namespace, job.name, uid=job.uid))
+
+    async def _let_go(self, thing: Thing, job: Job, action: LetGo) -> None:
+        try:
+            await self.clusters.let_go((job.namespace, job.name), action.node_ids)
+        except PeerError as error:  # it is asked again, as long as it is wanted
+            self._tell(thing, Tell("Warning", "ScaleRefused", str(error)))
 
     async def _unless(self, code: int, asked: Any) -> None:
         """What is already so need not be made so."""
@@ -242,8 +285,7 @@ class Controller:
         cache.put(made)
 
     def _address(self, job: Job) -> str:
-        role = next(iter(job.of(Duty.SCHEDULER) or job.of(Duty.WORKER)))
-        service = self._caches.services.get((job.namespace, pod_name(job.name, role.key, 0)))
+        service = self._caches.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt(self, thing: Thing, action: Adopt) -> None:

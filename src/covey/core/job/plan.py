@@ -17,10 +17,12 @@ import msgspec
 from covey.core.job.actions import Action, CreateGang, CreatePod, CreateSecret, CreateService, Tell
 from covey.core.job.clock import moment, stamp
 from covey.core.job.failure import After, decide
+from covey.core.job.live import Live
 from covey.core.job.pod import Seen
+from covey.core.job.resize import Resizing
 from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
-from covey.core.job.turn import Observed, Turn
+from covey.core.job.turn import Observed
 
 STEADY_S = 600.0  # a running job without timers is looked at this often anyway
 
@@ -68,7 +70,7 @@ def _refuse(status: Status, sentence: str) -> Plan:
     return Plan(actions=(Tell("Warning", "InvalidSpec", sentence),), status=status.content, reason=sentence)
 
 
-class _Planner(Turn):
+class _Planner(Resizing):
     """The turn of a job that goes on: ends are looked for first, then failures, then what is missing is made."""
 
     def active(self) -> str:
@@ -87,6 +89,8 @@ class _Planner(Turn):
         if not status.world:
             status.content["world"] = self.job.wanted
             status.content["startTime"] = stamp(self.now)
+        if self.observed.live is not None:
+            self._show_progress(self.observed.live)
         self._scale()
         self._note_finished()
         verdict = self._success() or self._deadline() or self._failures() or self._kubelet_restarts() or self._pending()
@@ -98,12 +102,21 @@ class _Planner(Turn):
         self._create()
         return self._conditions()
 
+    def _show_progress(self, live: Live) -> None:
+        """How far the training is, and since when that is known."""
+        known = live.progress()
+        shown = self.status.content.get("progress") or {}
+        if {key: value for key, value in shown.items() if key != "updated"} != known:
+            self.status.content["progress"] = {**known, "updated": stamp(self.now)}
+
     def _forget(self) -> None:
-        """A replacement that runs, or ended, is no longer awaited."""
+        """A replacement that runs, or ended, is no longer awaited; nor is one for which there is no place any more."""
         replacing = self.status.replacing
+        places = {name for _, _, name in self._places}
         for name, note in list(replacing.items()):
             pod = self.pods.get(name)
-            if pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded):
+            there = pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded)
+            if there or name not in places:
                 del replacing[name]
 
     def _suspend(self) -> str:
@@ -112,32 +125,11 @@ class _Planner(Turn):
         message = "runPolicy.suspend is set: the job's pods are taken away"
         if self.status.say(SUSPENDED, "MSJobSuspended", message):
             self.tell("MSJobSuspended", message)
-        for field in ("world", "startTime", "replacing", "finished"):
+        for field in ("world", "formed", "startTime", "replacing", "finished", "scaling", "progress"):
             self.status.content.pop(field, None)
         if not self.pods:
             self._count()
         return message
-
-    def _scale(self) -> None:
-        """The number of workers of a running job changes only where the program can take it."""
-        world, wanted = self.status.world, self.job.wanted
-        if world == wanted:
-            return
-        started = any(pod.phase != "Pending" for pod in self.pods.values())
-        if self.job.dynamic or not started:
-            self.status.content["world"] = wanted
-            if not self.job.dynamic:  # nothing runs yet, so nothing is lost by telling everyone the new number
-                for pod in self.pods.values():
-                    self.delete(pod)
-            self.tell("MSJobScaled", f"the job has {_listed(wanted)} now, it had {_listed(world)}")
-            return
-        message = (
-            f"{_listed(wanted)} is asked for, but this job runs with {_listed(world)} and cannot change that while it runs: "
-            "elastic training is not supported yet; runPolicy.suspend true and then false starts it anew with the new number"
-        )
-        if self.status.content.get("scaling") != message:
-            self.status.content["scaling"] = message
-            self.tell("ScaleUnsupported", message, warn=True)
 
     def _deadline(self) -> str:
         started = self.status.time("startTime")
@@ -172,7 +164,10 @@ class _Planner(Turn):
                 self.delete(pod, grace=self._grace)  # noted in an earlier pass
                 continue
             lost = self._is_lost(pod)
-            if not pod.failed and not lost:
+            if (not pod.failed and not lost) or self._is_leaving(name):
+                continue
+            if self._is_newcomer(name):
+                self._take_back(f"{name} failed with {pod.why_ended}" if pod.failed else f"{name} was lost with its node")
                 continue
             after, word, message = decide(
                 self.job, role, pod, restarts=self._restarts(), faults=self.status.content.get("faults", 0), lost=lost
@@ -213,8 +208,8 @@ class _Planner(Turn):
             content["faults"] = content.get("faults", 0) + 1
         if after is After.RESTART_ALL:
             given_up = [p for p in self.pods.values() if not p.succeeded or p.name == pod.name]
-            content.pop("world", None)
-            content.pop("finished", None)
+            for field in ("formed", "finished", "scaling"):
+                content.pop(field, None)
             content["world"] = self.job.wanted
         else:
             given_up = [pod]
@@ -281,6 +276,9 @@ class _Planner(Turn):
             if self.now >= late_at:
                 why = (pod.waits_for if pod is not None else "it could not be created") or "no reason is known"
                 sentence = f"{name} was Pending for more than {self.job.pending_s:g} s: {why}"
+                if self._is_newcomer(name):
+                    self._take_back(sentence)
+                    return ""
                 return self._end(FAILED, "PendingTimeout", sentence)
             self.look_again(late_at)
         return ""
@@ -328,7 +326,7 @@ class _Planner(Turn):
             self.actions.append(CreateSecret())  # whether it is there may not be looked at, and need not
         for role, index, name in possible:
             node = self.status.replacing.get(name, {}).get("node")
-            self.actions.append(CreatePod(role.key, index, self.status.world, (node,) if node else ()))
+            self.actions.append(CreatePod(role.key, index, self.status.formed, (node,) if node else ()))
 
     def _conditions(self) -> str:
         running = [pod for pod in self.pods.values() if pod.running]
@@ -359,7 +357,3 @@ class _Planner(Turn):
             self.tell("Pending", sentence, warn=True)
         else:
             self.status.content.pop("waiting", None)
-
-
-def _listed(world: Mapping[str, int]) -> str:
-    return ", ".join(f"{number} {key}" for key, number in world.items() if number)
