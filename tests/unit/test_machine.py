@@ -10,7 +10,7 @@ import pytest
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, LinkLost, Restored, Ticked
 from covey.core.incidents import Incident
-from covey.core.lifecycle import PHASES
+from covey.core.ledger import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,

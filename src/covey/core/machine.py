@@ -3,7 +3,7 @@
 Theory of operation. `step(event, now)` takes a fact and returns wishes, in an order that is a contract: what must be durable
 comes before what may be sent, and a scheduler that dies between any two wishes leaves a journal from which the next one goes
 on. Nothing is journalled per join or per beat; formation, deaths, returns and the end are. Here is what it hears, from whom;
-what follows from that for the cluster as a whole is in `lifecycle`.
+what follows from that for the cluster as a whole is in `lifecycle`, and `ledger` lists the rooms.
 
 Every member is spoken for by a link. A raw node speaks for itself, and the loss of its link is its death. A child of an agent
 is spoken for by the agent, who sees the exit itself: there the agent's word decides, and a lost link alone does not. The loss
@@ -21,7 +21,6 @@ from covey.core import ranks, scaling
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
-from covey.core.lifecycle import Lifecycle
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
     Ask,
@@ -48,12 +47,13 @@ from covey.core.messages import (
     Welcome,
 )
 from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.watch import Watch
 from covey.errors import ExitCode
 
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked)  # what is still answered then
 
 
-class Machine(Lifecycle):
+class Machine(Watch):
     """One cluster's decisions. The shell calls `step`; everybody else only looks."""
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
