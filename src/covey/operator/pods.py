@@ -152,7 +152,7 @@ def _inject(job: Job, role: Role, action: CreatePod, main: Thing, spec: Thing, n
     for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (given.get(variable) or {}).get("value"):
             given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
-    new = {**_identity(job), **_cluster(job, role, action, address), **_recovery(job)}
+    new = {**_identity(job), **_cluster(job, role, action, address), **_recovery(job, role)}
     if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
         new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
         main.setdefault("volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
@@ -219,7 +219,7 @@ def _cluster(job: Job, role: Role, action: CreatePod, address: str) -> Thing:
     return found
 
 
-def _recovery(job: Job) -> Thing:
+def _recovery(job: Job, role: Role) -> Thing:
     strategies = job.recovery.strategies
     if not strategies:
         return {}
@@ -235,6 +235,8 @@ def _recovery(job: Job) -> Thing:
         found["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_level else [])]) + "}"
     if "recover-in-place" in strategies:
         found["ENABLE_RESTART_FAULT_PROCESS"] = "on"
+        if role.duty is Duty.WORKER and not role.supervised:
+            found["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
     if {"recover", "recover-in-place"} & set(strategies):
         found["MS_ENABLE_RECOVERY"] = "1"
     return found

@@ -82,14 +82,23 @@ class Role(msgspec.Struct, frozen=True):
         return DUTIES[self.key]
 
     @property
-    def supervised(self) -> bool:
-        """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
-        words = " ".join(
+    def words(self) -> str:
+        """The commands of its containers."""
+        return " ".join(
             str(word)
             for container in self.template["spec"]["containers"]
             for word in [*(container.get("command") or []), *(container.get("args") or [])]
         )
-        return re.search(r"\bcovey(\.cli\.main)?\s+run\b", words) is not None
+
+    @property
+    def supervised(self) -> bool:
+        """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
+        return re.search(r"\bcovey(\.cli\.main)?\s+run\b", self.words) is not None
+
+    @property
+    def python(self) -> bool:
+        """It runs a Python script, as far as can be seen, which may call `covey.init()`."""
+        return re.search(r"\bpython[0-9.]*\b|\.py\b", self.words) is not None
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -264,11 +273,11 @@ def _role(key: str, replica: Mapping[str, Any], path: str, job: str, container: 
 def _in_place(roles: list[Role]) -> Iterator[str]:
     """Only something that stays behind in the container can start its process again."""
     for role in roles:
-        if role.duty is Duty.WORKER and not role.supervised:
+        if role.duty is Duty.WORKER and not role.supervised and not role.python:
             yield (
-                f"recover-in-place is not supported for {role.key} as far as can be seen: its command is not covey run, and "
-                "without that nobody in the container can start the process again; a pod that fails then is treated by the "
-                "other strategies"
+                f"recover-in-place is not supported for {role.key} as far as can be seen: its command is neither covey run nor "
+                "a Python script that could call covey.init(), so nobody in the container can start the process again; a pod "
+                "that fails is treated by the other strategies"
             )
 
 
