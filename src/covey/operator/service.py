@@ -59,8 +59,9 @@ def slim_pod(pod: Thing) -> Thing:
 def slim_node(node: Thing) -> Thing:
     """What the plan reads of a node."""
     metadata = node["metadata"]
-    ready = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") == "Ready"]
-    kept = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in ready]
+    conditions = (node.get("status") or {}).get("conditions") or []
+    known = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
+    kept = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in known]
     return {
         "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
         "status": {"conditions": kept},

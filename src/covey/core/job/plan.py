@@ -18,12 +18,14 @@ from covey.core.job.actions import Action, CreateGang, CreatePod, CreateSecret, 
 from covey.core.job.clock import moment, stamp
 from covey.core.job.failure import After, decide
 from covey.core.job.live import Live
-from covey.core.job.pod import Seen
+from covey.core.job.pod import Seen, ails
 from covey.core.job.resize import Resizing
 from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
 from covey.core.job.turn import Observed
 
+LATE = "late"
+AVOIDED_MAX = 50  # nodes that a pod is kept off
 STEADY_S = 600.0  # a running job without timers is looked at this often anyway
 
 
@@ -163,22 +165,21 @@ class _Planner(Resizing):
             if self.status.replacing.get(name, {}).get("uid") == pod.uid:
                 self.delete(pod, grace=self._grace)  # noted in an earlier pass
                 continue
-            lost = self._is_lost(pod)
-            if (not pod.failed and not lost) or self._is_leaving(name):
+            where = self._trouble(pod)
+            if (not pod.failed and not where) or self._is_leaving(name):
                 continue
             if self._is_newcomer(name):
-                self._take_back(f"{name} failed with {pod.why_ended}" if pod.failed else f"{name} was lost with its node")
+                self._take_back(f"{name} failed with {pod.why_ended}" if pod.failed else f"{name} is {where}")
                 continue
-            after, word, message = decide(
-                self.job, role, pod, restarts=self._restarts(), faults=self.status.content.get("faults", 0), lost=lost
-            )
+            faults = self.status.content.get("faults", 0)
+            after, word, message = decide(self.job, role, pod, restarts=self._restarts(), faults=faults, where=where)
             if after is After.FAIL:
                 return self._end(FAILED, word, message)
             if after is After.IGNORE:
                 ignored.append(name)
                 self._once("ignored", name, word, message)
                 continue
-            self._replace(pod, after, word, message, lost=lost)
+            self._replace(pod, after, word, message, where=where)
             if after is After.RESTART_ALL:
                 break
         workers = [name for role, _, name in self._places if role.duty is Duty.WORKER]
@@ -192,6 +193,14 @@ class _Planner(Resizing):
             told.append(name)
             self.tell(word, message, warn=True)
 
+    def _trouble(self, pod: Seen) -> str:
+        """What is wrong with a pod's node, so that it must not stay there; "" where nothing is."""
+        if self._is_lost(pod):
+            return f"on the lost node {pod.node}"
+        minds = self.job.recovery.unwell and not (pod.ending or pod.failed)
+        what = ails((self.observed.nodes or {}).get(pod.node) or {}) if minds else ""
+        return f"on the node {pod.node}, which is not well ({what})" if what else ""
+
     def _is_lost(self, pod: Seen) -> bool:
         since = pod.lost_since(self.observed.nodes)
         if since is None or pod.succeeded or pod.failed:
@@ -201,10 +210,12 @@ class _Planner(Resizing):
             self.look_again(lost_at)
         return self.now >= lost_at
 
-    def _replace(self, pod: Seen, after: After, word: str, message: str, *, lost: bool) -> None:
+    def _replace(self, pod: Seen, after: After, word: str, message: str, *, where: str) -> None:
+        """`where`: what is wrong with its node. All pods of that node leave it, if all start anew."""
+        lost = where == LATE or self._is_lost(pod)
         content = self.status.content
         content["restarts"] = content.get("restarts", 0) + 1
-        if not (lost or pod.disrupted):
+        if not (where or pod.disrupted):
             content["faults"] = content.get("faults", 0) + 1
         if after is After.RESTART_ALL:
             given_up = [p for p in self.pods.values() if not p.succeeded or p.name == pod.name]
@@ -216,10 +227,11 @@ class _Planner(Resizing):
         for one in given_up:
             content["restarts"] += one.restarts  # the kubelet's restarts leave with the pod that counted them
             note: dict[str, Any] = {"uid": one.uid, "at": stamp(self.now), "all": after is After.RESTART_ALL}
-            if after is After.MOVE and one.node:
+            if one.node and (after is After.MOVE or (where and one.node == pod.node)):
                 note["node"] = one.node  # which its replacement avoids; others may go there
             self.status.replacing[one.name] = note
-            self.delete(one, grace=0 if lost and one is pod else self._grace)
+            at_once = (lost and one is pod) or (where and self.job.recovery.unwell == "forceExit")
+            self.delete(one, grace=0 if at_once else self._grace)
         self.tell(word, message, warn=True)
         self.status.say(RESTARTING, word, message)
 
@@ -244,7 +256,7 @@ class _Planner(Resizing):
             if note.get("all") or (self.job.backoff is not None and self._restarts() >= self.job.backoff):
                 return self._end(FAILED, "RescheduleTimeout", message)
             one = pod or Seen({"metadata": {"name": name, "uid": note["uid"]}}, self.job.container)
-            self._replace(one, After.RESTART_ALL, "RescheduleTimeout", f"{message}: all pods start anew", lost=True)
+            self._replace(one, After.RESTART_ALL, "RescheduleTimeout", f"{message}: all pods start anew", where=LATE)
             break
         return ""
 
@@ -324,9 +336,18 @@ class _Planner(Resizing):
         possible = [place for place in missing if place[2] not in self.foreign]
         if possible:
             self.actions.append(CreateSecret())  # whether it is there may not be looked at, and need not
+        unwell = self._unwell_nodes() if possible else ()
         for role, index, name in possible:
             node = self.status.replacing.get(name, {}).get("node")
-            self.actions.append(CreatePod(role.key, index, self.status.formed, (node,) if node else ()))
+            avoided = tuple(dict.fromkeys((node, *unwell) if node else unwell))
+            self.actions.append(CreatePod(role.key, index, self.status.formed, avoided))
+
+    def _unwell_nodes(self) -> tuple[str, ...]:
+        """Where no pod of a job that minds may start."""
+        if not self.job.recovery.unwell:
+            return ()
+        nodes = self.observed.nodes or {}
+        return tuple(sorted(name for name, node in nodes.items() if ails(node)))[:AVOIDED_MAX]
 
     def _conditions(self) -> str:
         running = [pod for pod in self.pods.values() if pod.running]

@@ -31,6 +31,7 @@ LOST_S = 60.0
 WAIT_S = 270.0  # wait-reschedule-timeout
 FORCE_AFTER_S = 900.0  # a graceful deletion that does not end
 STRATEGIES = ("retry", "recover-in-place", "recover", "elastic-training", "dump", "exit")
+UNWELL = ("ignore", "graceExit", "forceExit", "hotSwitch")
 PROCESSES_MAX = 4096
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -109,6 +110,7 @@ class Recovery(msgspec.Struct, frozen=True):
     pod_level: bool = False  # pod-rescheduling: on
     retries: int | None = None  # fault-retry-times
     wait_s: float = WAIT_S
+    unwell: str = ""  # subHealthyStrategy: graceExit, forceExit or "" (ignore)
     remarks: tuple[str, ...] = ()  # what was asked for and has no effect, and why
 
     @property
@@ -366,6 +368,12 @@ def _recovery(metadata: Mapping[str, Any], problems: list[Problem]) -> Recovery:
         remarks.append("recover-strategy has no effect without the label fault-scheduling: grace")
     elif strategies and switch != "on":
         remarks.append(f"recover-strategy has no effect while process-recover-enable is {switch}")
+    unwell = str(given.get("subHealthyStrategy", "ignore"))
+    if unwell not in UNWELL:
+        problems.append(Problem("metadata.labels[subHealthyStrategy]", f"{unwell!r} is none of {', '.join(UNWELL)}"))
+    if unwell == "hotSwitch":
+        remarks.append("subHealthyStrategy hotSwitch is done as graceExit: a pod's place is free before its replacement starts")
+        unwell = "graceExit"
     if "elastic-training" in strategies:
         remarks.append("the strategy elastic-training is not supported yet: the other strategies are used")
     retries = _count(given, "fault-retry-times", problems)
@@ -380,6 +388,7 @@ def _recovery(metadata: Mapping[str, Any], problems: list[Problem]) -> Recovery:
         pod_level=given.get("pod-rescheduling") == "on",
         retries=retries or None,
         wait_s=min(270.0, max(30.0, wait)),
+        unwell=unwell if scheduling and unwell != "ignore" else "",
         remarks=tuple(remarks),
     )
 
