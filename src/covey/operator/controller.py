@@ -46,6 +46,7 @@ CONFLICT = 409
 MISSING = 404
 EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
 AT_ONCE = 16  # actions of one kind of one job
+SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
 
 class Caches:
@@ -60,6 +61,12 @@ class Caches:
         self.pods_of = Index(_job_of)
         self.services_of = Index(_job_of)
         self.pods_on = Index(lambda pod: pod["spec"].get("nodeName"))
+
+    def made(self, pod: Thing) -> None:
+        """A pod of our own making: nobody need be woken for it."""
+        self.pods.put(pod, tell=False)
+        self.pods_of.note(pod)
+        self.pods_on.note(pod)
 
 
 def _job_of(thing: Thing) -> Key:
@@ -144,6 +151,8 @@ class Controller:
             thing = {**thing, **written}
         self._follow(key, job, made)
         await self._carry_out(thing, job, made)
+        if any(isinstance(action, CreatePod) for action in made.actions):
+            self.queue.add_after(key, SHOW_S)
         if made.requeue_after is not None:
             self.queue.add_after(key, made.requeue_after)
         if made.actions or made.status is not None:
@@ -222,9 +231,9 @@ class Controller:
         api = self._api
         if isinstance(action, CreatePod):
             body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
-            await self._create(POD, self._caches.pods, body, job)
+            await self._create(POD, self._caches.made, body, job)
         elif isinstance(action, CreateService):
-            await self._create(SERVICE, self._caches.services, pods.service(job, action.role, owner), job)
+            await self._create(SERVICE, self._caches.services.put, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
             secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
             await self._unless(CONFLICT, api.create(SECRET, namespace, secret))
@@ -270,7 +279,7 @@ class Controller:
             if error.code != CONFLICT:
                 raise
 
-    async def _create(self, kind: Kind, cache: Reflector, body: Thing, job: Job) -> None:
+    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job) -> None:
         """Create; what is there already, because the reply to an earlier try was lost, is looked at."""
         try:
             made = await self._api.create(kind, job.namespace, body)
@@ -282,7 +291,7 @@ class Controller:
                 raise ApiError(
                     CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} is another owner's"
                 ) from None
-        cache.put(made)
+        know(made)
 
     def _address(self, job: Job) -> str:
         service = self._caches.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
