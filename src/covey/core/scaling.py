@@ -62,16 +62,24 @@ class Resizing(msgspec.Struct, frozen=True):
     leavers: list[Member]
 
 
+def why_not(cluster: Cluster) -> str:
+    """Why the world cannot change its size now; "" where it can."""
+    if cluster.phase is not Phase.READY:
+        return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
+    if cluster.size(Role.PSERVER):
+        world = cluster.size(Role.WORKER)
+        return f"the parameter servers count on {world} workers: only the number of servers can change"
+    if cluster.settings.most == 1 or not cluster.trains:
+        return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    return ""
+
+
 def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     """May the world change as asked, and how?"""
     workers = sorted(cluster.of(Role.WORKER), key=lambda m: m.rank)
     world = len(workers)
-    if cluster.phase is not Phase.READY:
-        return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
-    if cluster.size(Role.PSERVER):
-        return None, f"the parameter servers count on {world} workers: only the number of servers can change"
-    if cluster.settings.most == 1 or not cluster.trains:
-        return None, "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if reason := why_not(cluster):
+        return None, reason
     if asked.node_ids:
         return _without(workers, asked.node_ids)
     wanted = asked.workers if asked.workers >= 0 else world + asked.more
