@@ -100,6 +100,8 @@ class Lifecycle(Resizable):
             if member.role is Role.WORKER:
                 self._dump.waiting.discard(member.rank)
             return self._end_dump()
+        if not scaling.can_turn_back(self.cluster, self._arriving):
+            self._arriving = set()
         if member.node_id in self._arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member, failure.code)
