@@ -128,6 +128,7 @@ def draw(random: Random) -> Plan:
         rungs = tuple(s for s in Strategy if random.random() < (0.5 if s is Strategy.ELASTIC else often))
         plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
         plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
+        plan.faults = (*plan.faults, "kill node", "preempt")
         stuck = random.choice((5.0, 60.0))
         plan.cluster = structs.replace(cluster, strategies=rungs, stuck_s=stuck, dump_s=10.0, extra_ranks=random.randint(0, 8))
         plan.cluster = structs.replace(plan.cluster, shrink_after_s=random.choice((0.0, 5.0, 30.0)))
