@@ -66,6 +66,8 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         return Answer(Verdict.REATTACH, "the same agent again")
     if known is not None and known.link:
         return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
+    if known is not None and any(m.present for m in cluster.children(known.id)):
+        return Answer(Verdict.HOLD, f"the life before of the agent {wish.agent} is not known to be over yet")
     if cluster.phase is not Phase.FORMING:
         return _late(cluster, wish)
     here, world = cluster.size(Role.WORKER), cluster.goal

@@ -35,12 +35,23 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
         return None, f"without {gone.name} nobody is left"
     if cluster.size(Role.PSERVER):
         return None, f"the parameter servers count on {len(workers)} workers"
-    if any(m.state is NodeState.LEFT for m in others):
-        return None, "others have finished and left already"
+    if some_left(cluster):
+        return None, "some workers have finished and left already"
     if not cluster.trains:
         return None, f"no step was finished before {gone.name} died, and a world shrinks only in a covey.Loop's steps"
     highest = max(workers, key=lambda m: m.rank)
     return Shrinking(gone, highest if highest is not gone else None), f"the others go on in a world of {len(others)}"
+
+
+def some_left(cluster: Cluster) -> bool:
+    """Whether a worker has ended well before the others: then nobody can be in step with all of them any more."""
+    return any(m.state is NodeState.LEFT for m in cluster.of(Role.WORKER))
+
+
+def can_turn_back(cluster: Cluster, arriving: set[str]) -> bool:
+    """Whether a growth can be taken back: those who were there before must still be, or the newcomers are the world."""
+    before = [m for m in cluster.of(Role.WORKER) if m.node_id not in arriving]
+    return bool(arriving) and any(m.present for m in before) and not some_left(cluster)
 
 
 def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
@@ -71,6 +82,8 @@ def why_not(cluster: Cluster) -> str:
         return f"the parameter servers count on {world} workers: only the number of servers can change"
     if cluster.settings.most == 1 or not cluster.trains:
         return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if some_left(cluster):
+        return "some workers have finished and left already"
     return ""
 
 
@@ -120,7 +133,7 @@ def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | Non
 def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
     """May the world grow by itself, because hosts have come that offer more workers than it has?"""
     world = cluster.size(Role.WORKER)
-    if cluster.phase is not Phase.READY or not cluster.trains or world >= cluster.goal:
+    if cluster.phase is not Phase.READY or not cluster.trains or world >= cluster.goal or some_left(cluster):
         return None, ""
     offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
