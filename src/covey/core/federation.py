@@ -308,6 +308,9 @@ class FederationRecord(msgspec.Struct, frozen=True):
     best: tuple[int, float] = (-1, 0.0)  # round and loss
     operation: str = ""  # "out" or "in" while the cluster is being scaled
     wanted_before: int = 0
+    next_plan: Plan | None = None  # of an instance that begins at the end of the round
+    missing: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
 
 
 def owner(device: str, members: Sequence[Peer]) -> str:

@@ -61,8 +61,6 @@ class Managed(Rounds):
         self._need_ready()
         if self.stage is Stage.OPEN and not self.counted:
             self._begin(plan)
-            self.admitted = {}
-            self._keep()
         else:
             self.next_plan = plan
         return self._done()
@@ -75,7 +73,6 @@ class Managed(Rounds):
         if self.instance is not Instance.FINISHED:
             self.instance = Instance.RUNNING if enabled else Instance.DISABLED
         self._say("cluster", "enabled" if enabled else "disabled", "asked for")
-        self._keep()
         return self._done()
 
     def _ask(self, now: float) -> None:

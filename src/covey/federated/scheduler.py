@@ -160,7 +160,7 @@ class Scheduler:
             "flIterationNum": plan.iterations,
             "stage": str(rounds.stage),
             "reason": rounds.reason,
-            "joined": len(rounds.admitted),
+            "joined": len(rounds.window.admitted),
             "counted": rounds.counted,
             "missed": rounds.missed,
             "missing": list(rounds.missing),
