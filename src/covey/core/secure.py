@@ -1,4 +1,4 @@
-"""What is said in a secure round: by devices, by the server that relays it, by the scheduler that decides; and what is kept of it.
+"""What is said in a secure round: by devices, by the server that relays it, by the scheduler; and what is kept of it.
 
 The fields' names are the original's. Bytes are base64 in JSON and themselves in msgpack.
 """

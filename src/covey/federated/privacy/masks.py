@@ -54,7 +54,7 @@ def pair_mask(private: bytes, other: bytes, session: str, size: int) -> Words:
 
 
 def _share_key(private: bytes, other: bytes, session: str, giver: str, taker: str) -> tuple[AESGCM, bytes]:
-    route = f"{len(giver)}/{giver}/{taker}"
+    route = f"{len(giver.encode())}/{giver}/{taker}"
     return AESGCM(derive(agreed(private, other), session, f"covey shares {route}")), f"{session} {route}".encode()
 
 
