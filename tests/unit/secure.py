@@ -12,6 +12,7 @@ from covey.core.secure import (
     GetKeys,
     GetSecrets,
     KeyList,
+    Phase,
     ReconstructSecrets,
     ShareList,
     ShareSecrets,
@@ -42,15 +43,19 @@ class Sim:
         self.total: Words = np.zeros(size + ring.TOLD, np.uint32)
         self.uploads: dict[str, Words] = {}
         self.plain: Words = np.zeros(size + ring.TOLD, np.uint32)
+        self.now = 0.0
+        self._phase = self.round.phase
 
-    def ask(self, kind: type, name: str, now: float = 0.0, **more: object) -> Spoken:
-        return self.round.hear(kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more), now)
+    def ask(self, kind: type, name: str, **more: object) -> Spoken:
+        return self.round.hear(
+            kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more), self.now
+        )
 
     def keys(self, names: list[str]) -> None:
         for name in names:
             one = self.sessions[name]
             assert self.ask(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is Verdict.TAKEN
-        self.round.tick(100.0)
+        self._wait()
 
     def shares(self, names: list[str]) -> None:
         for name in names:
@@ -58,7 +63,7 @@ class Sim:
             assert isinstance(keys, KeyList)
             shares = self.sessions[name].share(keys)
             assert self.ask(ShareSecrets, name, encrypted_shares=shares).verdict is Verdict.TAKEN
-        self.round.tick(100.0)
+        self._wait()
 
     def upload(self, names: list[str]) -> None:
         for name in names:
@@ -70,16 +75,23 @@ class Sim:
             self.uploads[name] = one.mask(words)
             self.plain += words
             self.total += self.uploads[name]
-        self.round.fix(set(names), 100.0)
+        self.round.fix(set(names), self.now)
 
     def reveal(self, names: list[str]) -> None:
         for name in names:
             listed = self.ask(GetClientList, name).payload
             assert isinstance(listed, ClientList)
             told = self.sessions[name].reveal(listed.clients)
-            verdict = self.ask(ReconstructSecrets, name, now=100.0, reconstruct_secret_shares=told).verdict
+            verdict = self.ask(ReconstructSecrets, name, reconstruct_secret_shares=told).verdict
             assert verdict is Verdict.TAKEN
-        self.round.tick(1000.0)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the phase's window ends, unless all came: then the next has begun, and goes on."""
+        self.now += 11.0
+        if self.round.phase is self._phase or self.round.phase is Phase.UNMASKING:
+            self.round.tick(self.now)
+        self._phase = self.round.phase
 
     def bare(self) -> Words:
         assert self.round.unmasking is not None

@@ -204,12 +204,12 @@ def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
     sim.upload(sim.names[1:])
     kept = sim.round.list
     assert kept is not None
-    sim.round = SecureRound.resume(kept, 10.0, 100.0)
-    assert sim.round.fix(set(sim.names[1:]), 100.0) == kept and not sim.round.failed
+    sim.round = SecureRound.resume(kept, 10.0, sim.now)
+    assert sim.round.fix(set(sim.names[1:]), sim.now) == kept and not sim.round.failed
     sim.reveal(sim.names[1:])
     assert np.array_equal(sim.bare(), sim.plain)
-    other = SecureRound.resume(kept, 10.0, 100.0)
-    other.fix(set(sim.names[2:]), 100.0)
+    other = SecureRound.resume(kept, 10.0, sim.now)
+    other.fix(set(sim.names[2:]), sim.now)
     assert "not those of the list" in other.failed
 
 

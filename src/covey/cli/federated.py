@@ -56,6 +56,7 @@ def federated() -> None:
 @click.option(
     "--durability", type=click.Choice(DURABILITIES), default="process", show_default=True, help="What an update survives."
 )
+@click.option("--secure", is_flag=True, help="Mask updates: servers learn their sum only (encrypt_type=PW_ENCRYPT).")
 @click.option("--name", default="", help="The job's name, which devices may check.")
 @click.option("--dir", "folder", default="", help="Where state and logs lie; else ./federated_PORT.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other key of set_fl_context; may be repeated.")
@@ -72,6 +73,7 @@ def up(
     threshold: int,
     iterations: int,
     durability: str,
+    secure: bool,
     name: str,
     folder: str,
     settings: tuple[str, ...],
@@ -96,6 +98,7 @@ def up(
         "durability": durability,
         "fl_name": name,
         "checkpoint_dir": str(Path(folder or ".").absolute()),
+        **({"encrypt_type": "PW_ENCRYPT"} if secure else {}),
         **dict(_setting(pair) for pair in settings),
     }
     for key, value in shared.items():

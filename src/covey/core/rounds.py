@@ -32,6 +32,7 @@ from covey.core.federation import (
 )
 from covey.core.messages import Goodbye, Message, Stop, StopAsked
 from covey.core.roster import Effect, Keep, Limits, Roster, Server
+from covey.core.secure import Uploaders
 from covey.core.window import Enough, Missed, Window
 
 ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
@@ -62,6 +63,8 @@ class Rounds(Roster):
         self.window = Window(plan, now)
         self.missed = 0
         self.metrics: dict[str, float] = {}
+        self.uploaders: Uploaders | None = None  # see `masked`
+        self.voided = (-1, "")
         self.reason = "waiting for servers"
         self._started_at = now
 
@@ -173,7 +176,7 @@ class Rounds(Roster):
         for server in members:
             server.returned = server.returned and not server.alive
         self.generation += 1
-        if self.stage is Stage.SUMMING:  # the parts may have other holders now
+        if self.stage in (Stage.UNMASKING, Stage.SUMMING):  # the parts may have other holders now
             self.stage, self.summer, self.parts = Stage.SEALING, "", ()
         self._settle_operation()
         self._keep()
@@ -233,9 +236,13 @@ class Rounds(Roster):
             return self._finish(done)
         sealed = all(st.round == self.round and st.sealed and st.generation == self.generation for _, st in standings)
         able = [server for server, st in standings if st.model == self.round - 1]
-        if self.stage is Stage.SEALING and sealed and able:
+        return sealed and bool(able) and self._sealed(standings, able)
+
+    def _sealed(self, standings: list[tuple[Server, Standing]], able: list[Server]) -> bool:
+        """Every part is fixed: one server adds them."""
+        if self.stage is Stage.SEALING:
             self.stage, self.summer = Stage.SUMMING, able[self.round % len(able)].node_id
-            self.parts = tuple((server.node_id, st.numbers) for server, st in standings)
+            self.parts = tuple((server.node_id, standing.numbers) for server, standing in standings)
         return False
 
     def _adopting(self, server: Server) -> bool:
@@ -370,6 +377,8 @@ class Rounds(Roster):
                     next_plan=self.next_plan,
                     missing=self.missing,
                     metrics=self.metrics,
+                    uploaders=self.uploaders,
+                    voided=self.voided,
                 )
             )
         )

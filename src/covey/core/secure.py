@@ -41,6 +41,7 @@ class Verdict(StrEnum):
 
     TAKEN = "taken"
     WAIT = "wait"  # nothing is wrong: ask again
+    DONE = "done"  # the round is over, and has its model
     LATE = "late"  # not in this round any more
     WRONG = "wrong"
 

@@ -69,7 +69,7 @@ class SecureRound:
         self._share_ratio = share_ratio
         self._reconstruct = reconstruct
         self._window_s = window_s
-        self._since = -1.0  # when the first of this phase came
+        self._since = -1.0  # when this phase began; that of the keys begins with the first
         self._keys: dict[str, Keys] = {}
         self._ring: tuple[str, ...] = ()
         self._places: dict[str, int] = {}
@@ -117,13 +117,14 @@ class SecureRound:
             return Spoken(Verdict.LATE, "the round has its keys")
         if len(self._keys) >= min(self._wanted, DEVICES_MAX):
             return Spoken(Verdict.LATE, f"the round has keys of {len(self._keys)} devices, and takes no more")
-        self._came(now)
+        if self._since < 0:
+            self._since = now
         self._keys[device] = keys
         if len(self._keys) == self._wanted:
-            self._close_keys()
+            self._close_keys(now)
         return TAKEN
 
-    def _close_keys(self) -> None:
+    def _close_keys(self, now: float) -> None:
         public = {device: keys.c_pk + keys.s_pk for device, keys in self._keys.items()}
         self._ring = tuple(graph.order(public))
         self._places = {device: place for place, device in enumerate(self._ring)}
@@ -133,7 +134,7 @@ class SecureRound:
         self._needed = chosen or graph.default_needed(holders)
         if self._needed > holders or 2 * self._needed <= holders:
             self.failed = f"{self._needed} shares of {holders} cannot be needed: more than half and at most all must be"
-        self.phase, self._since = Phase.SHARES, -1.0
+        self.phase, self._since = Phase.SHARES, now
 
     def _near(self, device: str) -> list[str]:
         return [self._ring[place] for place in graph.neighbours(self._ring, self._places[device], self._degree)]
@@ -160,16 +161,15 @@ class SecureRound:
         near = self._near(device)
         if sorted(takers) != sorted(near):
             return Spoken(Verdict.WRONG, f"there must be one share for each of {len(near)} neighbours")
-        self._came(now)
         for one in ask.encrypted_shares:
             self._sealed.setdefault(one.fl_id, {})[device] = one.share
         self._sharers[device] = None
         if len(self._sharers) == len(self._ring):
-            self._close_shares()
+            self._close_shares(now)
         return TAKEN
 
-    def _close_shares(self) -> None:
-        self.phase, self._since = Phase.UPDATES, -1.0
+    def _close_shares(self, now: float) -> None:
+        self.phase, self._since = Phase.UPDATES, now
 
     def _secrets(self, device: str) -> Spoken:
         if self.phase in (Phase.KEYS, Phase.SHARES):
@@ -254,25 +254,23 @@ class SecureRound:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _came(self, now: float) -> None:
-        if self._since < 0:
-            self._since = now
-
     def tick(self, now: float) -> None:
         """Close a phase whose window has ended, or give the round up."""
-        if self.failed or self._since < 0 or now - self._since < self._window_s or self.phase is Phase.UPDATES:
+        if self.failed or self._since < 0 or now - self._since < self._window_s:
             return
         window = f"within {self._window_s:g} s"
         if self.phase is Phase.KEYS:
-            self._decide(len(self._keys), self._wanted, f"gave keys {window}", self._close_keys)
+            self._decide(len(self._keys), self._wanted, f"gave keys {window}", now, self._close_keys)
         elif self.phase is Phase.SHARES:
-            self._decide(len(self._sharers), len(self._ring), f"shared their secrets {window}", self._close_shares)
+            self._decide(len(self._sharers), len(self._ring), f"shared their secrets {window}", now, self._close_shares)
+        elif self.phase is Phase.UPDATES:
+            self.failed = f"the updates did not come {window}"
         elif self.unmasking is None:
             self.failed = f"{len(self._revealers)} devices told their shares {window}, and {self._needed} are needed"
 
-    def _decide(self, came: int, before: int, what: str, close: Callable[[], None]) -> None:
+    def _decide(self, came: int, before: int, what: str, now: float, close: Callable[[float], None]) -> None:
         least = max(-int(-before * self._share_ratio // 1), self._least)
         if came >= least:
-            close()
+            close(now)
         else:
             self.failed = f"{came} devices {what}, and {least} are needed"

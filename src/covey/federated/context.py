@@ -87,7 +87,7 @@ KEYS: Mapping[str, Key] = {
     "client_batch_size": Key(32, _POSITIVE, _COUNT),
     "client_learning_rate": Key(0.001, _number(0, above=True), "a number above 0"),
     "worker_step_num_per_iteration": Key(65, _POSITIVE, _COUNT),
-    "encrypt_type": Key("NOT_ENCRYPT", _one_of(*_CIPHERS), ", ".join(_CIPHERS), _CIPHERS[1:]),
+    "encrypt_type": Key("NOT_ENCRYPT", _one_of(*_CIPHERS), ", ".join(_CIPHERS), ("DP_ENCRYPT", "STABLE_PW_ENCRYPT", "SIGNDS")),
     "dp_eps": Key(50.0, _number(0, above=True), "a number above 0"),
     "dp_delta": Key(0.01, _number(0, 1, above=True, below=True), "a number above 0 and below 1"),
     "dp_norm_clip": Key(1.0, _number(0, above=True), "a number above 0"),
@@ -121,6 +121,7 @@ KEYS: Mapping[str, Key] = {
     # Our own.
     "durability": Key("process", _one_of(*DURABILITIES), ", ".join(DURABILITIES)),
     "update_model_min": Key(0, _number(0), "a whole number, 0 or more"),
+    "update_reach": Key(16.0, _number(0, 2**20, above=True), "a number above 0, up to 1048576"),
     "sample_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
     "early_stop_rounds": Key(0, _number(0), "a whole number, 0 or more"),
     "eval_every": Key(0, _number(0), "a whole number, 0 (never) or more"),
@@ -219,6 +220,11 @@ def plan() -> Plan:
         patience=number("early_stop_rounds"),
         eval_every=number("eval_every"),
         eval_share=float(get_fl_context("eval_ratio")),
+        secure=text("encrypt_type") == "PW_ENCRYPT",
+        cipher_window_s=number("cipher_time_window") / 1000,
+        share_ratio=float(get_fl_context("share_secrets_ratio")),
+        reconstruct=number("reconstruct_secrets_threshold"),
+        reach=float(get_fl_context("update_reach")),
     )
 
 

@@ -9,6 +9,8 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,8 +19,21 @@ from covey.core.federation import Instance, Joined, Stage, evaluates
 from covey.federated import openapi
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
-from covey.federated.protocol import NOT_RUNNING, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob, read_fields, ticket
-from covey.federated.replies import RETRY_MS, Replies, now_ms
+from covey.federated.protocol import (
+    NOT_RUNNING,
+    SAFETENSORS,
+    Answer,
+    Cipher,
+    Code,
+    FlPlan,
+    GetModel,
+    StartJob,
+    now_ms,
+    read_fields,
+    ticket,
+)
+from covey.federated.relay import PATHS, Relay
+from covey.federated.replies import RETRY_MS, Replies
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
@@ -34,13 +49,15 @@ class Devices:
         self._replies = replies
         self._joins: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
         limit = 4 * server.layout.size + HEADER_ROOM
+        self.relay = Relay(server, replies)
         self._site = Site(self._receive, self._refusal, body_max=limit)
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = server.settings.prefix
-        self._paths = {
+        self._paths: dict[str, Callable[[Request], None]] = {
             f"{prefix}/startFLJob": self._start_job,
             f"{prefix}/updateModel": server.intake.receive,
             f"{prefix}/getModel": self._get_model,
+            **{f"{prefix}/{name}": partial(self._secure, name) for name in PATHS},
         }
         self._document = openapi.encoded(prefix)
 
@@ -76,6 +93,11 @@ class Devices:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _secure(self, name: str, request: Request) -> None:
+        work = self.relay.check(request, name)
+        if work is not None:
+            self._keep(work)
+
     # -- startFLJob --------------------------------------------------------------------------------------------------
 
     def _start_job(self, request: Request) -> None:
@@ -110,7 +132,7 @@ class Devices:
             left = until - time.monotonic()
             if left <= 0 or request.gone:
                 return self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
-            await _changed(changed, min(left, 1.0))
+            await self._server.until_changed(changed, min(left, 1.0))
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""
@@ -149,6 +171,7 @@ class Devices:
             plan.learning_rate,
             aggregation=name,
             settings=server.strategy.for_devices(round_number - base),
+            cipher=Cipher("PW_ENCRYPT", plan.reach) if plan.secure else Cipher(),
             evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
@@ -189,12 +212,4 @@ class Devices:
             if left <= 0 or request.gone:
                 reason = f"iteration {asked.iteration} is not finished yet"
                 return self._replies.say(request, Code.NOT_READY, reason, retry_ms=self._replies.pause_ms())
-            await _changed(changed, min(left, 1.0))
-
-
-async def _changed(event: asyncio.Event, limit_s: float) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            await event.wait()
-    except TimeoutError:
-        return
+            await self._server.until_changed(changed, min(left, 1.0))

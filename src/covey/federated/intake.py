@@ -17,7 +17,7 @@ from covey.core.federation import Numbers, Orders
 from covey.errors import ExitCode, StoreError
 from covey.federated.accumulator import weighed
 from covey.federated.http import Request
-from covey.federated.model import Floats
+from covey.federated.model import Floats, decode_masked
 from covey.federated.part import Part
 from covey.federated.peers import Peers
 from covey.federated.protocol import NOT_RUNNING, Code, UpdateFields, read_metadata, ticket
@@ -65,7 +65,8 @@ class Intake:
     def receive(self, request: Request) -> None:
         """One request. Raises `ValueError` with a sentence for a body that is no update of this model."""
         server, say = self._server, self._replies.say
-        metadata, values = server.layout.decode(request.body)
+        secure = server.settings.plan.secure
+        metadata, values = decode_masked(request.body) if secure else server.layout.decode(request.body)
         fields = read_metadata(metadata)
         orders, part = server.orders, server.holdings.part
         if self._replies.refused(request, fields.timestamp, fields.fl_name):
@@ -75,8 +76,9 @@ class Intake:
         if not server.running:
             return say(request, Code.OUT_OF_TIME, NOT_RUNNING, retry_ms=self._replies.pause_ms())
         began = fields.iteration + orders.base
-        if fields.ticket != ticket(server.key, began, fields.fl_id, fields.data_size):
-            sentence = "the ticket does not belong to this device, iteration and data_size: ask startFLJob for one"
+        if fields.ticket != ticket(server.key, began, fields.fl_id, fields.data_size, "masked" if secure else ""):
+            source = "getSecrets" if secure else "startFLJob"
+            sentence = f"the ticket does not belong to this device, iteration and data_size: ask {source} for one"
             return say(request, Code.OUT_OF_TIME, sentence)
         part.check(values, fields.data_size)
         if not server.strategy.staleness:

@@ -39,9 +39,7 @@ class Layout:
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
         """What comes before the values in a safetensors file."""
-        text = msgspec.json.encode({"__metadata__": dict(metadata), **self._tensors})
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return _head(self._tensors, metadata)
 
     def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
         """A whole safetensors file."""
@@ -94,6 +92,12 @@ class Layout:
         return flat
 
 
+def _head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors and the metadata of a safetensors header, and where the values begin. Raises `ValueError`."""
     if len(body) < 8:
@@ -109,6 +113,23 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("the body is not safetensors: its metadata are not texts")
     return tensors, metadata, 8 + length
+
+
+MASKED = "masked"  # the one tensor of a masked update
+
+
+def masked_head(size: int, metadata: Mapping[str, str]) -> bytes:
+    """What comes before the words of a masked update."""
+    return _head({MASKED: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}}, metadata)
+
+
+def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
+    """The metadata of a masked update, and its words in the guise of float32. Raises `ValueError` with a sentence."""
+    tensors, metadata, start = read_head(body)
+    size = (len(body) - start) // 4
+    if tensors != {MASKED: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
+        raise ValueError(f"updates are masked here: the body is one tensor {MASKED!r} of U32 (encrypt_type=PW_ENCRYPT)")
+    return metadata, np.frombuffer(body[start:] if start % 4 == 0 else bytes(body[start:]), np.float32)
 
 
 def raw(values: Floats) -> memoryview:
