@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.processes.harness import until
 
 from covey.errors import PeerError
 from covey.federated import Device
-from covey.federated.model import Floats
+from covey.federated.model import Floats, Layout
 from covey.federated.privacy import ring
 from covey.federated.privacy.ring import Told
 from covey.federated.protocol import SecureAnswer
@@ -44,9 +44,9 @@ class Member(Device):
         self._before(path)
         return super().phase(path, body)
 
-    def update(self, head: Callable[[dict[str, str]], bytes], values: Floats, fields: dict[str, str]) -> bool:
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
         self._before("updateModel")
-        return super().update(head, values, fields)
+        return super().update(arrays, fields, layout)
 
     def _before(self, path: str) -> None:
         if path == self.quits:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from covey.core.federation import Numbers, Plan, evaluates
 from covey.errors import StoreError, UsageError
 from covey.federated import Device, Task, fit, openapi, strategies
 from covey.federated.accumulator import Accumulator, weighed
-from covey.federated.model import Floats, take
+from covey.federated.model import Floats, Layout, take
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
 from covey.federated.simulate import CLASSES, deal, digits, simulate
@@ -213,8 +214,8 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
     sent: dict[str, object] = {}
 
     class Recording(Device):
-        def update(self, head: Callable[[dict[str, str]], bytes], values: Floats, fields: dict[str, str]) -> bool:
-            sent.update(fields, flat=values)
+        def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+            sent.update(fields, flat=arrays[""])
             return True
 
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))

@@ -94,6 +94,12 @@ def _stragglers(view: ClusterView) -> Metric:
     return family
 
 
+_SAYS = {
+    "restarts": "Lives of nodes that were begun again.",
+    "privacy_epsilon": "Epsilon spent so far of a device that took part in every round.",
+}
+
+
 def _counters(view: ClusterView) -> Iterator[Metric]:
     totals: dict[str, float] = {}
     for counter, number in view.counters.items():
@@ -101,5 +107,4 @@ def _counters(view: ClusterView) -> Iterator[Metric]:
         totals[name] = totals.get(name, 0) + number
     totals["restarts"] = view.restarts
     for name, number in sorted(totals.items()):
-        says = "Lives of nodes that were begun again." if name == "restarts" else f"How often so far: {name}."
-        yield CounterMetricFamily(f"covey_{name}", says, value=number)
+        yield CounterMetricFamily(f"covey_{name}", _SAYS.get(name, f"How often so far: {name}."), value=number)

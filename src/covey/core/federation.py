@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from covey.core.dp import Noise
 from covey.core.messages import Ask, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
 from covey.core.model import Host
 from covey.core.secure import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders
@@ -67,6 +68,9 @@ class Plan(msgspec.Struct, frozen=True):
     cipher_window_s: float = 300.0  # for each phase of a secure round
     share_ratio: float = 1.0  # of those that came to one such phase, how many must come to the next
     reconstruct: int = 0  # devices needed to take masks off; 0: more than two thirds
+    compress: str = "NO_COMPRESS"  # how small uploads are
+    sparse_rate: float = 1.0  # the share of values in them, where not all are sent
+    noise: Noise | None = None  # differential privacy
     reach: float = 16.0  # how far a value of an update may be from the model
 
     @property
@@ -325,6 +329,7 @@ class FederationRecord(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     uploaders: Uploaders | None = None  # of a secure round: the list that was given out, or is about to be
     voided: tuple[int, str] = (-1, "")
+    spent: float = 0.0  # on privacy: the sum of mu squared
 
 
 def owner(device: str, members: Sequence[Peer]) -> str:

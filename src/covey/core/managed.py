@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from covey.core.federation import Instance, Plan, Stage
 from covey.core.masked import Masked
 from covey.core.roster import Effect
+from covey.core.rounds import over_budget
 from covey.errors import UsageError
 
 
@@ -60,6 +61,9 @@ class Managed(Masked):
         """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round."""
         self._ask(now)
         self._need_ready()
+        over = over_budget(plan, self.spent)
+        if over:
+            raise UsageError(f"No new instance can begin: {over}.")
         if self.stage is Stage.OPEN and not self.counted:
             self._begin(plan)
         else:

@@ -73,6 +73,7 @@ class Masked(Rounds):
                 share_ratio=plan.share_ratio,
                 reconstruct=plan.reconstruct,
                 window_s=plan.cipher_window_s,
+                even=plan.noise is not None,
             )
 
     def _enough(self) -> bool:

@@ -65,6 +65,7 @@ class Rounds(Roster):
         self.metrics: dict[str, float] = {}
         self.uploaders: Uploaders | None = None  # see `masked`
         self.voided = (-1, "")
+        self.spent = 0.0  # on privacy, over all instances: the data are the same
         self.reason = "waiting for servers"
         self._started_at = now
 
@@ -210,6 +211,10 @@ class Rounds(Roster):
             self._say("cluster", "finished", f"all {self.plan.iterations} iterations are done; the model is still served")
         if self.next_plan is not None:
             self._begin(self.next_plan)
+        over = over_budget(self.plan, self.spent)
+        if over and self.instance is not Instance.FINISHED:
+            self.instance = Instance.FINISHED
+            self._say("cluster", "finished", over, Level.WARNING)
         self._keep()
 
     def _begin(self, plan: Plan) -> None:
@@ -265,6 +270,7 @@ class Rounds(Roster):
         without = f", without the part of server {', '.join(self.missing)}" if self.missing else ""
         self._say("round", "done", f"iteration {self.iteration} with {counted} updates{without}")
         self._judge_loss()
+        self.spent += self.plan.noise.spends if self.plan.noise is not None else 0.0
         self.round += 1
         self._open(f"iteration {self.iteration - 1} is done with {counted} updates{without}")
         return True
@@ -379,6 +385,7 @@ class Rounds(Roster):
                     metrics=self.metrics,
                     uploaders=self.uploaders,
                     voided=self.voided,
+                    spent=self.spent,
                 )
             )
         )
@@ -397,3 +404,14 @@ class Rounds(Roster):
             server.gone_at = self._now + REATTACH_S
             self.servers[server.node_id] = server
         self.reason = "the scheduler is back"
+
+
+def over_budget(plan: Plan, spent: float) -> str:
+    """Why no further round may begin, if the privacy it would spend is more than there is."""
+    noise = plan.noise
+    if noise is None or not noise.budget:
+        return ""
+    after = noise.epsilon(spent + noise.spends)
+    if after <= noise.budget:
+        return ""
+    return f"another round would spend epsilon {after:.4g} in all, and the budget is {noise.budget:g}"

@@ -58,12 +58,23 @@ WAIT = Spoken(Verdict.WAIT, "the others have not come yet: ask again")
 class SecureRound:
     """One secure round. `hear` takes what devices say, `due` says what the clock has decided."""
 
-    def __init__(self, session: str, *, wanted: int, least: int, share_ratio: float, reconstruct: int, window_s: float) -> None:
+    def __init__(
+        self,
+        session: str,
+        *,
+        wanted: int,
+        least: int,
+        share_ratio: float,
+        reconstruct: int,
+        window_s: float,
+        even: bool = False,
+    ) -> None:
         self.session = session
         self.phase = Phase.KEYS
         self.failed = ""  # why the round must be abandoned
         self.list: Uploaders | None = None
         self.unmasking: Unmasking | None = None
+        self._even = even  # every device counts once, whatever its samples
         self._wanted = wanted  # devices the round takes in
         self._least = least  # updates it needs
         self._share_ratio = share_ratio
@@ -96,7 +107,7 @@ class SecureRound:
         """Take a request, or say why not. The same request may come again."""
         device = ask.fl_id
         if isinstance(ask, ExchangeKeys):
-            return self._exchange(device, Keys(ask.c_pk, ask.s_pk, ask.data_size), now)
+            return self._exchange(device, Keys(ask.c_pk, ask.s_pk, 1 if self._even else ask.data_size), now)
         if device not in self._places and self.phase is not Phase.KEYS:
             return Spoken(Verdict.LATE, "this device gave no keys in time for this round")
         if isinstance(ask, GetKeys):

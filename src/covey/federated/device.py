@@ -17,7 +17,7 @@ import random
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -25,8 +25,10 @@ import msgspec
 import numpy as np
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated import masked_device
-from covey.federated.model import Floats, Layout, raw, read_head
+from covey.federated import compress, masked_device
+from covey.federated.compress import Compressor
+from covey.federated.model import Floats, Layout, flat_head, raw, read_head
+from covey.federated.privacy.noise import on_device
 from covey.federated.privacy.ring import Told
 from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
 
@@ -67,17 +69,31 @@ class Task:
     def send(self, weights: Mapping[str, Any] | Floats, *, loss: float | None = None, accuracy: float | None = None) -> bool:
         """Send the update until a server has counted it; False if the round closed before."""
         flat = weights if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
+        noise = self.plan.cipher.noise
         if self.plan.cipher.encrypt_type == "PW_ENCRYPT":
             done = masked_device.send(self._device, self, flat - self.flat, self._told(loss, accuracy))
+        elif noise is not None and noise.local:  # a loss would say something too, and has no noise on it
+            done = self._upload(self.flat + on_device(flat - self.flat, noise), self.fields)
         else:
             fields = self.fields | self._evaluation
             if loss is not None:
                 fields["upload_loss"] = repr(float(loss))
             if accuracy is not None:
                 fields["upload_accuracy"] = repr(float(accuracy))
-            done = self._device.update(self._layout.head, flat, fields)
+            done = self._upload(flat, fields)
         if done:
             self._device.counted(self.iteration)
+        return done
+
+    def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
+        """The weights, or what the plan wants sent of their difference to the model."""
+        kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
+        if kind == compress.NONE:
+            return self._device.update({"": flat}, fields, self._layout)
+        arrays = self._device.compressor.encode(flat - self.flat, kind, rate, self.iteration)
+        done = self._device.update(arrays, fields)
+        if done:
+            self._device.compressor.sent()
         return done
 
     @property
@@ -124,6 +140,7 @@ class Device:
         self._patience_s = patience_s
         self._at = random.randrange(len(self._servers))
         self._connection: http.client.HTTPConnection | None = None
+        self.compressor = Compressor()
         self._done = 0  # the last iteration in which an update of this device was counted
 
     # -- what a program calls ----------------------------------------------------------------------------------------
@@ -162,11 +179,13 @@ class Device:
                 raise Refused(answer.retcode, answer.reason)
             self._pause(answer)
 
-    def update(self, head: Callable[[dict[str, str]], bytes], values: Floats, fields: dict[str, str]) -> bool:
-        """Send an update until it is counted; False when the round has closed."""
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+        """Send an update until it is counted; False when the round has closed. With a layout it is one array, the model's."""
         limit = time.monotonic() + self._patience_s
         while True:
-            pieces: list[bytes | memoryview] = [head({**fields, "timestamp": str(now_ms())}), raw(np.ascontiguousarray(values))]
+            said = {**fields, "timestamp": str(now_ms())}
+            head = layout.head(said) if layout is not None else flat_head(arrays, said)
+            pieces: list[bytes | memoryview] = [head, *(raw(np.ascontiguousarray(array)) for array in arrays.values())]
             answer, _, _ = self._ask("updateModel", pieces, SAFETENSORS)
             if answer.retcode == Code.SUCCEED:
                 return True

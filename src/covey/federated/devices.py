@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Instance, Joined, Stage, evaluates
+from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
 from covey.federated import openapi
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
@@ -171,7 +171,9 @@ class Devices:
             plan.learning_rate,
             aggregation=name,
             settings=server.strategy.for_devices(round_number - base),
-            cipher=Cipher("PW_ENCRYPT", plan.reach) if plan.secure else Cipher(),
+            cipher=_cipher(plan),
+            upload_compress_type=plan.compress,
+            upload_sparse_rate=plan.sparse_rate,
             evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
@@ -213,3 +215,10 @@ class Devices:
                 reason = f"iteration {asked.iteration} is not finished yet"
                 return self._replies.say(request, Code.NOT_READY, reason, retry_ms=self._replies.pause_ms())
             await self._server.until_changed(changed, min(left, 1.0))
+
+
+def _cipher(plan: Plan) -> Cipher:
+    """What devices are to do with their updates."""
+    if plan.secure:
+        return Cipher("PW_ENCRYPT", plan.reach, plan.noise)
+    return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from covey.core.secure import (
     ExchangeKeys,
@@ -21,8 +20,9 @@ from covey.core.secure import (
     ShareList,
     ShareSecrets,
 )
-from covey.federated.model import Floats, masked_head
+from covey.federated.model import MASKED, Floats
 from covey.federated.privacy import ring
+from covey.federated.privacy.noise import clipped
 from covey.federated.privacy.ring import Told
 from covey.federated.privacy.session import Session, units
 from covey.federated.protocol import Code, SecureAnswer, now_ms
@@ -55,13 +55,16 @@ def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
     ask("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk)
     listed = ask("getKeys", GetKeys)
     keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
-    words = ring.encode(change, told, device.data_size, units(keys, task.plan.cipher.reach))
+    cipher, weight = task.plan.cipher, device.data_size
+    if cipher.noise is not None:  # the servers cannot: they never see it
+        change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
+    words = ring.encode(change, told, weight, units(keys, cipher.reach))
     ask("shareSecrets", ShareSecrets, encrypted_shares=session.share(keys))
     shares = ask("getSecrets", GetSecrets)
     session.take(ShareList(shares.encrypted_shares))
-    hidden = session.mask(words).view(np.float32)
+    hidden = session.mask(words)
     fields = {**task.fields, "ticket": shares.ticket}
-    if not device.update(lambda metadata: masked_head(len(hidden), metadata), hidden, fields):
+    if not device.update({MASKED: hidden}, fields):
         raise Late
     listed = ask("getClientList", GetClientList)
     if not listed.done:

@@ -116,11 +116,35 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
 
 
 MASKED = "masked"  # the one tensor of a masked update
+_KINDS = {"F32": np.float32, "U32": np.uint32, "I8": np.int8}
+_NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
 
 
-def masked_head(size: int, metadata: Mapping[str, str]) -> bytes:
-    """What comes before the words of a masked update."""
-    return _head({MASKED: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}}, metadata)
+def flat_head(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """What comes before the values of flat arrays, one after the other."""
+    tensors, end = {}, 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        tensors[name] = {"dtype": _NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
+    return _head(tensors, metadata)
+
+
+def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """The metadata and the flat arrays of a body. Raises `ValueError` with a sentence."""
+    tensors, metadata, start = read_head(body)
+    data, arrays = body[start:], {}
+    for name, tensor in tensors.items():
+        kind, shape, ends = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
+        try:
+            low, high = ends
+            whole = bytes(data[low:high])
+            arrays[name] = np.frombuffer(whole, _KINDS[kind])
+            right = 0 <= low <= high <= len(data) and shape == [len(arrays[name])]
+        except (KeyError, TypeError, ValueError):
+            right = False
+        if not right:
+            raise ValueError(f"the tensor {name[:100]!r} is not a flat one of {', '.join(_KINDS)} that lies in the body")
+    return metadata, arrays
 
 
 def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:

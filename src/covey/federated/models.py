@@ -13,6 +13,7 @@ from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout, digest
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
+from covey.federated.privacy.noise import on_mean
 from covey.federated.store import ModelStore, State
 from covey.federated.strategies import Strategy
 
@@ -24,6 +25,7 @@ class Models:
         self, layout: Layout, values: Floats, strategy: Strategy, evaluate: summing.Evaluate | None, peers: Peers
     ) -> None:
         self.round, self.values, self.digest = 0, values, digest(values)  # of the newest
+        self.key = b""  # the cluster's, for noise
         self.metrics: dict[str, float] = {}  # of the newest, where this server made it
         self._layout = layout
         self._strategy = strategy
@@ -69,6 +71,9 @@ class Models:
             mean, numbers = await asyncio.to_thread(summing.unmasked, total, orders, self.values)
         else:
             mean = total.mean()
+        noise = orders.plan.noise
+        if noise is not None and not noise.local:
+            mean = mean + on_mean(len(mean), noise, numbers.count, self.key, orders.round)
         made = summing.apply(self._strategy, self.values, mean, state)
         metrics = summing.metrics(numbers)
         if self._evaluate is not None:

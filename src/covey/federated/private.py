@@ -5,6 +5,7 @@ from __future__ import annotations
 from covey.core import graph
 from covey.core.federation import Plan
 from covey.errors import UsageError
+from covey.federated.compress import NONE
 from covey.federated.strategies import Strategy
 
 DEVICES_MIN = 3  # in a sum of fewer each knows the other
@@ -12,9 +13,13 @@ DEVICES_MIN = 3  # in a sum of fewer each knows the other
 
 def check(plan: Plan, strategy: Strategy) -> None:
     """Raises `UsageError` for a plan that cannot be kept."""
+    name = type(strategy).__name__
+    if plan.noise is not None and (strategy.sees_all or strategy.staleness):
+        raise UsageError(f"{name} does not take the mean of one round, which noise is reckoned for: use FedAvg or one like it")
     if not plan.secure:
         return
-    name = type(strategy).__name__
+    if plan.compress != NONE:
+        raise UsageError(f"PW_ENCRYPT masks every value, and upload_compress_type={plan.compress} sends others: use {NONE}")
     if strategy.sees_all or strategy.staleness:
         raise UsageError(f"{name} needs to see single updates, and PW_ENCRYPT hides them: use FedAvg or one like it")
     if plan.threshold < DEVICES_MIN:

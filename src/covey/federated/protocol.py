@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from covey.core.dp import Noise
 from covey.core.secure import DEVICE_ID_MAX, FlId, RemoteKeys, SealedShare
 
 JSON: Final = "application/json"
@@ -113,6 +114,7 @@ class Cipher(msgspec.Struct, frozen=True):
 
     encrypt_type: str = "NOT_ENCRYPT"
     reach: Annotated[float, Meta(description="PW_ENCRYPT: how far a value may be from the model.")] = 0.0
+    noise: Annotated[Noise | None, Meta(description="Clip the update, count once; if local, add noise to it too.")] = None
 
 
 class FlPlan(msgspec.Struct, frozen=True):
@@ -127,6 +129,8 @@ class FlPlan(msgspec.Struct, frozen=True):
     aggregation: str = "FedAvg"
     settings: dict[str, Any] = {}
     cipher: Cipher = Cipher()
+    upload_compress_type: str = "NO_COMPRESS"
+    upload_sparse_rate: float = 1.0
     evaluate: bool = False  # this device is asked to evaluate the model it is given too, on samples it keeps back
 
 

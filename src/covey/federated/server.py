@@ -185,7 +185,7 @@ class Server:
             self.end(error.exit_code, str(error))
 
     def _take_place(self, message: Admitted) -> None:
-        self.key = message.key
+        self.key = self.models.key = message.key
         if not self.cluster_id:
             self.node_id, self.cluster_id = message.node_id, message.cluster_id
             self.claims.node_id = message.node_id
