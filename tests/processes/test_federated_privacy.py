@@ -81,7 +81,7 @@ def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) ->
         and instance["privacy"]["budget"] == budget
     )
     text = httpx2.get(f"http://127.0.0.1:{federation.manage}/metrics").text
-    assert f"covey_privacy_epsilon_total {instance['privacy']['epsilon']:.4g}"[:38] in text
+    assert f"covey_federated_epsilon {instance['privacy']['epsilon']:.4g}"[:-1] in text
     with federation.device("judge") as device:
         flat = device.model(2)[1]["w"].reshape(-1)
     signal = sum(clipped(update(number, n), 2.0) for number in range(4) for n in (1, 2)) / 4

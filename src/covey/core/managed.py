@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from covey.core.federation import Instance, Plan, Stage
+from covey.core.federation import SERVERS_MAX, Instance, Plan, Stage
 from covey.core.masked import Masked
 from covey.core.roster import Effect
 from covey.core.rounds import over_budget
@@ -24,6 +24,8 @@ class Managed(Masked):
         self._need_ready()
         if more < 1:
             raise UsageError("The value should not be less than 0.")
+        if self.wanted + more > SERVERS_MAX:
+            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
         self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
         self._say("cluster", "scale out", f"{more} servers are to come")
         return self._done()

@@ -33,7 +33,7 @@ from covey.federated.protocol import (
     ticket,
 )
 from covey.federated.relay import PATHS, Relay
-from covey.federated.replies import RETRY_MS, Replies
+from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
@@ -86,7 +86,8 @@ class Devices:
             return self._replies.say(request, Code.REQUEST_ERROR, str(error))
 
     def _refusal(self, status: int, sentence: str) -> bytes:
-        return msgspec.json.encode(Answer(int(Code.REQUEST_ERROR), sentence, now_ms()))
+        code = Code.NOT_READY if status == 503 else Code.REQUEST_ERROR
+        return msgspec.json.encode(Answer(int(code), sentence, now_ms()))
 
     def _keep(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -118,9 +119,7 @@ class Devices:
             if orders is not None and orders.instance is Instance.FINISHED:
                 return self._replies.say(request, Code.OUT_OF_TIME, NOT_RUNNING)
             if orders is not None and not server.claims.is_member:
-                return self._replies.say(
-                    request, Code.NOT_READY, "this server is not part of the cluster: ask another", retry_ms=RETRY_MS
-                )
+                return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS)
             if orders is not None and not server.running:
                 reason = NOT_RUNNING
             elif orders is not None and asked.iteration == orders.round - orders.base:

@@ -16,7 +16,7 @@ from covey.errors import PeerError, StoreError
 from covey.federated.part import Part, Sum
 from covey.federated.peers import Bytes
 from covey.federated.safekeeping import copies_of, keep_copy
-from covey.federated.updates import Folder, Logged, read
+from covey.federated.updates import Folder, Logged, mapped, read
 from covey.node.log import log
 
 LOCK_S: Final = 10.0  # for whoever looks into our folder to let go of it
@@ -117,13 +117,16 @@ class Holdings:
         self._folder.forget(round_number + 1 - self._staleness)
 
     def give(self, what: str, round_number: int) -> Bytes | None:
-        """What the server that adds the parts may fetch: the part, or the updates in it."""
+        """What the server that adds the parts may fetch: the part, how many logs it has, one of them ("log0")."""
         part = self.part
         if part is None or part.round != round_number:
             return None
         if what == "part":
             return part.encoded() if part.sealed else None
-        return b"".join(path.read_bytes() for path in part.logs())
+        logs = {f"log{number}": path for number, path in enumerate(part.logs())}
+        if what == "logs":
+            return str(len(logs)).encode()
+        return mapped(logs[what]) if what in logs else None
 
     def keep_copy(self, node_id: str, message: Copy) -> None:
         """Another server's update, to be kept too. Raises `PeerError` once those copies are ours."""

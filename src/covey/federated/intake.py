@@ -23,7 +23,7 @@ from covey.federated.part import Part
 from covey.federated.peers import Peers
 from covey.federated.privacy.noise import clipped
 from covey.federated.protocol import NOT_RUNNING, Code, UpdateFields, read_metadata, ticket
-from covey.federated.replies import RETRY_MS, Replies
+from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
 from covey.federated.safekeeping import Safekeeping
 from covey.federated.updates import Update
 from covey.node.log import log
@@ -79,6 +79,8 @@ class Intake:
             return None
         if orders is None or part is None or not server.accepts:
             return say(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)
+        if not server.claims.is_member:
+            return say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS)
         if not server.running:
             return say(request, Code.OUT_OF_TIME, NOT_RUNNING, retry_ms=self._replies.pause_ms())
         began = fields.iteration + orders.base

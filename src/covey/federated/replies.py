@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from covey.federated.server import Server
 
 RETRY_MS: Final = 200
+NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"
+REASON_MAX: Final = 500  # a reason may quote what a device sent
 
 
 class Replies:
@@ -25,7 +27,7 @@ class Replies:
     def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0) -> None:
         """An answer in the language of the request."""
         again = str(now_ms() + retry_ms) if retry_ms else ""
-        self.send(request, Answer(int(code), reason, now_ms(), iteration=self.iteration, next_req_time=again))
+        self.send(request, Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again))
 
     def send(self, request: Request, answer: Answer) -> None:
         """Fields without a model."""

@@ -346,7 +346,7 @@ class Server:
 
     def _give(self, what: str, round_number: int) -> Bytes | None:
         """What another server may fetch."""
-        source = self.holdings if what in ("part", "log") else self.models
+        source = self.models if what in ("model", "state") else self.holdings
         return source.give(what, round_number)
 
     # -- time --------------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class Loop:
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._share: Share | None = None  # of the course, for this rank
         self._index = 0
+        self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
         self._cut = course.cut(0, 0, self._limit)
         self._state = State(model, optimizer)
         self._stepping = self._applied = False  # the optimizer runs; has run in this step
@@ -202,16 +203,19 @@ class Loop:
         """The seating by which a reduction was made, if it is not the one of the course."""
         assert self._collectives is not None
         here, seating = self._here(), self._collectives.seating
-        known = here is self._course.seats or seating is None
-        return torch_module().tensor([] if known or seating is None else [seating.version, *here], dtype=torch_module().int64)
+        if here is self._course.seats or seating is None:
+            return self._as_seated
+        return torch_module().tensor([seating.version, *here], dtype=torch_module().int64)
 
     def counted(self, present: Any) -> None:
         """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
         assert self._collectives is not None
         if self._following is None:
-            version, *seats = present.tolist() or (self._collectives.seated, *self._course.seats)
-            self._following = self._course.after(self.step, tuple(seats))
-            self._collectives.seated = version
+            if not present.numel():
+                self._following = self._course.after(self.step, self._course.seats)
+            else:
+                self._collectives.seated, *seats = present.tolist()
+                self._following = self._course.after(self.step, tuple(seats))
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -322,7 +326,12 @@ class Loop:
         return self._about() | self._state.now()
 
     def _about(self) -> dict[str, Any]:
-        return {"step": self.step, "course": self._course.state()}
+        place = self._group.place
+        return {
+            "step": self.step,
+            "course": self._course.state(),
+            "made_in": [place.generation, place.world] if place is not None else [0, 1],
+        }
 
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
@@ -385,19 +394,21 @@ class Loop:
             self._course = self._course.seated(tuple(range(world)))
 
     def _agree_on(self, step: int, state: Any) -> Any:
-        """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
+        """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it. There may be two
+        of one step: who died with its only result wrote another one than those who then did the step again."""
         torch = torch_module()
-        steps = [int(t) for t in self._group.all_gather(torch.tensor(step))]
-        best = max(steps)
-        if best < 0 or all(s == best for s in steps):
+        mine = [step, *(state.get("made_in", (0, 0)) if state is not None else (0, 0))]
+        everyone = [t.tolist() for t in self._group.all_gather(torch.tensor(mine))]
+        best = max(everyone)
+        if best[0] < 0 or all(found == best for found in everyone):
             return state
-        giver = steps.index(best)
+        giver = everyone.index(best)
         flat = to_bytes(state) if self._group.rank == giver else torch.empty(0, dtype=torch.uint8)
         size = self._group.all_reduce(torch.tensor(flat.numel()), "max")
         if self._group.rank != giver:
             flat = torch.empty(int(size), dtype=torch.uint8)
         self._group.broadcast(flat, giver)
-        return state if step == best else from_bytes(flat)
+        return state if mine == best else from_bytes(flat)
 
     def _restore(self, state: Any) -> None:
         self._course = self._until_the_end(self._course.restored(state["course"]))
