@@ -9,16 +9,31 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Instance, Joined, Stage, evaluates
+from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
 from covey.federated import openapi
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
-from covey.federated.protocol import NOT_RUNNING, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob, read_fields, ticket
-from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies, now_ms
+from covey.federated.protocol import (
+    NOT_RUNNING,
+    SAFETENSORS,
+    Answer,
+    Cipher,
+    Code,
+    FlPlan,
+    GetModel,
+    StartJob,
+    now_ms,
+    read_fields,
+    ticket,
+)
+from covey.federated.relay import PATHS, Relay
+from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
@@ -34,13 +49,15 @@ class Devices:
         self._replies = replies
         self._joins: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
         limit = 4 * server.layout.size + HEADER_ROOM
+        self.relay = Relay(server, replies)
         self._site = Site(self._receive, self._refusal, body_max=limit)
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = server.settings.prefix
-        self._paths = {
+        self._paths: dict[str, Callable[[Request], None]] = {
             f"{prefix}/startFLJob": self._start_job,
             f"{prefix}/updateModel": server.intake.receive,
             f"{prefix}/getModel": self._get_model,
+            **{f"{prefix}/{name}": partial(self._secure, name) for name in PATHS},
         }
         self._document = openapi.encoded(prefix)
 
@@ -77,6 +94,11 @@ class Devices:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _secure(self, name: str, request: Request) -> None:
+        work = self.relay.check(request, name)
+        if work is not None:
+            self._keep(work)
+
     # -- startFLJob --------------------------------------------------------------------------------------------------
 
     def _start_job(self, request: Request) -> None:
@@ -109,7 +131,7 @@ class Devices:
             left = until - time.monotonic()
             if left <= 0 or request.gone:
                 return self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
-            await _changed(changed, min(left, 1.0))
+            await self._server.until_changed(changed, min(left, 1.0))
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""
@@ -148,6 +170,9 @@ class Devices:
             plan.learning_rate,
             aggregation=name,
             settings=server.strategy.for_devices(round_number - base),
+            cipher=_cipher(plan),
+            upload_compress_type=plan.compress,
+            upload_sparse_rate=plan.sparse_rate,
             evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
@@ -188,12 +213,11 @@ class Devices:
             if left <= 0 or request.gone:
                 reason = f"iteration {asked.iteration} is not finished yet"
                 return self._replies.say(request, Code.NOT_READY, reason, retry_ms=self._replies.pause_ms())
-            await _changed(changed, min(left, 1.0))
+            await self._server.until_changed(changed, min(left, 1.0))
 
 
-async def _changed(event: asyncio.Event, limit_s: float) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            await event.wait()
-    except TimeoutError:
-        return
+def _cipher(plan: Plan) -> Cipher:
+    """What devices are to do with their updates."""
+    if plan.secure:
+        return Cipher("PW_ENCRYPT", plan.reach, plan.noise)
+    return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)
