@@ -199,3 +199,13 @@ def test_several_schedulers_without_a_store_are_refused(cluster: Recovering) -> 
     lonely = cluster.scheduler()
     assert lonely.wait() == 10
     assert "several schedulers must agree who leads: set COVEY_LEASE" in lonely.text()
+
+
+def test_a_standby_ends_with_the_code_its_cluster_ended_with(cluster: Recovering) -> None:
+    cluster.env |= {"COVEY_LEASE": "file", "MS_ENABLE_RECOVERY": 0}
+    first, workers = cluster.formed()
+    second = cluster.scheduler()
+    second.wait_for("stands by")
+    workers[1].kill()
+    code = first.wait()
+    assert code != 0 and second.wait() == code, "who asks the standby must not take a failure for a success"

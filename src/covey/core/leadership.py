@@ -24,7 +24,8 @@ class Cell(msgspec.Struct, frozen=True):
     holder: str = ""
     beat: int = 0
     where: str = ""  # the holder's REST port, for who asks another
-    over: bool = False  # what was led has ended
+    over: bool = False  # what was led has ended,
+    code: int = 0  # with this code
 
 
 class Look(msgspec.Struct, frozen=True):

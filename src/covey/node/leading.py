@@ -24,7 +24,11 @@ LOOK_S: Final = 0.1  # how often a file is looked at: cheap, and its holder's de
 
 
 class Over(Exception):
-    """The cluster that this standby stood by for has ended."""
+    """The cluster that this standby stood by for has ended, with `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
 
 
 class Leading:
@@ -58,7 +62,7 @@ class Leading:
         while not self.leads():
             seen = self._candidate.seen
             if self._candidate.over:
-                raise Over
+                raise Over(seen.code)
             if seen.holder and not said:
                 said = True
                 log.info("another scheduler leads: this one stands by")
@@ -71,15 +75,15 @@ class Leading:
         self.predecessor = self._followed
         return self._candidate.token
 
-    async def give_back(self, *, over: bool) -> None:
-        """Let go of the lease, so that the next one need not wait; or end it for all who stand by."""
+    async def end(self, code: int) -> None:
+        """The cluster has ended with this code, for all who stand by too."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         wish = self._candidate.give_back()
         if wish is not None:
             with contextlib.suppress(StoreError):  # then it runs out by itself
-                await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, over=over)), self._version)
+                await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, over=True, code=code)), self._version)
         await self._cells.close()
 
     async def _keep(self) -> None:

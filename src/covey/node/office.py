@@ -94,11 +94,11 @@ class Office:
                 end = await self._lead(cells, leading, manage, token)
             except SteppedDown as error:
                 log.warning("%s: this scheduler leads no longer, and stands by", error)
-            except Over:
+            except Over as over:
                 log.info("the cluster has ended: this scheduler need not stand by any more")
-                return 0
+                return over.code
             else:
-                await leading.give_back(over=True)
+                await leading.end(end.code)
                 return end.code
 
     async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> End:
