@@ -134,3 +134,15 @@ def test_a_write_whose_answer_was_lost_is_known_as_ones_own(tmp_path: Path) -> N
         assert (await shared(cells, 2)).read() == (record(2),)
 
     asyncio.run(check())
+
+
+def test_a_journal_is_led_by_tokens_or_held_by_one_scheduler_but_not_both(tmp_path: Path) -> None:
+    alone = local(tmp_path, 0)
+    with pytest.raises(StoreError, match="another scheduler holds the journal"):
+        local(tmp_path, 1)
+    alone.close()
+    leader = local(tmp_path, 1)
+    with pytest.raises(StoreError, match="another scheduler holds the journal"):
+        local(tmp_path, 0)
+    leader.close()
+    local(tmp_path, 0).close()
