@@ -68,6 +68,26 @@ def test_of_many_who_write_at_once_one_does(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_two_whose_processes_have_the_same_number_do_not_write_into_each_others_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers that share a disk, in which both are process 1."""
+
+    async def check() -> None:
+        one, two = FileCells(tmp_path), FileCells(tmp_path)
+        claim = one._claim
+
+        def interrupted(draft: Path, key: str, version: int) -> bool:
+            list(two.put("lease", b"two", 7).__await__())  # from a version that is not there: it changes nothing
+            return claim(draft, key, version)
+
+        monkeypatch.setattr(one, "_claim", interrupted)
+        assert await one.put("lease", b"one", 0) == 1
+        assert await one.get("lease") == (b"one", 1)
+
+    asyncio.run(check())
+
+
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be read or written"):
