@@ -51,15 +51,16 @@ class Leading:
         seen = self._candidate.seen
         return seen.where if seen.holder else ""
 
-    def leads(self) -> bool:
-        """Whether this process may act now. The clock is read anew: a loop's own may be as old as its last stop."""
-        return self._candidate.leads(time.monotonic())
+    def leads(self, token: int) -> bool:
+        """Whether this process may act now by this token: it may have lost it and won another before anyone asked. The clock is
+        read anew: a loop's own may be as old as its last stop."""
+        return self._candidate.token == token and self._candidate.leads(time.monotonic())
 
     async def win(self) -> int:
         """Wait until this one leads; returns its token. Raises `Over` if the cluster ends first."""
         self._task = self._task or asyncio.create_task(self._keep())
         said = False
-        while not self.leads():
+        while not self._candidate.leads(time.monotonic()):
             seen = self._candidate.seen
             if self._candidate.over:
                 raise Over(seen.code)

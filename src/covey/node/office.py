@@ -106,7 +106,8 @@ class Office:
         sockets = Sockets(_copies(found), _copies(manage))
         journal = await self._leaders_journal(cells, token, leading.predecessor)
         try:
-            return await self._run(sockets, journal, Term(token, leading.leads, self._settings.lease_s / PULSES))
+            leads = functools.partial(leading.leads, token)
+            return await self._run(sockets, journal, Term(token, leads, self._settings.lease_s / PULSES))
         finally:
             journal.close()
             for sock in (*sockets.cluster, *sockets.manage, *(found if self._sockets is None else ())):
