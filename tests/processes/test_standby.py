@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -209,3 +210,21 @@ def test_a_standby_ends_with_the_code_its_cluster_ended_with(cluster: Recovering
     workers[1].kill()
     code = first.wait()
     assert code != 0 and second.wait() == code, "who asks the standby must not take a failure for a success"
+
+
+def test_a_lease_that_was_removed_does_not_shut_the_journal_of_its_cluster(cluster: Recovering) -> None:
+    cluster.env |= {"COVEY_LEASE": "file", "COVEY_LEASE_TIME": LEASE_S}
+    cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
+    first, workers = cluster.formed()
+    first.kill()
+    second = cluster.scheduler()
+    second.wait_for("cluster ready")
+    second.kill()
+    shutil.rmtree(cluster.journal / "lease")
+    third = cluster.scheduler()
+    third.wait_for("token 3")
+    for node in workers:
+        node.wait_for("found again", count=2)
+    cluster.release()
+    assert [node.wait() for node in (third, *workers)] == [0, 0, 0]
+    assert third.text().count("leads no longer") == 1

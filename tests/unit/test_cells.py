@@ -123,7 +123,7 @@ def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path:
         with pytest.raises(Fenced, match="another scheduler leads, with token 2"):
             await old.commit([record(7)])
         await new.commit([record(2)])
-        with pytest.raises(Fenced, match="another scheduler has led since"):
+        with pytest.raises(Fenced, match="another scheduler leads, with token 2: this one's is 1"):
             await shared(cells, 1)
         with pytest.raises(StoreError, match="belongs to another job"):
             await open_shared(cells, token=3, job="other", worker_num=2, server_num=0)

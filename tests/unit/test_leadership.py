@@ -102,6 +102,17 @@ def test_a_renewal_whose_answer_was_lost_does_not_end_a_leadership() -> None:
     assert first.candidate.leads(1.0) and first.candidate.token == 1
 
 
+def test_a_token_that_the_journal_has_seen_is_outbid_once_nobody_leads() -> None:
+    _, first, second = pair()
+    second.candidate.outbid(7)
+    second.settle(0.1)
+    assert first.candidate.leads(0.1) and not second.candidate.leads(0.1), "it lets who leads lead"
+    first.candidate.outbid(7)
+    assert not first.candidate.leads(0.1)
+    first.settle(0.2)
+    assert first.candidate.leads(0.2) and first.candidate.token == 8
+
+
 rounds = st.lists(
     st.tuples(
         st.integers(0, 2),  # who

@@ -49,6 +49,7 @@ class Candidate:
         self._name = name
         self._where = where
         self._duration_s = duration_s
+        self._outbids = 0  # a token that the journal has seen, though the lease says nothing of it any more
         self._stood_by = False  # it has seen somebody lead what would end with `over`
         self._knows = False  # what the cell says: not before the first look, nor after a write that may have failed
         self._same_since = now
@@ -73,7 +74,7 @@ class Candidate:
         if self._knows and self.token:
             return Write(msgspec.structs.replace(self.seen, beat=self.seen.beat + 1))
         if self._knows and self._free(now):
-            return Write(Cell(self.seen.token + 1, self._name, 0, self._where))
+            return Write(Cell(max(self.seen.token, self._outbids) + 1, self._name, 0, self._where))
         return Look()
 
     def looked(self, cell: Cell, now: float) -> None:
@@ -95,6 +96,10 @@ class Candidate:
 
     def failed(self) -> None:
         self._knows = False
+
+    def outbid(self, token: int) -> None:
+        """Ours is too low: another led by this one. If that has ended, the lease must have been removed."""
+        self._outbids, self.token = max(self._outbids, token), 0
 
     def give_back(self) -> Write | None:
         """How to let go, so that the next one need not wait."""

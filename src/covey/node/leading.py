@@ -76,6 +76,10 @@ class Leading:
         self.predecessor = self._followed
         return self._candidate.token
 
+    def outbid(self, token: int) -> None:
+        """Somebody has led by this token, and ours is lower: let go, and win by a higher one if nobody leads."""
+        self._candidate.outbid(token)
+
     async def end(self, code: int) -> None:
         """The cluster has ended with this code, for all who stand by too."""
         if self._task is not None:

@@ -104,7 +104,11 @@ class Office:
     async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> End:
         found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster(leading.predecessor)
         sockets = Sockets(_copies(found), _copies(manage))
-        journal = await self._leaders_journal(cells, token, leading.predecessor)
+        try:
+            journal = await self._leaders_journal(cells, token, leading.predecessor)
+        except Fenced as error:
+            leading.outbid(error.newest)
+            raise SteppedDown(str(error)) from None
         try:
             leads = functools.partial(leading.leads, token)
             return await self._run(sockets, journal, Term(token, leads, self._settings.lease_s / PULSES))
@@ -153,18 +157,15 @@ class Office:
 
     async def _leaders_journal(self, cells: Cells, token: int, predecessor: str) -> Journal | SharedJournal:
         settings = self._settings
-        try:
-            if isinstance(cells, FileCells):
-                try:
-                    return self._local_journal(token)
-                except StoreError as error:
-                    if isinstance(error, Fenced) or not end_predecessor(predecessor):
-                        raise
-                    return self._local_journal(token)
-            size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-            return await open_shared(cells, token=token, job=self._job, **size)
-        except Fenced as error:
-            raise SteppedDown(str(error)) from None
+        if isinstance(cells, FileCells):
+            try:
+                return self._local_journal(token)
+            except StoreError as error:
+                if isinstance(error, Fenced) or not end_predecessor(predecessor):
+                    raise
+                return self._local_journal(token)
+        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
+        return await open_shared(cells, token=token, job=self._job, **size)
 
     def _local_journal(self, token: int = 0) -> Journal:
         settings, folder = self._settings, self._folder or self._settings.recovery_path

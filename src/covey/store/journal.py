@@ -39,7 +39,11 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Fenced(StoreError):
-    """Another scheduler leads: what this one wants to write comes too late."""
+    """Another scheduler leads, or has led since, by the token `newest`: what this one wants to write comes too late."""
+
+    def __init__(self, newest: int, token: int) -> None:
+        super().__init__(f"another scheduler leads, with token {newest}: this one's is {token}")
+        self.newest = newest
 
 
 class Journal:
@@ -98,7 +102,7 @@ class Journal:
         newest = self._database.execute("pragma application_id").fetchone()[0]
         if newest > self._token:
             self._database.execute("rollback")
-            raise Fenced(f"another scheduler leads, with token {newest}: this one's is {self._token}")
+            raise Fenced(newest, self._token)
         if newest < self._token:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
