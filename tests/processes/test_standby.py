@@ -228,3 +228,15 @@ def test_a_lease_that_was_removed_does_not_shut_the_journal_of_its_cluster(clust
     cluster.release()
     assert [node.wait() for node in (third, *workers)] == [0, 0, 0]
     assert third.text().count("leads no longer") == 1
+
+
+def test_who_stepped_down_can_be_ended_by_ctrl_c(cluster: Recovering) -> None:
+    pair = Pair(cluster)
+    pair.first.stop()
+    pair.second.wait_for(LEADS)
+    pair.first.resume()
+    pair.first.wait_for("leads no longer, and stands by")
+    pair.first.wait_for("another scheduler leads: this one stands by")
+    pair.first.signal(signal.SIGINT)
+    assert pair.first.wait() == 130
+    pair.end(pair.second)

@@ -84,9 +84,9 @@ class Office:
         cells = open_cells(store, folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
         leading = Leading(cells, where=self._where(manage), duration_s=self._settings.lease_s)
-        for number in _signals():
-            asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
         while True:
+            for number in _signals():
+                asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
             try:
                 async with self._tells_where(manage, leading):
                     token = await leading.win()
