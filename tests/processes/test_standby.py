@@ -240,3 +240,14 @@ def test_who_stepped_down_can_be_ended_by_ctrl_c(cluster: Recovering) -> None:
     pair.first.signal(signal.SIGINT)
     assert pair.first.wait() == 130
     pair.end(pair.second)
+
+
+def test_a_run_does_not_stand_by_for_another_in_the_same_folder(shell: Shell) -> None:
+    words = ("run", "-n", "1", "--standbys", "1", "--recovery-path", shell.folder / "recovery")
+    first = shell.covey(*words, "train.py", str(shell.go), env={"COVEY_LEASE_TIME": LEASE_S})
+    shell.heard(0, "rank=0")
+    second = shell.covey(*words, "--log-dir", shell.folder / "second", "train.py", str(shell.go), name="second")
+    assert second.wait() == 40, "it would have ended with 0 when the first did"
+    assert "the lease is held by another cluster" in (shell.folder / "second" / "scheduler.log").read_text()
+    shell.release()
+    assert first.wait() == 0

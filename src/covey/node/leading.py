@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from covey.core.leadership import Candidate, Cell, Look, Write
-from covey.errors import StoreError
+from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import host
 from covey.node.log import log
 from covey.store.cells import Cells, FileCells
@@ -32,13 +32,14 @@ class Over(Exception):
 
 
 class Leading:
-    """One scheduler's part in the lease. `where` is its REST port, for who asks another."""
+    """One scheduler's part in the lease. `where` is its REST port, for who asks another, `cluster` where it and its standbys
+    are."""
 
-    def __init__(self, cells: Cells, *, where: str, duration_s: float) -> None:
+    def __init__(self, cells: Cells, *, where: str, cluster: str = "", duration_s: float) -> None:
         self.predecessor = ""  # who led before this one
         self._cells = cells
         self._name = f"{host.identity()}/{os.getpid()}/{process_started(os.getpid())}/{secrets.token_hex(4)}"
-        self._candidate = Candidate(self._name, where, duration_s=duration_s, now=time.monotonic())
+        self._candidate = Candidate(self._name, where, cluster=cluster, duration_s=duration_s, now=time.monotonic())
         self._version = 0
         self._followed = ""  # whom this one has seen lead
         self._complaint = ""
@@ -64,6 +65,12 @@ class Leading:
             seen = self._candidate.seen
             if self._candidate.over:
                 raise Over(seen.code)
+            if self._candidate.stranger:
+                raise UsageError(
+                    f"the lease is held by another cluster, the one at {self._candidate.stranger}:"
+                    " give each its own MS_RECOVERY_PATH, or its own COVEY_LEASE",
+                    ExitCode.BAD_JOURNAL,
+                )
             if seen.holder and not said:
                 said = True
                 log.info("another scheduler leads: this one stands by")

@@ -83,7 +83,9 @@ class Office:
             )
         cells = open_cells(store, folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
-        leading = Leading(cells, where=self._where(manage), duration_s=self._settings.lease_s)
+        leading = Leading(
+            cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s
+        )
         while True:
             for number in _signals():
                 asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
@@ -133,6 +135,13 @@ class Office:
     def _own_host(self) -> str:
         hosts = [host for host, _ in address.several(self._settings.sched_host, 0)]
         return next((host for host in hosts if address.is_local(host)), hosts[0])
+
+    def _addresses(self) -> str:
+        """Where the schedulers of this cluster are, by which each of them knows the others from strangers."""
+        if self._sockets is not None and "," not in self._settings.sched_host:
+            return self._sockets.address
+        found = address.several(self._settings.sched_host, self._settings.sched_port)
+        return ",".join(sorted(address.join(host, port) for host, port in found))
 
     def _where(self, manage: list[socket.socket]) -> str:
         """This scheduler's REST port, for those who ask another."""
