@@ -194,8 +194,9 @@ def test_a_standby_at_the_same_address_ends_a_leader_that_is_stopped(cluster: Re
     assert [node.wait() for node in (second, *workers)] == [0, 0, 0]
 
 
-def test_several_schedulers_without_a_store_are_refused(cluster: Recovering) -> None:
-    cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None}
+@pytest.mark.parametrize("store", [None, "file"])
+def test_several_schedulers_without_a_store_are_refused(cluster: Recovering, store: str | None) -> None:
+    cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None, "COVEY_LEASE": store}
     cluster.host = f"127.0.0.1:{cluster.port},127.0.0.1:{free_port()}"
     lonely = cluster.scheduler()
     assert lonely.wait() == 10

@@ -58,7 +58,7 @@ class Office:
         self._sockets = sockets
         self._kept = kept
         self._job = settings.job or str(Path(sys.argv[0]).resolve())
-        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
+        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery or settings.lease else "")
         self._cluster_id = uuid.uuid4().hex[:12]
         self._token = settings.token or secrets.token_urlsafe(24)
 
@@ -76,10 +76,10 @@ class Office:
     async def stand_by(self) -> int:
         """One of several schedulers: wait until this one leads, act while it does, and wait again."""
         store = self._settings.lease or ("file" if self._folder else "")
-        if not store:
+        if not store or (store.startswith("file") and not self._folder):
             raise UsageError(
                 "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
-                " MS_ENABLE_RECOVERY=1 and MS_RECOVERY_PATH"
+                " COVEY_LEASE=file and MS_RECOVERY_PATH"
             )
         cells = open_cells(store, folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
@@ -177,9 +177,8 @@ class Office:
         return await open_shared(cells, token=token, job=self._job, **size)
 
     def _local_journal(self, token: int = 0) -> Journal:
-        settings, folder = self._settings, self._folder or self._settings.recovery_path
-        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-        return open_journal(folder, job=self._job, token=token, **size)
+        size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}
+        return open_journal(self._folder, job=self._job, token=token, **size)
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
