@@ -25,7 +25,7 @@ from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import security
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
-from covey.node.scheduler import Place, Scheduler, SteppedDown, Term, exit_now, on_signal
+from covey.node.scheduler import RETRY_DISK_S, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
 from covey.settings import Loaded, Settings
 from covey.store import registry
@@ -58,7 +58,8 @@ class Office:
         self._sockets = sockets
         self._kept = kept
         self._job = settings.job or str(Path(sys.argv[0]).resolve())
-        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery or settings.lease else "")
+        given = settings.recovery_path if settings.recovery or settings.lease else ""
+        self._folder = kept.journal if kept is not None else given
         self._cluster_id = uuid.uuid4().hex[:12]
         self._token = settings.token or secrets.token_urlsafe(24)
 
@@ -83,9 +84,7 @@ class Office:
             )
         cells = open_cells(store, folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
-        leading = Leading(
-            cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s
-        )
+        leading = Leading(cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s)
         while True:
             for number in _signals():
                 asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
@@ -107,7 +106,7 @@ class Office:
         found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster(leading.predecessor)
         sockets = Sockets(_copies(found), _copies(manage))
         try:
-            journal = await self._leaders_journal(cells, token, leading.predecessor)
+            journal = await self._leaders_journal(cells, leading, token)
         except Fenced as error:
             leading.outbid(error.newest)
             raise SteppedDown(str(error)) from None
@@ -164,17 +163,27 @@ class Office:
             console.cancel()
             await asyncio.gather(console, return_exceptions=True)
 
-    async def _leaders_journal(self, cells: Cells, token: int, predecessor: str) -> Journal | SharedJournal:
+    async def _leaders_journal(self, cells: Cells, leading: Leading, token: int) -> Journal | SharedJournal:
+        """A store that does not answer now is waited for as long as this one leads: it is no reason for a standby to end."""
         settings = self._settings
         if isinstance(cells, FileCells):
             try:
                 return self._local_journal(token)
             except StoreError as error:
-                if isinstance(error, Fenced) or not end_predecessor(predecessor):
+                if isinstance(error, Fenced) or not end_predecessor(leading.predecessor):
                     raise
                 return self._local_journal(token)
         size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-        return await open_shared(cells, token=token, job=self._job, **size)
+        while True:
+            try:
+                return await open_shared(cells, token=token, job=self._job, **size)
+            except StoreError as error:
+                if isinstance(error, Fenced) or error.exit_code is ExitCode.BAD_JOURNAL:
+                    raise
+                if not leading.leads(token):
+                    raise SteppedDown(str(error)) from None
+                log.warning("%s; the journal is tried again", error)
+                await asyncio.sleep(RETRY_DISK_S)
 
     def _local_journal(self, token: int = 0) -> Journal:
         size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}

@@ -18,7 +18,7 @@ import msgspec
 
 from covey.core.effects import Publish
 from covey.core.model import ClusterRecord, Phase, Record
-from covey.errors import StoreError
+from covey.errors import ExitCode, StoreError
 from covey.store.cells import Cells
 from covey.store.journal import Fenced, check_job, key_of
 
@@ -106,4 +106,5 @@ def _unpacked(value: bytes) -> _Page:
     try:
         return msgspec.msgpack.decode(zlib.decompress(value), type=_Page)
     except (zlib.error, msgspec.MsgspecError) as error:
-        raise StoreError(f"the shared journal is damaged ({error}): remove it while no scheduler runs") from None
+        sentence = f"the shared journal is damaged ({error}): remove it while no scheduler runs"
+        raise StoreError(sentence, ExitCode.BAD_JOURNAL) from None
