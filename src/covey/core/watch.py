@@ -38,6 +38,8 @@ class Watch(Lifecycle):
             self._go_on_without_the_lost()
         elif self._now > self._arrive_by and scaling.can_turn_back(self.cluster, self._arriving):
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
+        elif self.cluster.coming and self._now > self._come_by:
+            self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
         elif settings.judges_silence:
