@@ -17,6 +17,7 @@ import numpy as np
 from covey.core.serving import Mode
 from covey.errors import PeerError, UsageError
 from covey.params import files
+from covey.params.cache import Cache
 from covey.params.client import Client, Given, Work
 from covey.params.messages import DTYPES, Begin, Spec
 from covey.params.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
@@ -62,6 +63,8 @@ class Served:
         self._group = group
         self.step = 0
         self.pushed = True
+        self._caches: dict[str, Cache] = {}
+        self._ahead: dict[str, Callable[[], Array]] = {}  # by table: what was asked for in the step before
         if self.any:
             self.client: Client = group.client
             self.sync = self.client.serving.mode is Mode.SYNC
@@ -128,7 +131,24 @@ class Served:
     def rows(self, table: Embedding, numbers: Array) -> Array:
         """Rows for this step."""
         name = next(name for name, found in self.tables.items() if found is table)
-        return self.client.pull_rows(self.step, name, numbers)
+        if not table.vocab_cache_size:
+            return self.client.pull_rows(self.step, name, numbers)
+        if (fetched := self._ahead.pop(name, None)) is not None:
+            fetched()  # into the cache: what has changed since is asked for below
+        return self.client.check_rows(self.step, name, numbers, self._cache(name, table))()
+
+    def _cache(self, name: str, table: Embedding) -> Cache:
+        if name not in self._caches:
+            self._caches[name] = Cache(table.embedding_size, table.vocab_cache_size)
+        return self._caches[name]
+
+    def fetch_ahead(self) -> None:
+        """The step is complete on all servers, and this rank has gone on: what the next one needs may be asked for. Not
+        earlier: asking for a step's values makes the one before it final, and a replacement may still have to repeat it."""
+        for name, table in self.tables.items():
+            rows, table.next = table.next, None
+            if rows is not None:
+                self._ahead[name] = self.client.check_rows(self.step + 1, name, rows, self._cache(name, table))
 
     def gradients(self) -> list[Given]:
         """What this step has gathered; with it the optimizer has nothing left to do for them."""
