@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -19,7 +20,7 @@ from covey.params import files
 from covey.params.cache import Cache
 from covey.params.client import Client, Given
 from covey.params.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
-from covey.params.optimizers import SGD, Array, LazyAdam
+from covey.params.optimizers import SGD, Array, LazyAdam, Momentum
 from covey.params.peers import Peer
 from covey.params.server import Server
 
@@ -214,6 +215,10 @@ BAD: dict[str, tuple[Callable[[Client], object], str]] = {
     "other declaration": (
         lambda c: c.declare(Spec("w", 7, 1, "float32", False, SGD(0.1), Begin("given")), np.ones(7, np.float32), first=True),
         "has rows 1000 already",
+    ),
+    "other optimizer": (
+        lambda c: c.declare(msgspec.structs.replace(WHOLE, rule=Momentum(0.1)), np.zeros(1000, np.float32), first=True),
+        "w is declared with the optimizer's kind momentum, but it has sgd already",
     ),
 }
 

@@ -66,7 +66,7 @@ class Table:
         self.updates += 1
         local = self.placement.local(rows)
         if self._changed is not None:
-            self._changed[local] = self.updates
+            self._changed[slice(None) if self.spec.rule.moves_all else local] = self.updates
         update_rows(self.spec.rule, lr, self.updates, self.weights, local, gradient, list(self.states.values()))
 
     def values(self, rows: Array | None) -> Array:
