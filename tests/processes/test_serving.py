@@ -185,12 +185,22 @@ def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path
     assert "COVEY_PS_MODE is async there and sync here" in server.text()
 
 
-def test_without_copies_all_start_anew_from_the_checkpoint(shell: Shell) -> None:
-    env = {"SAVE": "1", "COVEY_PS_COPIES": "0"}
+@pytest.mark.parametrize(
+    ("copies", "dying", "sentence"),
+    [
+        ("0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy"),
+        ("1", ["server_0", "server_1"], "were lost, for the holder of their copy died as well"),
+    ],
+)
+def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
+    shell: Shell, copies: str, dying: list[str], sentence: str
+) -> None:
+    env = {"SAVE": "1", "COVEY_PS_COPIES": copies}
     run = start(shell, HOLD="15", **env)
     held(shell, 15)
-    kill(shell, "server_1")
-    run.wait_for(r"the rows of pserver:1 were lost with it, for they had no copy: all start anew, from the last checkpoint")
+    for server in dying:
+        kill(shell, server)
+    run.wait_for(f"{sentence}: all start anew, from the last checkpoint")
     go(shell, 15)
     shell.heard(0, r"BEGINS at 10\n")
     again = outcome(shell, run)
