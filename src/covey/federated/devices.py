@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
-from covey.federated import openapi
+from covey.federated import openapi, page
 from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
@@ -62,6 +62,7 @@ class Devices:
             **{f"{prefix}/{name}": partial(self._secure, name) for name in PATHS},
         }
         self._document = openapi.encoded(prefix)
+        self._pages = page.files(prefix)
 
     async def open(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
         await self._site.open(sockets, context)
@@ -74,6 +75,9 @@ class Devices:
     def _receive(self, request: Request) -> None:
         if request.method == "GET" and request.path == f"{self._server.settings.prefix}/openapi.json":
             return request.reply([self._document])
+        if request.method == "GET" and request.path in self._pages:
+            content, kind = self._pages[request.path]
+            return request.reply([content], kind)
         if request.method == "GET" and request.path == "/healthz":
             return request.reply([b'{"message":"ok","code":"0"}'])
         serve = self._paths.get(request.path)
