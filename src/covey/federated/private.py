@@ -1,11 +1,15 @@
-"""Which settings of privacy go together."""
+"""Which settings of privacy go together, and which devices are let in."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from covey.core import graph
 from covey.core.federation import Plan
 from covey.errors import UsageError
+from covey.federated import context
 from covey.federated.compress import NONE
+from covey.federated.gate import GateSettings
 from covey.federated.strategies import Strategy
 
 DEVICES_MIN = 3  # in a sum of fewer each knows the other
@@ -36,3 +40,15 @@ def check(plan: Plan, strategy: Strategy) -> None:
             f"a round of {plan.threshold} devices that closes with {least} updates cannot be unmasked, which takes {needed}: "
             "raise update_model_ratio or lower reconstruct_secrets_threshold (more than half of the devices)"
         )
+
+
+def gate() -> GateSettings:
+    """`pki_verify` and its files. Raises `UsageError` where one is missing."""
+    replay, rate = context.number("replay_attack_time_diff"), float(context.get_fl_context("device_rate"))
+    if not context.get_fl_context("pki_verify"):
+        return GateSettings(replay_ms=replay, per_second=rate)
+    roots = [context.text(key) for key in ("root_first_ca_path", "root_second_ca_path") if context.text(key)]
+    if not roots:
+        raise UsageError("pki_verify needs root_first_ca_path (and may have root_second_ca_path): who vouches for devices")
+    lists = [context.text("equip_crl_path")] if context.text("equip_crl_path") else []
+    return GateSettings(tuple(map(Path, roots)), tuple(map(Path, lists)), replay, rate)
