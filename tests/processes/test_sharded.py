@@ -1,0 +1,69 @@
+"""Optimizers whose state is cut: whoever dies, the final state is bitwise that of the ordinary optimizer, undisturbed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes import healing
+from tests.processes.command import Shell, shells
+from tests.processes.healing import outcome, train
+from tests.processes.sharded import SCRIPT
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        "1:2:forward 0:5:backward 2:8:reduction 0:11:optimizer 1:14:between 2:17:sharing",
+        "1:0:joined 2:0:before 1:3:evaluation 0:7:sharing 1:10:sharing 2:13:optimizer 1:16:sharing 1:23:sharing 2:24:after",
+    ],
+)
+def test_bitwise_equal_to_the_ordinary_optimizer_whoever_dies(shell: Shell, undisturbed: str, deaths: str) -> None:
+    train(shell, script=SCRIPT, FAULTS=deaths)
+    assert outcome(shell) == undisturbed
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
+    assert "roll back" not in shell.log("scheduler")
+
+
+@pytest.mark.timeout(300)
+def test_four_ranks_two_deaths_at_once(shell: Shell, tmp_path: Path) -> None:
+    """With two copies any two may die at once; a rank holds its part and two others', of four."""
+    for calm in shells(tmp_path / "calm"):
+        train(calm, "-n", "4", script=healing.SCRIPT, STEPS="14")
+        ordinary = outcome(calm, 4)
+    deaths = "0:2:forward 1:2:forward 2:5:backward 3:8:reduction 1:9:sharing 2:9:sharing 0:12:optimizer 3:12:optimizer"
+    train(shell, "-n", "4", script=SCRIPT, FAULTS=deaths, COPIES="2", STEPS="14")
+    assert outcome(shell, 4) == ordinary
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
+    assert "roll back" not in shell.log("scheduler")
+
+
+@pytest.mark.timeout(300)
+def test_without_a_copy_left_all_go_back_to_the_checkpoint(shell: Shell, tmp_path: Path) -> None:
+    """One copy of each part, on the next rank: 1 and 2 die at once, then 0 alone. A resume by two ranks has all of it."""
+    for calm in shells(tmp_path / "calm"):
+        train(calm, "-n", "4", script=healing.SCRIPT, STEPS="14")
+        ordinary = outcome(calm, 4)
+    deaths = "1:7:sharing 2:7:sharing 0:12:forward"
+    train(shell, "-n", "4", script=SCRIPT, FAULTS=deaths, STEPS="14")
+    assert outcome(shell, 4) == ordinary
+    said = re.findall(r"cluster roll back: (.*)", shell.log("scheduler"))
+    assert len(said) == 1 and re.match(
+        r"the optimizer's state of \d+ of 6 parameters was on no rank but the dead \(ShardedOptimizer\(copies=...\) says how"
+        r" many deaths at once it outlives\): all workers start anew, from their newest checkpoint$",
+        said[0],
+    )
+    assert re.findall(r"BEGINS at (\d+)", shell.log(3)) == ["0", "5"]
+    for rank in range(4):
+        held, total = re.findall(r"^HOLDS (\d+) of (\d+)$", shell.log(rank), re.MULTILINE)[-1]
+        assert int(held) < int(total)
