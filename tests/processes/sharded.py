@@ -2,6 +2,8 @@
 be that of the ordinary optimizer too. Prints how much of the state each rank holds.
 
     FAULTS="1:3:sharing"   rank 1 kills itself when it has updated its slots and is about to hand out its values
+    DISKS=1                each rank sees only its own checkpoints
+    LATE=1 NTH=2           as in `healing`, with the second collective of step 5: the one in which the values are shared
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ for number, parameter in enumerate(net.parameters()):
         here = optimizer.state_dict()["state"][number][key] if number in mine else torch.zeros_like(shapes[key])
         bits = here.detach().reshape(-1).contiguous().view(torch.int32).clone()
         moments.append(covey.all_reduce(bits))
+        if number in optimizer.state_dict()["state"]:
+            copy = optimizer.state_dict()["state"][number][key].reshape(-1).contiguous().view(torch.int32)
+            assert torch.equal(copy, moments[-1]), f"the copy of {key} of parameter {number} differs from its original"
 """
 
 SCRIPT = ORDINARY.replace("optimizer = torch.optim.Adam(net.parameters(), 1e-3)", _SHARDED).replace(
     'moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]', _MOMENTS
 )
-assert _SHARDED in SCRIPT and _MOMENTS in SCRIPT
+SCRIPT = SCRIPT.replace('folder / "ckpt"', 'folder / ("disk%d" % covey.get_rank() if "DISKS" in os.environ else "ckpt")')
+SCRIPT = SCRIPT.replace("loop.step == 5", "loop.step == 5 and loop._collectives.count >= int(os.environ['NTH'])")
+assert _SHARDED in SCRIPT and _MOMENTS in SCRIPT and "DISKS" in SCRIPT and "NTH" in SCRIPT

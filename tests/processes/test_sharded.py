@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.processes import healing
 from tests.processes.command import Shell, shells
-from tests.processes.healing import outcome, train
+from tests.processes.healing import LONG_S, outcome, reached, release, start, train
 from tests.processes.sharded import SCRIPT
 
 
@@ -31,6 +31,17 @@ def test_bitwise_equal_to_the_ordinary_optimizer_whoever_dies(shell: Shell, undi
     assert outcome(shell) == undisturbed
     marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
     assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
+    assert "roll back" not in shell.log("scheduler")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("death", "nth"), [("2:5:sharing", "1"), ("2:6:forward", "2")])
+def test_survivors_one_collective_apart(shell: Shell, undisturbed: str, death: str, nth: str) -> None:
+    """Rank 1 has not updated its slots yet when rank 2 dies, and rank 0 has: rank 2's replacement gets some of each kind. Or
+    it has, but not received the values, and rank 0 is a step ahead."""
+    train(shell, script=SCRIPT, FAULTS=death, LATE="1", NTH=nth)
+    assert outcome(shell) == undisturbed
+    assert "LATE at step 5" in shell.log(1)
     assert "roll back" not in shell.log("scheduler")
 
 
@@ -67,3 +78,45 @@ def test_without_a_copy_left_all_go_back_to_the_checkpoint(shell: Shell, tmp_pat
     for rank in range(4):
         held, total = re.findall(r"^HOLDS (\d+) of (\d+)$", shell.log(rank), re.MULTILINE)[-1]
         assert int(held) < int(total)
+
+
+def resized(shell: Shell, script: str, **env: str) -> str:
+    """A training that grows from 3 to 5 ranks in step 4 and shrinks to 4 in step 9; its hash."""
+    grow, shrink = "0:4:forward:hold", "1:9:forward:hold"
+    run = start(shell, script=script, FAULTS=f"{grow} {shrink} {env.pop('deaths', '')}", STEPS="12", **env)
+    for held, workers in ((grow, 5), (shrink, 4)):
+        reached(shell, held)
+        assert shell.ask("scale", "--workers", str(workers)).code == 0
+        release(shell, held)
+    assert run.wait(LONG_S) == 0, run.tail()
+    return outcome(shell, 4)
+
+
+@pytest.mark.timeout(300)
+def test_the_parts_are_dealt_out_anew_when_the_world_changes(shell: Shell, tmp_path: Path) -> None:
+    for calm in shells(tmp_path / "calm"):
+        ordinary = resized(calm, healing.SCRIPT)
+    deaths = "2:5:sharing 4:6:optimizer 0:10:sharing"
+    assert resized(shell, SCRIPT, deaths=deaths) == ordinary
+    assert "roll back" not in shell.log("scheduler")
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    assert marks >= {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
+    assert re.findall("resized: (.*), as asked", shell.log("scheduler")) == [
+        "the world grows from 3 to 5 workers",
+        "the world shrinks from 5 to 4 workers",
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("disks", ["", "1"])
+def test_a_training_resumes_from_all_parts_in_another_world(shell: Shell, tmp_path: Path, disks: str) -> None:
+    """Three ranks, then four, which get what they lack from each other where each has a disk of its own."""
+    for calm in shells(tmp_path / "calm"):
+        train(calm, script=healing.SCRIPT, STEPS="5")
+        train(calm, "-n", "4", script=healing.SCRIPT, STEPS="8")
+        ordinary = outcome(calm, 4)
+    own = {"DISKS": disks} if disks else {}
+    train(shell, script=SCRIPT, STEPS="5", COPIES="0", **own)
+    train(shell, "-n", "4", script=SCRIPT, STEPS="8", **own)
+    assert outcome(shell, 4) == ordinary
+    assert [re.findall(r"BEGINS at (\d+)", shell.log(rank))[-1] for rank in range(4)] == ["5"] * 4

@@ -95,10 +95,10 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut(self, step: int, index: int, limit: int | None) -> list[range]:
         """A member's part in micro-batches: as few as keep to the limit, and as equal as can be, since some layers cannot do
-        with a single sample. A member without a part still takes part in the step: one sample, which counts for nothing."""
+        with a single sample. A member without a part still takes part in the step: a batch, which counts for nothing."""
         span = self.span(step, index)
         if not span:
-            return [range(1)]
+            return [range(min(self.batch_size, self.length(step)))]
         count = -(-len(span) // limit) if limit is not None else 1
         return [range(span.start + i * len(span) // count, span.start + (i + 1) * len(span) // count) for i in range(count)]
 
