@@ -82,6 +82,9 @@ class Loop:
         self.step, self.micro = 0, 0
         self.replaying = False
         self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        self._stream = data.stream(seed=seed, accumulate=accumulate)
+        if self._stream is not None and steps is None:
+            raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
         course = data.course(seed=seed, world=group.world, accumulate=accumulate)
         self._epochs, self._steps = epochs, steps
         self._course = self._until_the_end(course)
@@ -112,6 +115,9 @@ class Loop:
         self._pace = Pace()
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
+        if self._stream is not None:
+            self._stream.expect(course.seats)
+            self.register("stream", self._stream.known, self._stream.put)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
         optimizer.register_step_pre_hook(self._optimizer_steps)
@@ -125,6 +131,10 @@ class Loop:
             if self._sharded is not None:
                 self._sharded.sit(0, 1)
             self._resume()
+        if self._stream is not None:
+            self._stream.sit(self._seat, self.step)
+            if group.rank == 0 and not self._received:
+                self._stream.say()
         if self._served.any:
             folder = str(checkpoint.folder.absolute()) if checkpoint is not None else ""
             self.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
@@ -190,12 +200,16 @@ class Loop:
                 else:
                     self.micro += 1
             self._commit()
+        if self._stream is not None:
+            self._stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
 
     def _waited(self) -> float:
         return self._collectives.waited_s if self._collectives is not None else 0.0
 
     def _batches(self) -> Iterator[Any]:
+        if self._stream is not None:
+            return self._stream.batches(self.step)
         assert self._share is not None
         return self.data.batches(self._share, self.step)
 
@@ -268,6 +282,8 @@ class Loop:
                 self._checked = True
         if self._served.any:
             self._served.refresh(self.step)
+        if self._stream is not None:
+            self._stream.mark_boundary(self.step, self._group)
         self._state.mark_boundary()
 
     def _commit(self) -> None:
