@@ -19,6 +19,8 @@ Sharing.issue = lambda self, group: (self._optimizer.update(), fault(loop.step, 
 
 _MOMENTS = """
 held = sum(v.numel() for state in optimizer.state_dict()["state"].values() for v in state.values() if v.dim())
+mine = optimizer._wanted(covey.get_rank(), covey.get_group_size())
+assert held == 2 * sum(p.numel() for number, p in enumerate(net.parameters()) if number in mine), "and nothing else"
 print("HOLDS", held, "of", 2 * sum(p.numel() for p in net.parameters()), flush=True)
 moments = []
 mine = optimizer.parts(covey.get_group_size())[covey.get_rank()]

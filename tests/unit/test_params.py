@@ -265,8 +265,8 @@ def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
 
 
 def test_rows_are_lost_when_their_copy_is_lost_too() -> None:
-    flock = Flock(Serving(servers=2, workers=1, copies=1))
-    for rank in range(2):
+    flock = Flock(Serving(servers=3, workers=1, copies=1))
+    for rank in range(2):  # the third, in its first life, holds another's copy
         flock.servers[rank] = Server("127.0.0.1", flock.serving, rank, 1, flock.find)
     with pytest.raises(PeerError, match="the rows of server 0 are lost: server 1, which held their copy, died as well"):
         flock.servers[0].recover()

@@ -117,7 +117,9 @@ def test_a_slot_that_is_ahead_is_not_updated_again() -> None:
     giver.sit(0, 1)
     before = copy.deepcopy(giver.give(mask({0, 1}, 6)).state)
     values = [parameter.detach().clone() for parameter in model.parameters()]
+    changes = [parameter._version for parameter in model.parameters()]
     giver.update()
+    assert [parameter._version for parameter in model.parameters()] == changes, "a boundary is still intact"
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True)), "nothing is written yet"
     after = giver.give(mask({2, 3, 4, 5}, 6)).state
     assert [before[0]["version"], after[2]["version"]] == [0, 1]

@@ -75,7 +75,8 @@ def test_a_resume_reads_on(tmp_path: Path, kind: Any, workers: int) -> None:
 
 def test_a_step_is_repeated_in_place_with_the_same_batches() -> None:
     everything = seen(loop(Stateful(), accumulate=3, steps=20))
-    repeated, failed = [], set()
+    repeated: list[list[float]] = []
+    failed: set[int] = set()
     training = loop(Stateful(), accumulate=3, steps=20)
     for batch in training:
         with training.retry(ConnectionError):

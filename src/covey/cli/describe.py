@@ -59,7 +59,8 @@ def _workers(plan: RunPlan) -> list[str]:
         return [f"{plan.world} in all, all on this host"]
     hosts = f"{plan.nnodes} hosts" if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
-    return [f"{plan.world} in all on {hosts}, {plan.local} on this one ({which})"]
+    later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""
+    return [f"{plan.world} in all on {hosts}, {plan.local} on this one ({which}){later}"]
 
 
 def _scheduler(plan: RunPlan) -> str:

@@ -17,14 +17,17 @@ from covey.cli.live import table
 from covey.cli.look import door_of
 from covey.cli.visit import look
 from covey.cli.visit import stop as ask_to_stop
-from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated.context import KEYS, Value, check
+from covey.errors import ExitCode, PeerError, StoreError, UsageError
+from covey.federated.compress import KINDS, NONE
+from covey.federated.context import Value, check, from_text
 from covey.federated.updates import DURABILITIES
 from covey.store import registry
 from covey.store.registry import Entry
 from covey.wire import address
 
 STARTED = b"Server started successfully."
+SIMULATED_DELTA = 1e-5
+WAIT_S = 10.0  # until a command that waits says so
 BARS = "▁▂▃▄▅▆▇█"
 MASTER = click.option(
     "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
@@ -56,6 +59,7 @@ def federated() -> None:
 @click.option(
     "--durability", type=click.Choice(DURABILITIES), default="process", show_default=True, help="What an update survives."
 )
+@click.option("--secure", is_flag=True, help="Mask updates: servers learn their sum only (encrypt_type=PW_ENCRYPT).")
 @click.option("--name", default="", help="The job's name, which devices may check.")
 @click.option("--dir", "folder", default="", help="Where state and logs lie; else ./federated_PORT.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other key of set_fl_context; may be repeated.")
@@ -72,6 +76,7 @@ def up(
     threshold: int,
     iterations: int,
     durability: str,
+    secure: bool,
     name: str,
     folder: str,
     settings: tuple[str, ...],
@@ -85,6 +90,11 @@ def up(
         raise UsageError(f"there is no file {script}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
     if join:
         ip, scheduler_port = address.split(join, scheduler_port)
+    elif server_num and servers > server_num:
+        raise UsageError(f"--servers {servers} are more than the whole cluster has: --server-num {server_num}")
+    if servers < (1 if join or not server_num else 0):
+        raise UsageError(f"--servers {servers} is not possible: start at least one, or with --server-num the scheduler alone")
+    check("fl_server_port", port + max(0, servers - 1))
     shared: dict[str, Any] = {
         "enable_fl": True,
         "server_num": server_num or servers,
@@ -96,6 +106,7 @@ def up(
         "durability": durability,
         "fl_name": name,
         "checkpoint_dir": str(Path(folder or ".").absolute()),
+        **({"encrypt_type": "PW_ENCRYPT"} if secure else {}),
         **dict(_setting(pair) for pair in settings),
     }
     for key, value in shared.items():
@@ -108,7 +119,7 @@ def up(
     command = ["-m", "covey.federated", script] if script.endswith(".safetensors") else [script, *words]
     logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
     keeper = Keeper(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
-    ports = f"{port}" if servers == 1 else f"{port} to {port + servers - 1}"
+    ports = {0: "of other hosts", 1: f"{port}"}.get(servers, f"{port} to {port + servers - 1}")
     said = f"devices at port {ports}, scheduler at {address.join(ip, scheduler_port)}, logs in {logs}"
     own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
     sys.exit(asyncio.run(_keep_up(keeper, own, said)))
@@ -124,24 +135,20 @@ async def _keep_up(keeper: Any, logs: list[Path], said: str) -> int:
 
 
 async def _say_started(before: dict[Path, int], said: str) -> None:
-    """When every server of ours has said that it is in the cluster."""
+    """When every server of ours has said that it is in the cluster; after a while, that they wait."""
+    loop = asyncio.get_running_loop()
+    late = loop.call_later(WAIT_S, click.echo, f"waiting for the scheduler, or for other servers: {said}")
     while not all(path.exists() and STARTED in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    click.echo(f"{STARTED.decode()}\n{said}")
+    late.cancel()
+    click.echo(f"{STARTED.decode() if before else 'waiting for servers'}\n{said}")
 
 
 def _setting(pair: str) -> tuple[str, Value]:
     key, equals, text = pair.partition("=")
     if not equals:
         raise UsageError(f"--set {pair} is not KEY=VALUE")
-    if key not in KEYS:
-        check(key, text)
-    wanted = type(KEYS[key].default)
-    try:
-        value: Value = text.lower() in ("1", "true") if wanted is bool else wanted(text)
-    except ValueError:
-        value = text
-    return key, check(key, value)
+    return key, from_text(key, text)
 
 
 @federated.command()
@@ -210,24 +217,61 @@ def _query(entry: Entry) -> dict[str, Any]:
 @click.option("--sample", default=1.0, show_default=True, help="The share of devices in each round.")
 @click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
 @click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
+@click.option("--secure", is_flag=True, help="Mask every update: slow, because all devices share this machine.")
+@click.option("--compress", type=click.Choice(KINDS), default=NONE, show_default=True, help="How small uploads are.")
+@click.option("--sparse-rate", default=0.1, show_default=True, help="The share of values in them, where not all are sent.")
+@click.option(
+    "--noise", default=0.0, show_default=True, help="On the servers, in units of one device's influence (a norm of --clip)."
+)
+@click.option("--clip", default=1.0, show_default=True, help="The greatest norm of an update, where there is noise.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
 def simulate(
-    devices: int, rounds: int, strategy: str, alpha: float, sample: float, epochs: int, lr: float, seed: int, picture: str
+    devices: int,
+    rounds: int,
+    strategy: str,
+    alpha: float,
+    sample: float,
+    epochs: int,
+    lr: float,
+    secure: bool,
+    compress: str,
+    sparse_rate: float,
+    noise: float,
+    clip: float,
+    seed: int,
+    picture: str,
 ) -> None:
     """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from covey.core.dp import Noise
+    from covey.core.federation import Plan
+    from covey.federated import private
     from covey.federated import simulate as simulation
+    from covey.federated.private_trial import Treatment
     from covey.federated.strategies import named
 
-    for name, value in (("--devices", devices), ("--rounds", rounds), ("--epochs", epochs), ("--alpha", alpha), ("--lr", lr)):
+    for name, value in (
+        ("--devices", devices),
+        ("--rounds", rounds),
+        ("--epochs", epochs),
+        ("--alpha", alpha),
+        ("--lr", lr),
+        ("--sparse-rate", sparse_rate),
+        ("--clip", clip),
+    ):
         if not value > 0:
             raise UsageError(f"{name} {value} is not possible: give a number above 0")
     if not 0 < sample <= 1:
         raise UsageError(f"--sample {sample} is not possible: give a number above 0, up to 1")
-    run = simulation.simulate(devices, rounds, named(strategy), alpha=alpha, sample=sample, epochs=epochs, rate=lr, seed=seed)
+    gauss = Noise(False, clip, noise, SIMULATED_DELTA) if noise else None
+    plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
+    private.check(plan, named(strategy))
+    treatment = Treatment(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NONE else None
+    how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
+    run = simulation.simulate(devices, rounds, named(strategy), **how)
     columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     found = []
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -235,9 +279,18 @@ def simulate(
         for one in run:
             found.append(one)
             progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
-    simulation.plot(found, Path(picture))
     click.echo("".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found))
     last = found[-1]
     framework = sum(one.framework_s for one in found) / len(found)
     click.echo(f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})")
-    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's; the plot is {picture}")
+    if compress != NONE:
+        click.echo(f"{last.sent_bytes:.0f} bytes of values per upload")
+    if gauss is not None:
+        spent = gauss.epsilon(last.number * gauss.spends)
+        click.echo(f"epsilon {spent:.3g} at delta {SIMULATED_DELTA:g}, for a device that took part in every round")
+    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's")
+    try:
+        simulation.plot(found, Path(picture))
+    except OSError as error:
+        raise StoreError(f"the plot cannot be written to {picture}: {error.strerror}: choose another --plot") from None
+    click.echo(f"the plot is {picture}")

@@ -19,6 +19,7 @@ from covey.core.model import (
     Record,
     Role,
 )
+from covey.core.shards import Servers, Sharing, first
 
 Key = tuple[Role, str]  # role and node id
 
@@ -36,7 +37,13 @@ class Cluster(msgspec.Struct):
     resized: int = 0  # the generation in which the world last changed its size
     next_seat: int = -1  # for who comes after formation; -1: the first
     heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
+    asked: int = 0  # the number of workers that was asked for last, if any was
     trains: bool = False  # a loop has finished a step in this start of everyone: from then on the world may change its size
+    sharing: Sharing | None = None  # of the parameter servers' rows, once it has changed
+    coming: Servers = ()  # parameter servers that rows are not yet shared with
+    moved: bool = True  # every row is where the sharing says
+    copied: bool | None = None  # whether a server's rows outlive it, once servers have come or gone
+    next_server: int = -1  # for who comes after formation; -1: the first
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -82,12 +89,32 @@ class Cluster(msgspec.Struct):
                 agent = record.agent()
                 agent.beat_at = now
                 self.agents[agent.id] = agent
-            elif isinstance(record, MemberRecord) and (record.role is not Role.WORKER or world < 0 or record.rank < world):
+            elif isinstance(record, MemberRecord) and self._counts(record, world):
                 member = record.member()
                 member.beat_at = now
                 if member.present:
                     member.state = NodeState.SUSPECT
                 self.add(member)
+
+    def _counts(self, record: MemberRecord, world: int) -> bool:
+        """Whether a member of the journal is one still."""
+        if record.role is Role.WORKER:
+            return world < 0 or record.rank < world
+        return record.role is not Role.PSERVER or record.rank in {*self.sharing_now.servers, *self.coming}
+
+    @property
+    def sharing_now(self) -> Sharing:
+        return self.sharing or first(self.settings.server_num)
+
+    @property
+    def moving(self) -> bool:
+        """Whether parameter servers come or go."""
+        return bool(self.coming) or not self.moved
+
+    @property
+    def rows_outlive(self) -> bool:
+        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
+        return self.settings.copies > 0 and self.settings.server_num > 1 if self.copied is None else self.copied
 
     def of(self, role: Role) -> list[Member]:
         """The members that count towards the number of this role."""
@@ -95,6 +122,22 @@ class Cluster(msgspec.Struct):
 
     def size(self, role: Role) -> int:
         return self._sizes.get(role.group, 0)
+
+    @property
+    def goal(self) -> int:
+        """How many workers there should be, as soon as there are hosts for them."""
+        return self.asked or self.settings.most
+
+    def offers(self, role: Role) -> dict[str, int]:
+        """By agent: how many members of a role it could start beyond those it has, of what it came with."""
+        found = {}
+        for agent in self.agents.values():
+            places = agent.slots if role is Role.WORKER else agent.servers
+            held = [m for m in self.children(agent.id) if m.role.group is role.group and m.state is not NodeState.DEAD]
+            free = places - len(held)
+            if agent.link and not agent.leaving and free > 0:
+                found[agent.id] = free
+        return found
 
     def at(self, role: Role, rank: int) -> Member | None:
         """Who holds this rank, or claims it before the cluster has formed."""
@@ -120,4 +163,10 @@ class Cluster(msgspec.Struct):
             self.resized,
             self.next_seat,
             self.trains,
+            self.asked,
+            self.sharing,
+            self.coming,
+            self.moved,
+            self.copied,
+            self.next_server,
         )

@@ -20,6 +20,11 @@ class Level(StrEnum):
     NOTE = "note"
     WARNING = "warning"
 
+    @classmethod
+    def of(cls, code: int) -> Level:
+        """How loudly an end with this exit code is told."""
+        return cls.WARNING if code else cls.NOTE
+
 
 class Persist(msgspec.Struct, frozen=True):
     """Make this durable before going on."""

@@ -3,7 +3,7 @@
 Theory of operation. `step(event, now)` takes a fact and returns wishes, in an order that is a contract: what must be durable
 comes before what may be sent, and a scheduler that dies between any two wishes leaves a journal from which the next one goes
 on. Nothing is journalled per join or per beat; formation, deaths, returns and the end are. Here is what it hears, from whom;
-what follows from that for the cluster as a whole is in `lifecycle`.
+what follows from that for the cluster as a whole is in `lifecycle`, and `ledger` lists the rooms.
 
 Every member is spoken for by a link. A raw node speaks for itself, and the loss of its link is its death. A child of an agent
 is spoken for by the agent, who sees the exit itself: there the agent's word decides, and a lost link alone does not. The loss
@@ -17,11 +17,10 @@ from typing import Any
 
 import msgspec
 
-from covey.core import ranks, scaling
+from covey.core import ranks, scaling, sharing
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
-from covey.core.lifecycle import Lifecycle
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
     Ask,
@@ -42,18 +41,20 @@ from covey.core.messages import (
     Resumed,
     ScaleAsked,
     Scaling,
+    Settled,
     Started,
     StopAsked,
     Value,
     Welcome,
 )
-from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.watch import Watch
 from covey.errors import ExitCode
 
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked)  # what is still answered then
 
 
-class Machine(Lifecycle):
+class Machine(Watch):
     """One cluster's decisions. The shell calls `step`; everybody else only looks."""
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
@@ -76,6 +77,7 @@ class Machine(Lifecycle):
             Dumped: self._dumped,
             StopAsked: self._stop_asked,
             ScaleAsked: self._scale_asked,
+            Settled: self._settled_said,
         }
 
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
@@ -97,16 +99,17 @@ class Machine(Lifecycle):
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
+    def heard_by(self) -> list[int]:
+        """The links of all who are told what becomes of the cluster."""
+        return list(self._speakers)
+
     def _register(self, link: int, wish: Register) -> None:
         answer = answer_node(self.cluster, wish)
         who = f"{wish.role}:{wish.node_id or wish.life}"
         if self._turned_away(link, wish, who, answer):
             return None
         if answer.verdict is Verdict.HOLD:
-            if wish.life not in self._held:
-                self._held.add(wish.life)
-                self._publish(who, "held off", answer.reason, Level.WARNING)
-            return self._send(link, Refused(answer.reason, retry_after_s=HOLD_OFF_S))
+            return self._hold_off(link, wish.life, who, answer.reason)
         self._held.discard(wish.life)
         if answer.verdict is Verdict.ADMIT:
             return self._admit(link, wish, answer.reason)
@@ -116,16 +119,31 @@ class Machine(Lifecycle):
             return self._reattach(link, member, wish)
         return self._return(link, member, wish, answer.reason)
 
+    def _hold_off(self, link: int, life: str, who: str, reason: str) -> None:
+        if life not in self._held:
+            self._held.add(life)
+            self._publish(who, "held off", reason, Level.WARNING)
+        self._send(link, Refused(reason, retry_after_s=HOLD_OFF_S))
+
     def _admit(self, link: int, wish: Register, reason: str) -> None:
         member = Member(wish.role, node_id(wish), wish.life, wish.host, joined_at=self._now, pid=wish.pid)
-        claim = ranks.claim(wish.node_id)
-        member.rank = claim if claim is not None else -1
-        self._begin_life(member)
-        self.cluster.add(member)
+        forming = self.cluster.phase is Phase.FORMING
+        if forming:
+            claim = ranks.claim(wish.node_id)
+            member.rank = claim if claim is not None else -1
+            self._begin_life(member)
+            self.cluster.add(member)
+        else:
+            scaling.admit(self.cluster, member)
         self._speak(link, member)
         self._publish(member.name, "joined", reason, Level.DETAIL)
         self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._form()
+        self._form_at = self._now + self.cluster.settings.last_call_s
+        if forming:
+            self._form()
+        else:
+            world = self.cluster.size(Role.WORKER)
+            self._grow([member], f"the world grows from {world - 1} to {world} workers, as {member.name} came", "a worker came")
 
     def _reattach(self, link: int, member: Member, wish: Register) -> None:
         """The life we know, over a new connection: it keeps its rank, and is told again what it may have missed."""
@@ -159,6 +177,7 @@ class Machine(Lifecycle):
         member.life, member.host, member.pid = wish.life, wish.host, wish.pid
         member.incarnation += 1
         member.restarts += 1
+        member.lives += 1
         member.state = NodeState.ALIVE
         self.cluster.add(member)
         self._layout = None
@@ -176,25 +195,32 @@ class Machine(Lifecycle):
         who = f"agent:{wish.agent}"
         if self._turned_away(link, wish, who, answer):
             return None
+        if answer.verdict is Verdict.HOLD:
+            return self._hold_off(link, wish.life, who, answer.reason)
         if answer.verdict is Verdict.REATTACH:
             agent = self.cluster.agents[wish.agent]
             if agent.link and agent.link != link:
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers)
+            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts)
             agent = Agent(wish.agent, wish.life, wish.host, *held)
             self.cluster.agents[agent.id] = agent
-            for place in range(agent.slots):
-                self._add_child(agent, Role.WORKER, place)
-            for place in range(agent.servers):
-                self._add_child(agent, Role.PSERVER, place)
+            if self.cluster.phase is Phase.FORMING:
+                for place in range(agent.slots):
+                    self._add_child(agent, Role.WORKER, place)
+                for place in range(agent.servers):
+                    self._add_child(agent, Role.PSERVER, place)
+            else:
+                self._persist(AgentRecord.of(agent))
+            self._form_at = self._now + self.cluster.settings.last_call_s
             self._publish(who, "joined", answer.reason)
         self._speak(link, agent)
         self._send(link, Welcome(self.cluster.cluster_id))
         if self.cluster.phase is Phase.FORMING:
             return self._form()
         self._send(link, self._places().start(agent))
+        self._welcome_hosts()
         return self._settle("every member is here again")
 
     def _add_child(self, agent: Agent, role: Role, place: int) -> None:
@@ -309,6 +335,11 @@ class Machine(Lifecycle):
                 self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
 
+    def _settled_said(self, link: int, said: Settled) -> None:
+        member = self._speakers.get(link)
+        if isinstance(member, Member) and member.role is Role.PSERVER:
+            self._server_settled(member, said)
+
     def _drain(self, link: int, drain: Drain) -> None:
         speaker = self._speakers.get(link)
         if isinstance(speaker, Member):
@@ -374,7 +405,7 @@ class Machine(Lifecycle):
         if isinstance(speaker, Member):
             if not speaker.agent:
                 self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
-        elif settings.recovery and settings.judges_silence and self.cluster.phase is not Phase.FORMING:
+        elif settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
             speaker.beat_at = self._now
             self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
         else:
@@ -385,11 +416,18 @@ class Machine(Lifecycle):
         self._send(link, self.scaled)
 
     def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
+        if asked.roll_back and self.cluster.coming:
+            number = self.incidents.kept[-1].number
+            self._turn_servers_back("asked to")
+            return Scaling(number, "the servers that were to come do not")
         if asked.roll_back:
-            if not self._arriving:
+            if not scaling.can_turn_back(self.cluster, self._arriving):
                 return Refused("no growth is under way that could be taken back")
             self._turn_back("asked to")
             return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
+        if sharing.meant(self.cluster, asked):
+            change, reason = sharing.decide(self.cluster, self._settled, asked)
+            return Scaling(self._scale_servers(change, reason), reason) if change is not None else Refused(reason)
         plan, reason = scaling.decide(self.cluster, asked)
         return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)
 

@@ -1,19 +1,21 @@
 """What people may ask of a federated cluster: scale it out and in, begin again, rest; and the one word for how it is.
 
-The whole machine: `roster` knows the servers, `rounds` moves them, and this is what a management port and a shell hold.
+The whole machine: `roster` knows the servers, `rounds` moves them, `masked` makes rounds secure, and
+this is what a management port and a shell hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from covey.core.federation import Instance, Plan, Stage
+from covey.core.federation import SERVERS_MAX, Instance, Plan, Stage
+from covey.core.masked import Masked
 from covey.core.roster import Effect
-from covey.core.rounds import Rounds
+from covey.core.rounds import over_budget
 from covey.errors import UsageError
 
 
-class Managed(Rounds):
+class Managed(Masked):
     """The machine with the doors for people. Each raises `UsageError` for what cannot be."""
 
     def scale_out(self, more: int, now: float) -> list[Effect]:
@@ -22,6 +24,8 @@ class Managed(Rounds):
         self._need_ready()
         if more < 1:
             raise UsageError("The value should not be less than 0.")
+        if self.wanted + more > SERVERS_MAX:
+            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
         self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
         self._say("cluster", "scale out", f"{more} servers are to come")
         return self._done()
@@ -59,10 +63,11 @@ class Managed(Rounds):
         """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round."""
         self._ask(now)
         self._need_ready()
+        over = over_budget(plan, self.spent)
+        if over:
+            raise UsageError(f"No new instance can begin: {over}.")
         if self.stage is Stage.OPEN and not self.counted:
             self._begin(plan)
-            self.admitted = {}
-            self._keep()
         else:
             self.next_plan = plan
         return self._done()
@@ -75,7 +80,6 @@ class Managed(Rounds):
         if self.instance is not Instance.FINISHED:
             self.instance = Instance.RUNNING if enabled else Instance.DISABLED
         self._say("cluster", "enabled" if enabled else "disabled", "asked for")
-        self._keep()
         return self._done()
 
     def _ask(self, now: float) -> None:

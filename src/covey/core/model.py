@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.incidents import Incident
+from covey.core.shards import Servers, Sharing
 
 PHASE_MAX = 100  # characters
 Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
@@ -54,6 +55,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     worker_num: int
     server_num: int = 0
     recovery: bool = False
+    agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     beats: bool = True
@@ -65,19 +67,26 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     dump_s: float = 60.0
     grace_s: float = 10.0
     copies: int = 1  # of each parameter server's rows
+    worker_max: int = 0  # to which the world may grow; 0: nobody comes beyond those it formed with
+    last_call_s: float = 3.0  # after the last who came, for more than `worker_num` to come, before the cluster forms
+    shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
+
+    @property
+    def most(self) -> int:
+        """How many workers there may be, if nobody asks for another number."""
+        return max(self.worker_num, self.worker_max)
 
     @property
     def judges_silence(self) -> bool:
         return self.beats and self.node_timeout_s >= 0
 
+    @property
+    def waits_for_agents(self) -> bool:
+        return self.recovery and self.agents_return and self.judges_silence
+
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
         return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
-
-    @property
-    def copied(self) -> bool:
-        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
-        return self.copies > 0 and self.server_num > 1
 
     def wanted(self, role: Role) -> int:
         if role is Role.WORKER:
@@ -140,6 +149,7 @@ class Member(msgspec.Struct):
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
     leaving: str = ""  # why this life is about to end without a failure
     pid: int = 0
+    lives: int = 0  # that are over, since everyone last started
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
 
@@ -163,6 +173,7 @@ class Agent(msgspec.Struct):
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     servers: int = 0
+    max_restarts: int = -1  # what it allows, where it says so itself
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -184,6 +195,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     local_rank: int = -1
     seat: int = -1
     since: int = 1
+    lives: int = 0
 
     @classmethod
     def of(cls, member: Member) -> MemberRecord:
@@ -206,6 +218,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     meet_port: int
     logs: str
     servers: int = 0
+    max_restarts: int = -1
 
     @classmethod
     def of(cls, agent: Agent) -> AgentRecord:
@@ -230,6 +243,12 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     resized: int = 0
     next_seat: int = -1
     trains: bool = False
+    asked: int = 0
+    sharing: Sharing | None = None
+    coming: Servers = ()
+    moved: bool = True
+    copied: bool | None = None
+    next_server: int = -1
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -33,12 +33,25 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
     others = [m for m in workers if m is not gone]
     if gone.role is not Role.WORKER or not others:
         return None, f"without {gone.name} nobody is left"
-    if any(m.state is NodeState.LEFT for m in others):
-        return None, "others have finished and left already"
+    if cluster.size(Role.PSERVER):
+        return None, f"the parameter servers count on {len(workers)} workers"
+    if some_left(cluster):
+        return None, "some workers have finished and left already"
     if not cluster.trains:
         return None, f"no step was finished before {gone.name} died, and a world shrinks only in a covey.Loop's steps"
     highest = max(workers, key=lambda m: m.rank)
     return Shrinking(gone, highest if highest is not gone else None), f"the others go on in a world of {len(others)}"
+
+
+def some_left(cluster: Cluster) -> bool:
+    """Whether a worker has ended well before the others: then nobody can be in step with all of them any more."""
+    return any(m.state is NodeState.LEFT for m in cluster.of(Role.WORKER))
+
+
+def can_turn_back(cluster: Cluster, arriving: set[str]) -> bool:
+    """Whether a growth can be taken back: those who were there before must still be, or the newcomers are the world."""
+    before = [m for m in cluster.of(Role.WORKER) if m.node_id not in arriving]
+    return bool(arriving) and any(m.present for m in before) and not some_left(cluster)
 
 
 def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
@@ -54,37 +67,56 @@ def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
 
 
 class Resizing(msgspec.Struct, frozen=True):
-    """What was asked for, as it can be done: the agents of those who come, or who goes."""
+    """A change as it can be done: the agents of those who come, or who goes."""
 
     agents: list[str]
     leavers: list[Member]
+
+
+def why_not(cluster: Cluster) -> str:
+    """Why the world cannot change its size now; "" where it can."""
+    if cluster.phase is not Phase.READY:
+        return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
+    if cluster.size(Role.PSERVER):
+        world = cluster.size(Role.WORKER)
+        return f"the parameter servers count on {world} workers: only the number of servers can change"
+    if cluster.settings.most == 1 or not cluster.trains:
+        return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if some_left(cluster):
+        return "some workers have finished and left already"
+    return ""
 
 
 def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     """May the world change as asked, and how?"""
     workers = sorted(cluster.of(Role.WORKER), key=lambda m: m.rank)
     world = len(workers)
-    if cluster.phase is not Phase.READY:
-        return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
-    if cluster.settings.worker_num == 1 or not cluster.trains:
-        return None, "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if reason := why_not(cluster):
+        return None, reason
     if asked.node_ids:
         return _without(workers, asked.node_ids)
     wanted = asked.workers if asked.workers >= 0 else world + asked.more
     if wanted == world:
         return None, f"there are {world} workers already"
-    if not 1 <= wanted <= WORLD_MAX:
-        return None, f"a world of {wanted} workers is not possible: 1 to {WORLD_MAX} are"
+    most = cluster.settings.worker_max or WORLD_MAX
+    if not 1 <= wanted <= most:
+        return None, f"a world of {wanted} workers is not possible: 1 to {most} are"
     if wanted < world:
         return Resizing([], workers[wanted:]), f"the world shrinks from {world} to {wanted} workers, as asked"
-    load = {agent.id: len(cluster.children(agent.id)) for agent in cluster.agents.values() if agent.link and not agent.leaving}
-    if not load:
+    agents = emptiest(cluster, wanted - world)
+    if not agents:
         return None, "no agent is there that could start a worker: only under covey run can a world grow"
-    agents = []
-    for _ in range(wanted - world):
+    return Resizing(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+
+
+def emptiest(cluster: Cluster, count: int) -> list[str]:
+    """The agents of so many who come: each on the host that has the fewest then. Empty where there is no agent."""
+    load = {agent.id: len(cluster.children(agent.id)) for agent in cluster.agents.values() if agent.link and not agent.leaving}
+    agents: list[str] = []
+    for _ in range(count if load else 0):
         agents.append(min(load, key=lambda agent: (load[agent], agent)))
         load[agents[-1]] += 1
-    return Resizing(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+    return agents
 
 
 def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | None, str]:
@@ -98,19 +130,38 @@ def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | Non
     return Resizing([], going), f"the world shrinks from {len(workers)} to {len(workers) - len(going)} workers, as asked"
 
 
-def admit(cluster: Cluster, agents: list[str], now: float) -> list[Member]:
-    """Places for those who come, in the next generation."""
-    found = []
-    for agent in agents:
-        host, rank = cluster.agents[agent].host, cluster.size(Role.WORKER)
-        seat = max(cluster.next_seat, cluster.settings.worker_num)
-        cluster.next_seat = seat + 1
-        member = Member(Role.WORKER, str(seat), "", host, agent=agent, rank=rank, seat=seat, joined_at=now, beat_at=now)
-        member.local_rank = ranks.free_local(cluster.of(Role.WORKER), host)
-        member.state, member.since = NodeState.ALIVE, cluster.generation + 1
-        cluster.add(member)
-        found.append(member)
-    return found
+def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
+    """May the world grow by itself, because hosts have come that offer more workers than it has?"""
+    world = cluster.size(Role.WORKER)
+    if cluster.phase is not Phase.READY or not cluster.trains or world >= cluster.goal or some_left(cluster):
+        return None, ""
+    offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
+    hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
+    return (Resizing(offered, []) if offered else None), (
+        f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"
+    )
+
+
+def child(cluster: Cluster, agent: str, now: float) -> Member:
+    """A worker that an agent is to start, called by the seat it will have."""
+    name = str(_next_seat(cluster))
+    return Member(Role.WORKER, name, "", cluster.agents[agent].host, agent=agent, joined_at=now, beat_at=now)
+
+
+def admit(cluster: Cluster, member: Member) -> None:
+    """A place for one who comes, in the next generation."""
+    member.rank, member.seat = cluster.size(Role.WORKER), _next_seat(cluster)
+    member.local_rank = ranks.free_local(cluster.of(Role.WORKER), member.host)
+    member.state, member.since = NodeState.ALIVE, cluster.generation + 1
+    cluster.next_seat = member.seat + 1
+    cluster.add(member)
+
+
+def _next_seat(cluster: Cluster) -> int:
+    seat = max(cluster.next_seat, cluster.settings.worker_num)
+    while (Role.WORKER, str(seat)) in cluster.members:  # somebody chose that for a name
+        seat += 1
+    return seat
 
 
 def seating(cluster: Cluster) -> Seating:

@@ -8,7 +8,7 @@ again: three passes per update, none of which converts.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from covey.federated.model import Floats
 
 UNIT: Final = 2.0**24
 PRODUCT_MAX: Final = 2.0**27  # of a value and its weight: beyond it the low bits would not hold
-TOTAL_MAX: Final = 2.0**32  # of all of them on one server: 128 servers fit into an int64
+TOTAL_MAX: Final = 2.0**32  # of all of them on one server: SERVERS_MAX of them fit into an int64
 WEIGHT_MAX: Final = 2**27
 _MAGIC: Final = 1.5 * 2.0**52
 _BITS: Final = np.array([_MAGIC]).view(np.int64)[0]
@@ -64,6 +64,10 @@ class Accumulator:
         self._biased += 1
         self.numbers = self.numbers + told + Numbers(1, weight)
 
+    def empty(self) -> Accumulator:
+        """Another one for the same model."""
+        return Accumulator(len(self._sum))
+
     def total(self) -> NDArray[np.int64]:
         """The sum so far."""
         if self._biased:
@@ -72,7 +76,7 @@ class Accumulator:
             self._biased = 0
         return self._sum
 
-    def merge(self, total: NDArray[np.int64], numbers: Numbers) -> None:
+    def merge(self, total: NDArray[Any], numbers: Numbers) -> None:
         """Add another server's part."""
         self.total()
         self._sum += total

@@ -22,6 +22,14 @@ HEADER_MAX = 16 * 1024 * 1024
 FLOAT_KINDS = "f"
 
 
+class _Tensor(msgspec.Struct):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 class Layout:
     """Names, shapes and places of a model's tensors."""
 
@@ -39,9 +47,7 @@ class Layout:
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
         """What comes before the values in a safetensors file."""
-        text = msgspec.json.encode({"__metadata__": dict(metadata), **self._tensors})
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return _head(self._tensors, metadata)
 
     def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
         """A whole safetensors file."""
@@ -67,11 +73,14 @@ class Layout:
             raise ValueError(f"the names do not match the model: {wrong}")
         flat = np.empty(self.size, np.float32)
         for name, (start, end) in self.places.items():
-            tensor = tensors[name]
-            if tensor.get("dtype") != "F32" or tuple(tensor.get("shape", ())) != self.shapes[name]:
-                said = f"{tensor.get('dtype')} {tensor.get('shape')}"
+            try:
+                tensor = msgspec.convert(tensors[name], _Tensor)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name} is not described as safetensors does it: {error}") from None
+            if tensor.dtype != "F32" or tensor.shape != self.shapes[name]:
+                said = f"{tensor.dtype} {list(tensor.shape)}"
                 raise ValueError(f"{name} is F32 {list(self.shapes[name])} in the model, and {said} came")
-            low, high = tensor["data_offsets"]
+            low, high = tensor.data_offsets
             if not 0 <= low <= high <= len(data) or high - low != 4 * (end - start):
                 raise ValueError(f"{name} does not lie where the header says")
             flat[start:end] = np.frombuffer(bytes(data[low:high]), np.float32)
@@ -94,6 +103,12 @@ class Layout:
         return flat
 
 
+def _head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors and the metadata of a safetensors header, and where the values begin. Raises `ValueError`."""
     if len(body) < 8:
@@ -109,6 +124,47 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("the body is not safetensors: its metadata are not texts")
     return tensors, metadata, 8 + length
+
+
+MASKED = "masked"  # the one tensor of a masked update
+_KINDS = {"F32": np.float32, "U32": np.uint32, "I8": np.int8}
+_NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
+
+
+def flat_head(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """What comes before the values of flat arrays, one after the other."""
+    tensors, end = {}, 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        tensors[name] = {"dtype": _NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
+    return _head(tensors, metadata)
+
+
+def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """The metadata and the flat arrays of a body. Raises `ValueError` with a sentence."""
+    tensors, metadata, start = read_head(body)
+    data, arrays = body[start:], {}
+    for name, tensor in tensors.items():
+        kind, shape, ends = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
+        try:
+            low, high = ends
+            whole = bytes(data[low:high])
+            arrays[name] = np.frombuffer(whole, _KINDS[kind])
+            right = 0 <= low <= high <= len(data) and shape == [len(arrays[name])]
+        except (KeyError, TypeError, ValueError):
+            right = False
+        if not right:
+            raise ValueError(f"the tensor {name[:100]!r} is not a flat one of {', '.join(_KINDS)} that lies in the body")
+    return metadata, arrays
+
+
+def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
+    """The metadata of a masked update, and its words in the guise of float32. Raises `ValueError` with a sentence."""
+    tensors, metadata, start = read_head(body)
+    size = (len(body) - start) // 4
+    if tensors != {MASKED: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
+        raise ValueError(f"updates are masked here: the body is one tensor {MASKED!r} of U32 (encrypt_type=PW_ENCRYPT)")
+    return metadata, np.frombuffer(body[start:] if start % 4 == 0 else bytes(body[start:]), np.float32)
 
 
 def raw(values: Floats) -> memoryview:

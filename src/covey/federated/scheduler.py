@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.core.dp import Noise
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
@@ -58,7 +59,7 @@ class Scheduler:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
         listener = Listener(sockets, guard.secret, guard.server, decoder=_decoder, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
@@ -160,14 +161,19 @@ class Scheduler:
             "flIterationNum": plan.iterations,
             "stage": str(rounds.stage),
             "reason": rounds.reason,
-            "joined": len(rounds.admitted),
+            "joined": len(rounds.window.admitted),
             "counted": rounds.counted,
             "missed": rounds.missed,
             "missing": list(rounds.missing),
             "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
             "metrics": rounds.metrics,
+            **({"privacy": self._privacy(plan.noise)} if plan.noise is not None else {}),
             **hyper(plan),
         }
+
+    def _privacy(self, noise: Noise) -> dict[str, float]:
+        """What was spent so far: of each device, if it took part in every round."""
+        return {"epsilon": noise.epsilon(self.rounds.spent), "delta": noise.delta, "budget": noise.budget, "clip": noise.clip}
 
     def view(self) -> ClusterView:
         """The cluster in the words of `covey status`."""
@@ -195,7 +201,10 @@ class Scheduler:
                     pid=server.pid,
                 )
             )
-        counters = {"round": float(rounds.round), "counted": float(rounds.counted), "missed": float(rounds.missed)}
+        progress: dict[str, float] = {"iteration": rounds.iteration, "counted": rounds.counted}
+        progress["joined"] = len(rounds.window.admitted)
+        if rounds.plan.noise is not None:
+            progress["epsilon"] = rounds.plan.noise.epsilon(rounds.spent)
         return ClusterView(
             cluster_id=rounds.cluster_id,
             phase=_PHASES.get(rounds.state, Phase.READY),
@@ -208,7 +217,9 @@ class Scheduler:
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
-            counters=counters,
+            counters={"rounds": float(max(0, rounds.round - 1)), "missed": float(rounds.missed)},
+            gauges={f"federated_{name}": float(number) for name, number in progress.items()}
+            | {f"model_{name}": number for name, number in rounds.metrics.items()},
         )
 
 

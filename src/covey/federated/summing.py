@@ -6,22 +6,26 @@ Every number is whole until the last division, so whoever is chosen makes the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import Numbers
-from covey.errors import PeerError, StoreError
-from covey.federated.accumulator import UNIT, Accumulator
+from covey.core.federation import Numbers, Orders
+from covey.errors import CoveyError, PeerError, StoreError
+from covey.federated.accumulator import UNIT
+from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
-from covey.federated.part import Part
+from covey.federated.part import Part, Sum
 from covey.federated.peers import Peers
+from covey.federated.privacy import ring
+from covey.federated.privacy.session import unmask
 from covey.federated.store import State
 from covey.federated.strategies import Strategy
-from covey.federated.updates import unpack
+from covey.federated.updates import Update, read, unpack
 from covey.node.log import log
 
 SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
@@ -29,14 +33,14 @@ Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
 BLOCK = 4096  # values of every update at a time
 
 
-async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Accumulator:
+async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Sum:
     """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
-    total = mine.accumulator()
+    total = mine.copy()
     for node_id, expected in parts:
         if node_id == me:
             found = mine.numbers
         else:
-            found, values = decode(await peers.fetch(node_id, "part", mine.round))
+            found, values = decode(await peers.fetch(node_id, "part", mine.round), total.total().dtype)
             if found == expected:
                 total.merge(values, found)
         if found != expected:
@@ -44,11 +48,35 @@ async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peer
     return total
 
 
-def decode(content: bytearray) -> tuple[Numbers, NDArray[np.int64]]:
+def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[Numbers, NDArray[Any]]:
     """A part as it was fetched."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=Numbers)
-    return numbers, np.frombuffer(bytes(content[4 + size :]), np.int64)
+    return numbers, np.frombuffer(bytes(content[4 + size :]), kind)
+
+
+class Spoiled(CoveyError):
+    """The sum of a secure round cannot be had: the round is to be abandoned."""
+
+
+def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[np.float64], Numbers]:
+    """The mean that a secure round came to, and what its devices told. Raises `Spoiled`."""
+    found = orders.unmasking
+    assert found is not None
+    units = ring.scale(orders.plan.reach, found.list.samples, len(found.list.ring))
+    try:
+        values, told = ring.decode(unmask(total.total(), found), units)
+    except ValueError as error:
+        raise Spoiled(str(error)) from None
+    numbers = total.numbers + Numbers(
+        loss=round(told.loss * UNIT),
+        accuracy=round(told.accuracy * UNIT),
+        told=round(told.told),
+        eval_size=round(told.evaluated),
+        eval_loss=round(told.eval_loss * UNIT),
+        eval_accuracy=round(told.eval_accuracy * UNIT),
+    )
+    return model.astype(np.float64) + values / numbers.size, numbers
 
 
 def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: State) -> Floats:
@@ -95,18 +123,14 @@ async def columns(
         rows = np.memmap(path, np.float32, "w+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
-            logs = (
-                [p.read_bytes() for p in mine.logs()]
-                if node_id == me
-                else [bytes(await peers.fetch(node_id, "log", mine.round))]
-            )
-            before = row
-            for content in logs:
-                for update, values, _ in unpack(memoryview(content)):
+            seen: set[str] = set()  # copies may have been sent twice
+            async for update, values in _updates(me, node_id, mine, peers):
+                if update.device not in seen and len(seen) < expected.count:
                     rows[row], weights[row] = values, update.weight
                     row += 1
-            if row - before != expected.count:
-                raise PeerError(f"server {node_id} gave {row - before} updates, and {expected.count} were sealed")
+                seen.add(update.device)
+            if len(seen) != expected.count:
+                raise PeerError(f"server {node_id} gave {len(seen)} updates, and {expected.count} were sealed")
         made = np.empty(size, np.float64)
         for start in range(0, size, BLOCK):
             made[start : start + BLOCK] = strategy.column(np.ascontiguousarray(rows[:, start : start + BLOCK]), weights)
@@ -114,6 +138,22 @@ async def columns(
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIterator[tuple[Update, Floats]]:
+    """The updates in the logs of a part, with a piece of one log in memory at a time."""
+    if node_id == me:
+        for path in mine.logs():
+            for update, values in read(path):
+                yield update, values
+        return
+    for number in range(int(await peers.fetch(node_id, "logs", mine.round))):
+        rest = b""
+        async for piece in peers.pieces(node_id, f"log{number}", mine.round):
+            content, end = memoryview(rest + piece), 0
+            for update, values, end in unpack(content):  # noqa: B007
+                yield update, values
+            rest = bytes(content[end:])
 
 
 def pack_state(state: State) -> bytes:

@@ -58,6 +58,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     slots: int
     servers: int = 0  # parameter servers
+    max_restarts: int = -1  # -1: the scheduler's limit alone counts
     first_rank: int = -1
     module: bool = False
     python: bool = True
@@ -117,6 +118,7 @@ class Agent:
             host=host.here(settings.host_id, settings.worker_ip),
             slots=job.slots,
             servers=job.servers,
+            max_restarts=job.max_restarts,
             first_rank=job.first_rank,
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
@@ -141,6 +143,11 @@ class Agent:
     def over(self) -> bool:
         """Whether the run has ended for this host."""
         return self._over.done()
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether no scheduler can be reached just now."""
+        return self._runtime is not None and self._runtime.descriptor() < 0
 
     def stop(self, reason: str) -> None:
         """Ask the scheduler to end the whole cluster; if it cannot be asked, end this host's part."""

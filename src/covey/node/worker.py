@@ -36,13 +36,14 @@ from covey.core.messages import (
     Regrouped,
     Report,
     Resumed,
+    Shared,
     Stop,
     Value,
 )
 from covey.core.model import Progress, Role
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import host, security
+from covey.node import host, security, supervise
 from covey.node.ending import Ending, exit_flushed
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
@@ -86,6 +87,7 @@ class Node:
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
         self.keep_bytes = settings.keep_bytes
+        self.may_grow = settings.worker_max > 1
         self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
@@ -144,6 +146,7 @@ class Node:
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
         self._progress = progress
+        supervise.note(progress.step)
         now = time.monotonic()
         if now - self._told_at > max(TELL_S, self.place.world / TELL_NODES_PER_S):
             self._told_at = now
@@ -266,6 +269,10 @@ class Node:
                 self._wipe()
                 self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
                 self.inbox.put(Regroup(message.generation))
+            elif isinstance(message, Shared) and self._formed is not None:
+                self._formed = msgspec.structs.replace(self._formed, sharing=message.sharing)
+                if self._settings.role is Role.PSERVER:
+                    self.inbox.put(message)
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))
             elif isinstance(message, DumpAsked):
@@ -326,7 +333,7 @@ def own_code(finish: Finish) -> int:
 
 def door(settings: Settings) -> Door:
     """Where the scheduler is, checked against MS_WORKER_IP: both must be of one family."""
-    where = address.bare(settings.sched_host)
+    (where, port), *others = address.several(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
         theirs = address.family(where)
         if theirs is None:
@@ -339,7 +346,8 @@ def door(settings: Settings) -> Door:
                 " both must be of one family"
             )
     guard = security.find(settings, reaches=where)
-    return Door(where, settings.sched_port, guard.secret, insist=bool(settings.secret), context=guard.client)
+    insist = bool(settings.secret)
+    return Door(where, port, guard.secret, insist=insist, context=guard.client, others=tuple(others))
 
 
 def _fingerprint(settings: Settings) -> dict[str, str]:

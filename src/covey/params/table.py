@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from covey.core.shards import Owners
@@ -10,6 +11,7 @@ from covey.params.optimizers import Array, update, update_rows
 from covey.params.placement import Placement
 
 CHUNK = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
+EMPTY = Begin("zeros")  # the values follow
 
 
 class Table:
@@ -28,6 +30,26 @@ class Table:
             self.weights = np.zeros(shape, dtype)
             draw(self.weights, spec.begin, self.placement, server)
         self.states = {name: np.full(shape, first, dtype) for name, first in spec.rule.states.items()}
+
+    def part(self, owners: Owners) -> Table:
+        """The rows that these owners leave to this server, in a table of their own."""
+        found = Table(msgspec.structs.replace(self.spec, begin=EMPTY), self.server, owners)
+        places = self.placement.local(found.placement.numbers(self.server, 0, found.placement.size(self.server)))
+        found.spec, found.updates = self.spec, self.updates
+        found.weights = self.weights[places]
+        found.states = {name: values[places] for name, values in self.states.items()}
+        return found
+
+    def join(self, other: Table, owners: Owners) -> Table:
+        """These rows and the other's in one table."""
+        found = Table(msgspec.structs.replace(self.spec, begin=EMPTY), self.server, owners)
+        found.spec, found.updates = self.spec, self.updates
+        for table in (self, other):
+            places = found.placement.local(table.placement.numbers(self.server, 0, len(table.weights)))
+            found.weights[places] = table.weights
+            for name, values in table.states.items():
+                found.states[name][places] = values
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -92,6 +92,7 @@ class Loop:
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._share: Share | None = None  # of the course, for this rank
         self._index = 0
+        self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
         self._cut = course.cut(0, 0, self._limit)
         self._state = State(model, optimizer)
         self._stepping = self._applied = False  # the optimizer runs; has run in this step
@@ -231,16 +232,19 @@ class Loop:
         """The seating by which a reduction was made, if it is not the one of the course."""
         assert self._collectives is not None
         here, seating = self._here(), self._collectives.seating
-        known = here is self._course.seats or seating is None
-        return torch_module().tensor([] if known or seating is None else [seating.version, *here], dtype=torch_module().int64)
+        if here is self._course.seats or seating is None:
+            return self._as_seated
+        return torch_module().tensor([seating.version, *here], dtype=torch_module().int64)
 
     def counted(self, present: Any) -> None:
         """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
         assert self._collectives is not None
         if self._following is None:
-            version, *seats = present.tolist() or (self._collectives.seated, *self._course.seats)
-            self._following = self._course.after(self.step, tuple(seats))
-            self._collectives.seated = version
+            if not present.numel():
+                self._following = self._course.after(self.step, self._course.seats)
+            else:
+                self._collectives.seated, *seats = present.tolist()
+                self._following = self._course.after(self.step, tuple(seats))
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -372,7 +376,12 @@ class Loop:
         return self._about() | self._state.now()
 
     def _about(self) -> dict[str, Any]:
-        return {"step": self.step, "course": self._course.state()}
+        place = self._group.place
+        return {
+            "step": self.step,
+            "course": self._course.state(),
+            "made_in": [place.generation, place.world] if place is not None else [0, 1],
+        }
 
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""

@@ -9,6 +9,7 @@ import msgspec
 
 from covey.core.messages import HealPlan, Message, Number
 from covey.core.model import Progress
+from covey.core.shards import Sharing
 
 
 class Place(Protocol):
@@ -26,6 +27,8 @@ class Place(Protocol):
     def seat(self) -> int: ...
     @property
     def since(self) -> int: ...
+    @property
+    def sharing(self) -> Sharing | None: ...
 
 
 class Meeting(Protocol):
@@ -34,6 +37,7 @@ class Meeting(Protocol):
     waits: Number | None  # the collective this rank waits in, as its beats say it
     finishes_steps: bool  # a loop runs, which leaves at a step's boundary
     keep_bytes: int  # of collectives' results, for a replacement
+    may_grow: bool  # others may come, also to one that is alone
     retries: bool  # retry is among the strategies
 
     @property

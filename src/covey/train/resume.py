@@ -7,7 +7,9 @@ said.
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import UsageError
@@ -42,22 +44,29 @@ def newest(checkpoint: Checkpoint, group: Group, sharded: ShardedOptimizer | Non
             )
         if sharded is None or CUT not in state[OPTIMIZER]:
             return state
-        if _complete(checkpoint, group, sharded, step, state[OPTIMIZER], together=together):
+        if _complete(checkpoint, group, sharded, step, state, together=together):
             return state
         log.warning("the checkpoint of step %d is skipped: of a part of the optimizer's state there is no copy", step)
         before = step
 
 
 def _agree_on(group: Group, step: int, state: Any) -> tuple[int, Any]:
-    """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
-    steps = [int(t) for t in group.all_gather(torch_module().tensor(step))]
-    best = max(steps)
-    if best < 0 or all(s == best for s in steps):
+    """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it. There may be two
+    of one step: who died with its only result wrote another one than those who then did the step again."""
+    mine = [step, *_made_in(state)]
+    everyone = [t.tolist() for t in group.all_gather(torch_module().tensor(mine))]
+    best = max(everyone)
+    if best[0] < 0 or all(found == best for found in everyone):
         return step, state
-    giver = steps.index(best)
-    mine = state | {OPTIMIZER: _framed(state[OPTIMIZER])} if group.rank == giver else None
-    given = _spread(group, giver, mine)
-    return best, state if step == best else given
+    giver = everyone.index(best)
+    given = _spread(group, giver, state | {OPTIMIZER: _framed(state[OPTIMIZER])} if group.rank == giver else None)
+    return best[0], state if mine == best else given
+
+
+def _made_in(state: Any) -> tuple[int, int]:
+    """The generation and the world in which a state was written down."""
+    generation, world = state.get("made_in", (0, 0)) if state is not None else (0, 0)
+    return generation, world
 
 
 def _framed(optimizer: Any) -> Any:
@@ -65,10 +74,12 @@ def _framed(optimizer: Any) -> Any:
 
 
 def _complete(
-    checkpoint: Checkpoint, group: Group, sharded: ShardedOptimizer, step: int, optimizer: Any, *, together: bool
+    checkpoint: Checkpoint, group: Group, sharded: ShardedOptimizer, step: int, state: Any, *, together: bool
 ) -> bool:
     """Add the slots that this rank lacks. False if nobody has some of them."""
-    _take(optimizer, checkpoint, group.rank, step, sharded.lacks(optimizer["state"]))
+    optimizer, world = state[OPTIMIZER], _made_in(state)[1]
+    copies = functools.partial(_copies, checkpoint, group.rank, step, world)
+    _take(optimizer, copies, sharded.lacks(optimizer["state"]))
     lacking = sharded.lacks(optimizer["state"])
     if not together:
         return not lacking
@@ -79,7 +90,7 @@ def _complete(
     if not asked:
         return True
     here: dict[str, Any] = {"state": {}, "ahead": {}}
-    _take(here, checkpoint, group.rank, step, asked)
+    _take(here, copies, asked)
     has = torch.zeros(sharded.count, dtype=torch.uint8)
     has[sorted(here["state"])] = 1
     holders = torch.stack(group.all_gather(has))[:, sorted(asked)]
@@ -93,10 +104,16 @@ def _complete(
     return True
 
 
-def _take(into: Any, checkpoint: Checkpoint, rank: int, step: int, wanted: set[int]) -> None:
-    """Slots from the copies of a step that this rank can read, one copy after the other."""
-    for copy in checkpoint.copies(step, rank=rank) if wanted else ():
-        _add(into, copy[OPTIMIZER], wanted)
+def _copies(checkpoint: Checkpoint, rank: int, step: int, world: int) -> Iterator[Any]:
+    """The optimizer's state in each copy of a step that this rank can read. Where a world shrank in a step, there may be
+    copies of two different ones."""
+    return (state[OPTIMIZER] for state in checkpoint.copies(step, rank=rank) if _made_in(state)[1] == world)
+
+
+def _take(into: Any, copies: Callable[[], Iterator[Any]], wanted: set[int]) -> None:
+    """Slots from one copy after the other, until all are there."""
+    for copy in copies() if wanted else ():
+        _add(into, copy, wanted)
         if wanted <= into["state"].keys():
             return
 

@@ -49,9 +49,11 @@ class StreamCourse(Course, frozen=True, kw_only=True):
         return [range(i * self.batch_size, (i + 1) * self.batch_size) for i in range(self.accumulate)]
 
     def weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
-        """Who came in the middle of a step counts from the next."""
+        """Who came in the middle of a step counts from the next, unless nobody else is left."""
         counted = len(set(present) & set(self.seats))
-        return 1 / counted if index < len(self.seats) and counted else 0.0
+        if not counted:
+            return 1 / len(present)
+        return 1 / counted if index < len(self.seats) else 0.0
 
     def after(self, step: int, present: tuple[int, ...]) -> Course:
         return self if present == self.seats else self.seated(present)
@@ -162,10 +164,7 @@ class Stream:
 
     def mark_boundary(self, step: int, group: Group) -> None:
         """A step begins: nothing before it is needed any more. From time to time, hear where the others are."""
-        for lane, taken in enumerate(self._taken):
-            count = -(-(self._at(step) - lane) // self._lanes)  # of its batches that are part of earlier steps
-            while len(taken) > 1 and taken[1][0] <= count:
-                del taken[0]
+        self._taken = [taken[-1:] for taken in self._taken]
         if step and step % TELL == 0:
             self._tell(group)
 

@@ -55,6 +55,13 @@ def split(text: str, default_port: int = 0) -> tuple[str, int]:
     return host, int(port_text)
 
 
+def several(hosts: str, port: int) -> list[tuple[str, int]]:
+    """The addresses in a list such as MS_SCHED_HOST's: HOST,HOST or HOST:PORT,HOST:PORT."""
+    if "," not in hosts:
+        return [(bare(hosts), port)]
+    return [split(one.strip(), port) for one in hosts.split(",")]
+
+
 class NotLocal(UsageError):
     """The address to listen at belongs to another host."""
 
@@ -93,6 +100,16 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
     return sockets
 
 
+def is_local(host: str) -> bool:
+    """Whether one can listen at this host, be it a name or an address."""
+    try:
+        for sock in listen(host, 0, "address"):
+            sock.close()
+    except UsageError:
+        return False
+    return True
+
+
 def _unusable(error: OSError, host: str, port: int, what: str) -> UsageError:
     if error.errno == errno.EADDRINUSE:
         return UsageError(f"port {port} at {host} is in use{holder(port)}: choose another port", ExitCode.PORT_IN_USE)
@@ -107,7 +124,7 @@ def holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             at = connection.laddr
             if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
+                command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split())[:80]
                 return f" by {command} (process {connection.pid})"
     return ""
 

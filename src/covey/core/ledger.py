@@ -1,0 +1,177 @@
+"""What the scheduler's machine remembers of its cluster, and the small moves by which that changes.
+
+A cluster lives through phases: FORMING until every role has its number, then READY; a death moves it to HEALING (when the
+place may be filled again), to a new generation of everyone (torchrun's restarts) or to ENDED. A restarted scheduler is
+RETURNING until its members have re-attached or are overdue. The table `PHASES` lists the moves that exist; any other is a bug.
+
+The machine is one object, cut into rooms that each know only those before them: the `Ledger` here, `resizing` (the world
+changes its size), `sharing` (parameter servers come and go), `lifecycle` (forming, dying, healing, coming back, ending),
+`watch` (what follows from time alone) and `machine` (who says what over which link).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from covey.core import formation
+from covey.core.board import Board
+from covey.core.cluster import Cluster
+from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
+from covey.core.healing import Dump, Gathering
+from covey.core.incidents import Incidents, Outcome
+from covey.core.messages import Regrouped, Stop
+from covey.core.model import Agent, ClusterSettings, Failure, Member, MemberRecord, Phase, Progress, Record
+
+PHASES: dict[Phase, frozenset[Phase]] = {
+    Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
+    Phase.READY: frozenset({Phase.HEALING, Phase.ENDED}),
+    Phase.HEALING: frozenset({Phase.READY, Phase.ENDED}),
+    Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+FIRST_S = 30.0  # until its first sign of progress a life imports, builds and restores: it is not called stuck before this
+
+
+class Ledger:
+    """The cluster, the links that speak for its members, and what is wished for in this step."""
+
+    def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float) -> None:
+        self.cluster = Cluster(cluster_id=cluster_id, settings=settings, job=job)
+        self.counters: dict[str, float] = {}
+        self.incidents = Incidents(wall - now)
+        self.first_failure: Failure | None = None
+        self._started = self._ticked = self._now = now
+        self._heal_by = self._shrink_by = self._form_at = float("inf")
+        self._speakers: dict[int, Member | Agent] = {}
+        self._held: set[str] = set()  # lives that are held off, to say so once
+        self._board = Board()
+        self._gathering = Gathering(0)
+        self._dump: Dump | None = None
+        self._dumped_last = (-1, "")  # the newest step that somebody has written down on its way out, and where
+        self._reached = -1  # the highest step that any rank has shown
+        self._rolled_back_at = -2  # what had been reached at the last return to a checkpoint
+        self._retries = 0  # since all ranks last went on
+        self._replacing = False  # a rank was started again, and not all ranks have gone on since
+        self._grouped = False  # a group has met: only then will ranks say that they have gone on
+        self._arriving: set[str] = set()  # node ids of those whom a growth waits for
+        self._arrive_by = float("inf")
+        self._settled: set[int] = set()  # parameter servers where all is in its place, by the sharing of now
+        self._come_by = float("inf")
+        self._layout: formation.Layout | None = None
+        self._awaited: Member | None = None  # a worker that has not left
+        self._stop: Stop | None = None
+        self._out: list[SchedulerEffect] = []
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def _tell_places(self) -> None:
+        places = self._places()
+        for member in self.cluster.members.values():
+            if member.link:
+                self._send(member.link, places.formed(member))
+        for agent in self.cluster.agents.values():
+            if agent.link:
+                self._send(agent.link, places.start(agent))
+
+    def _places(self) -> formation.Layout:
+        if self._layout is None:
+            self._layout = formation.Layout(self.cluster)
+        return self._layout
+
+    def _tell_agents(self, agents: set[str]) -> None:
+        for name in sorted(agents & self.cluster.agents.keys()):
+            agent = self.cluster.agents[name]
+            if agent.link:
+                self._send(agent.link, self._places().start(agent))
+
+    # -- lives and generations ---------------------------------------------------------------------------------------
+
+    def _begin_life(self, member: Member) -> None:
+        """Nothing of the life before it counts for its progress, and it has time until it must show some."""
+        member.progress = Progress()
+        member.changed_at = self._now + max(0.0, FIRST_S - self.cluster.settings.stuck_s)
+
+    def _speak(self, link: int, speaker: Member | Agent) -> None:
+        speaker.link = link
+        speaker.beat_at = self._now
+        self._speakers[link] = speaker
+
+    def _silence(self, link: int) -> None:
+        """What this link says no longer counts, and it is closed."""
+        if link:
+            self._speakers.pop(link, None)
+            self._out.append(Close(link))
+
+    def _regroup(self, reason: str, *changed: Member) -> None:
+        """A new generation: durable first, then whoever changed, then told to the members that were there before."""
+        self._next_generation(*changed)
+        news = Regrouped(self.cluster.generation, reason)
+        for member in self.cluster.members.values():
+            if member.link and member.present:
+                self._send(member.link, news)
+
+    def _next_generation(self, *changed: Member) -> None:
+        self.cluster.generation += 1
+        self._board = Board()
+        self._gathering = Gathering(self.cluster.generation)
+        self._persist(self.cluster.record())
+        for member in changed:
+            self._persist(MemberRecord.of(member))
+
+    def _await_healing(self) -> None:
+        limit = self.cluster.settings.topo_timeout_s
+        self._heal_by = self._now + limit if limit >= 0 else float("inf")
+
+    # -- incidents and the end ---------------------------------------------------------------------------------------
+
+    def _open_incident(
+        self,
+        strategy: str,
+        reason: str,
+        cause: str,
+        *,
+        since: float,
+        known: float,
+        member: Member | None = None,
+        node: str = "cluster",
+    ) -> None:
+        node, rank = (member.name, member.rank) if member is not None else (node, -1)
+        incident = self.incidents.open(
+            self._now, since=since, known=known, node=node, rank=rank, cause=cause, strategy=strategy, reason=reason
+        )
+        self._persist(incident)
+
+    def _close_incidents(self, outcome: Outcome, node: str = "") -> None:
+        for incident in self.incidents.close(outcome, self._now, node):
+            self._persist(incident)
+            self._publish("cluster", "recovery", str(incident))
+
+    def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
+        self._close_incidents(Outcome.ENDED if code else Outcome.FINISHED)
+        self._stop = Stop(reason, code, failure)
+        self._arriving = set()
+        self._move(Phase.ENDED, reason)
+        self._persist(self.cluster.record())
+        self._publish("cluster", "ended", reason, Level.of(code))
+        children_first = sorted(self._speakers, key=lambda link: isinstance(self._speakers[link], Agent))
+        for link in children_first:  # so that they hear why before their agent ends them
+            self._send(link, self._stop)
+        self._out.append(End(code, reason, failure))
+
+    def _move(self, phase: Phase, reason: str) -> None:
+        assert phase in PHASES[self.cluster.phase], f"no move from {self.cluster.phase} to {phase}"
+        self.cluster.phase, self.cluster.reason = phase, reason
+
+    # -- wishes ------------------------------------------------------------------------------------------------------
+
+    def _send(self, link: int, message: Any) -> None:
+        self._out.append(Send(message, link))
+
+    def _persist(self, record: Record) -> None:
+        self._out.append(Persist(record))
+
+    def _publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
+        self._out.append(Publish(node, what, reason, level))
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1

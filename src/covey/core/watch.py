@@ -1,0 +1,133 @@
+"""What follows from time alone: who is silent, who is stuck, what is overdue, and that our own sleep counts for nothing."""
+
+from __future__ import annotations
+
+from covey.core import formation, recovery, scaling
+from covey.core.effects import Level
+from covey.core.lifecycle import Lifecycle
+from covey.core.membership import names
+from covey.core.model import Agent, Member, NodeState, Phase, Role
+from covey.errors import ExitCode
+
+RETRIES_MAX = 5  # of a collective that breaks again and again
+EXPLAIN_S = 0.2  # how long a death may take to explain a broken collective
+SLEPT_S = 1.0  # ticks come several times a second: a longer gap is this process's own sleep, and nobody else's silence
+
+
+class Watch(Lifecycle):
+    """A cluster over which somebody keeps watch, several times a second."""
+
+    def _tick(self) -> None:
+        self._forgive_sleep()
+        if self.cluster.phase is Phase.FORMING:
+            self._form()
+        else:
+            self._welcome_hosts()
+        phase, settings = self.cluster.phase, self.cluster.settings
+        limit = settings.topo_timeout_s
+        if phase is Phase.FORMING and 0 <= limit < self._now - self._started:
+            reason = f"not complete within {limit:g} s: {formation.missing(self.cluster)}"
+            self._end(ExitCode.NOT_FORMED, reason)
+        elif self._dump is not None:
+            self._end_dump()
+        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by and (away := self._away()):
+            failure = self.first_failure
+            reason = f"{names(away)} did not come back within {limit:g} s"
+            self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+        elif self._now > self._shrink_by:
+            self._go_on_without_the_lost()
+        elif self._now > self._arrive_by and scaling.can_turn_back(self.cluster, self._arriving):
+            self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
+        elif self.cluster.coming and self._now > self._come_by:
+            self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")
+        elif self._now - self._gathering.broke_at > EXPLAIN_S:
+            self._retry()
+        elif settings.judges_silence:
+            self._judge_silence(settings.node_timeout_s)
+        if settings.stuck_s >= 0 and self._dump is None and self.cluster.phase is not Phase.ENDED:
+            self._judge_progress(settings.stuck_s)
+
+    def _away(self) -> list[Member]:
+        """Who is not here; a replacement is when it has called."""
+        away, members = (NodeState.DEAD, NodeState.SUSPECT), self.cluster.members.values()
+        return [m for m in members if m.state in away or (self._replacing and m.present and not m.link)]
+
+    def _judge_progress(self, limit: float) -> None:
+        """A rank for which all others have waited in one collective for too long is stuck, though it beats; or it has left."""
+        everyone = self.cluster.of(Role.WORKER)
+        workers, left = [m for m in everyone if m.present], [m for m in everyone if m.state is NodeState.LEFT]
+        waiting = [m for m in workers if m.progress.waits and self._now - m.changed_at > limit]
+        late = [m for m in workers if not m.progress.waits and m.link]
+        if not waiting or len(waiting) + len(late) < len(workers):
+            return
+        where = f"in collective {waiting[0].progress.waits} for over {limit:g} s"
+        if left and len(waiting) + len(left) == len(everyone):
+            reason = f"{names(left)} left before the work was done: all others wait {where}"
+            self._give_up(ExitCode.PEER_FAILED, reason)
+        for member in late:
+            if self._now - member.changed_at > limit:
+                self._count("stuck")
+                reason = f"stuck: all others wait for it {where}"
+                link = member.link
+                self._over(member, ExitCode.PEER_FAILED, reason, since=member.changed_at)
+                self._silence(link)
+                member.link = 0
+
+    def _retry(self) -> None:
+        """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""
+        reason = f"a collective broke ({self._gathering.broke_reason}) and every process lives"
+        if recovery.Strategy.RETRY not in self.cluster.settings.strategies:
+            return self._end(ExitCode.PEER_FAILED, f"{reason}, but retry is not among the strategies")
+        self._retries += 1
+        if self._retries > RETRIES_MAX:
+            return self._end(ExitCode.PEER_FAILED, f"{reason}, {RETRIES_MAX} times in a row without a step in between")
+        self._count("retries")
+        self._publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
+        broke_at = self._gathering.broke_at
+        self._open_incident("retry", "every process lives", self._gathering.broke_reason, since=broke_at, known=broke_at)
+        return self._regroup(reason)
+
+    def _forgive_sleep(self) -> None:
+        """While this process was stopped it heard nobody: that time counts for nothing."""
+        slept, self._ticked = self._now - self._ticked, self._now
+        if slept > SLEPT_S:
+            self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
+            self._started += slept
+            self._heal_by += slept
+            self._shrink_by += slept
+            self._arrive_by += slept
+            speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
+            for speaker in speakers:
+                speaker.beat_at = min(speaker.beat_at + slept, self._now)
+
+    def _judge_silence(self, limit: float) -> None:
+        """silent → suspect after half the limit → dead after all of it; an agent takes its children along."""
+        for agent in list(self.cluster.agents.values()):
+            silent = self._now - agent.beat_at
+            if silent > limit:
+                self._silence(agent.link)
+                agent.link = 0
+                self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
+        for member in list(self.cluster.members.values()):
+            if self.cluster.phase is Phase.ENDED:
+                return
+            silent = self._now - member.beat_at
+            if silent <= limit / 2 or not member.present or self._agent_answers(member):
+                continue
+            if silent > limit:
+                self._count("silent_deaths")
+                link = member.link
+                self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit), since=member.beat_at)
+                self._silence(link)  # after the end was told: if it can still hear, it should hear why
+                member.link = 0
+            elif member.state is NodeState.ALIVE:
+                member.state = NodeState.SUSPECT
+                self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)
+
+    def _agent_answers(self, member: Member) -> bool:
+        """A child that never attached has no beats of its own, and one whose agent is out of reach is judged with it."""
+        return bool(member.agent) and (not member.life or not self.cluster.agents[member.agent].link)
+
+
+def _silent(silent_s: float, limit_s: float) -> str:
+    return f"no beat for {silent_s:.1f} s (MS_NODE_TIMEOUT is {limit_s:g} s)"
