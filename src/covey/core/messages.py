@@ -21,6 +21,7 @@ NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
 Key = Annotated[str, Meta(max_length=512)]
 Sentence = Annotated[str, Meta(max_length=8192)]
+Mask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -273,6 +274,9 @@ class Report(Message, frozen=True):
     waits: Number | None = None  # the one it is in
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
+    spoiled: bool = False  # the result it completed last is no longer as it was
+    slots: int = 0  # of an optimizer whose state is cut: of how many parameters there is state,
+    holds: Mask = b""  # and of which this rank has it
     finished: bool = False  # its program has come to the end
     seated: int = 0  # the newest seating by which it shares the data
     port: int = 0
@@ -335,6 +339,13 @@ class Giver(msgspec.Struct, frozen=True):
     token: Name
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """A rank that has some of the slots of an optimizer whose state is cut."""
+
+    giver: Giver
+    holds: Mask
+
+
 class Seating(msgspec.Struct, frozen=True):
     """Who is in the world: everyone's seat, in order of rank."""
 
@@ -344,12 +355,13 @@ class Seating(msgspec.Struct, frozen=True):
 
 class HealPlan(Message, frozen=True):
     """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
-    `seating` is there when the world has changed and somebody does not know it. `failure` is never sent: why these ranks cannot
-    go on from here."""
+    `seating` is there when the world has changed and somebody does not know it, `holders` when an optimizer's state is cut.
+    `failure` is never sent: why these ranks cannot go on from here."""
 
     generation: int
     giver: Giver | None = None
     seating: Seating | None = None
+    holders: list[Holder] = []
     done: bool = False
     failure: Sentence = ""
 
