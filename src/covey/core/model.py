@@ -67,6 +67,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     dump_s: float = 60.0
     grace_s: float = 10.0
     copies: int = 1  # of each parameter server's rows
+    serving: dict[str, str] = {}  # how parameters are served, as a user types it: all must agree
     worker_max: int = 0  # to which the world may grow; 0: nobody comes beyond those it formed with
     last_call_s: float = 3.0  # after the last who came, for more than `worker_num` to come, before the cluster forms
     shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
@@ -86,7 +87,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
-        return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
+        found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
+        return found | self.serving if self.server_num else found
 
     def wanted(self, role: Role) -> int:
         if role is Role.WORKER:
