@@ -133,7 +133,8 @@ class Cluster(msgspec.Struct):
         found = {}
         for agent in self.agents.values():
             places = agent.slots if role is Role.WORKER else agent.servers
-            free = places - sum(m.role.group is role.group for m in self.children(agent.id))
+            held = [m for m in self.children(agent.id) if m.role.group is role.group and m.state is not NodeState.DEAD]
+            free = places - len(held)
             if agent.link and not agent.leaving and free > 0:
                 found[agent.id] = free
         return found

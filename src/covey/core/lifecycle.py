@@ -103,6 +103,8 @@ class Lifecycle(Sharable):
         self._settled -= {member.rank} if member.role is Role.PSERVER else set()
         if member.role is Role.PSERVER and member.rank in self.cluster.coming:
             return self._turn_servers_back(f"{member.name} did not come: {failure.reason}")
+        if not scaling.can_turn_back(self.cluster, self._arriving):
+            self._arriving = set()
         if member.role is Role.WORKER and member.node_id in self._arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member, failure.code)

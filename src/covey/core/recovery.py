@@ -122,7 +122,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
     if here and spent >= limit:
         return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
     nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
-    if agent is None and (settings.recovery or waits_to_shrink(settings)):
+    if agent is None and (settings.recovery or waits_to_shrink(settings)) and not scaling.some_left(cluster):
         until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_to_shrink(settings) else ""
         return After.WAIT, f"{nobody}: waiting for one to come{until}"
     return After.END, nobody

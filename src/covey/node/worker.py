@@ -43,7 +43,7 @@ from covey.core.messages import (
 from covey.core.model import Progress, Role
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import host, security
+from covey.node import host, security, supervise
 from covey.node.ending import Ending, exit_flushed
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
@@ -146,6 +146,7 @@ class Node:
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
         self._progress = progress
+        supervise.note(progress.step)
         now = time.monotonic()
         if now - self._told_at > max(TELL_S, self.place.world / TELL_NODES_PER_S):
             self._told_at = now
