@@ -445,11 +445,16 @@ class Server:
                     kept.shelf.unpack(message.state, body)
                     self._copies[asked.server] = kept
                     self._holding.notify_all()
+                    send(connection, Yes(kept.count))
                 else:
                     assert kept is not None and isinstance(message, Change)
-                    _repeat(kept.shelf, message, body)
                     kept.count += 1
-            send(connection, Yes(kept.count))
+                    send(connection, Yes(kept.count))  # it is here: who asks for these rows waits until it is done, too
+                    try:
+                        _repeat(kept.shelf, message, body)
+                    except BaseException:  # a copy that cannot follow is none: all rows are sent again
+                        self._copies.pop(asked.server, None)
+                        raise
 
 
 def _repeat(shelf: Shelf, message: Change, body: Array) -> None:
