@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from covey.core import recovery, scaling
@@ -13,7 +15,7 @@ from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Ph
 HERE, THERE = Host("a", "host-a", "10.0.0.1"), Host("b", "host-b", "10.0.0.2")
 
 
-def formed(workers: int = 4, **settings: int) -> Cluster:
+def formed(workers: int = 4, **settings: Any) -> Cluster:
     """Two hosts, the second half of the workers on the other one."""
     cluster = Cluster("c", ClusterSettings(workers, **settings), phase=Phase.READY, trains=True, heals=True)
     for name, host, link in (("a", HERE, 1), ("b", THERE, 2)):
