@@ -85,6 +85,7 @@ class ScaleOutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # in JSON 2.0 is a whole number too
     server_num: Annotated[float, Meta(ge=0, le=0, description="Servers cannot become more.")]
+    start: Annotated[bool, Meta(description="False: nobody is started, and workers that come by themselves may join.")] = True
 
 
 class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +135,8 @@ def operation(kept: list[Incident], number: str) -> Incident | None:
 
 def scale_out(body: bytes) -> ScaleAsked:
     """The wish in the body of POST /scaleout, with the seeds' words where it is none."""
-    return ScaleAsked(more=int(_decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}').worker_num))
+    asked = _decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
+    return ScaleAsked(more=int(asked.worker_num), start=asked.start)
 
 
 def scale_in(body: bytes) -> ScaleAsked:

@@ -132,6 +132,7 @@ class ScaleAsked(Message, frozen=True):
     more: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
+    start: bool = True  # False: nobody is started for it; those who come have their places
 
 
 # -- said by the scheduler -------------------------------------------------------------------------------------------
