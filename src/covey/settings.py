@@ -422,6 +422,11 @@ def _family(text: str) -> int:
 # -- joining by variables alone --------------------------------------------------------------------------------------
 
 
+def serving_said(settings: Settings) -> dict[str, str]:
+    """How parameters are served, in the variables by which it is said: workers, servers and scheduler must agree."""
+    return {"COVEY_PS_MODE": settings.ps_mode, "COVEY_PS_COPIES": str(settings.ps_copies), "COVEY_PS_NAN": settings.ps_nan}
+
+
 def require_raw(settings: Settings) -> None:
     """What must be set when a process joins by MS_* variables, without `covey run`."""
     role = settings.role

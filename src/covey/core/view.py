@@ -101,7 +101,7 @@ def show(
         reason=cluster.reason,
         generation=cluster.generation,
         worker_num=cluster.settings.worker_num,
-        server_num=cluster.settings.server_num,
+        server_num=cluster.size(Role.PSERVER) if cluster.generation else cluster.settings.server_num,
         started_at=started_at,
         now=wall,
         nodes=nodes,
