@@ -193,6 +193,10 @@ class Machine(Watch):
     def _register_agent(self, link: int, wish: RegisterAgent) -> None:
         answer = answer_agent(self.cluster, wish)
         who = f"agent:{wish.agent}"
+        if answer.verdict is Verdict.HOLD and (over := [a for a in self.cluster.agents.values() if _replaced(a, wish)]):
+            for agent in over:
+                self._agent_gone(agent, ExitCode.PEER_FAILED, "another agent came from its host")
+            answer = answer_agent(self.cluster, wish)
         if self._turned_away(link, wish, who, answer):
             return None
         if answer.verdict is Verdict.HOLD:
@@ -425,13 +429,31 @@ class Machine(Watch):
                 return Refused("no growth is under way that could be taken back")
             self._turn_back("asked to")
             return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
+        if not asked.start:
+            return self._make_room(asked.more)
         if sharing.meant(self.cluster, asked):
             change, reason = sharing.decide(self.cluster, self._settled, asked)
             return Scaling(self._scale_servers(change, reason), reason) if change is not None else Refused(reason)
         plan, reason = scaling.decide(self.cluster, asked)
         return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)
 
+    def _make_room(self, more: int) -> Scaling | Refused:
+        """So many more may come, and join by themselves."""
+        wanted, reason = scaling.room(self.cluster, more)
+        if wanted is None:
+            return Refused(reason)
+        self.cluster.asked = wanted
+        self._persist(self.cluster.record())
+        self._publish("cluster", "room", reason)
+        self._welcome_hosts()
+        return Scaling(0, reason)
+
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         self._send(link, Goodbye())
         if self.cluster.phase is not Phase.ENDED:
             self._end(ExitCode.STOPPED, asked.reason)
+
+
+def _replaced(agent: Agent, wish: RegisterAgent) -> bool:
+    """Whether an agent out of reach is known to be over, because the host it was on comes with another one in its place."""
+    return not agent.link and agent.host.id == wish.host.id and agent.first_rank == wish.first_rank

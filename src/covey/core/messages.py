@@ -136,6 +136,7 @@ class ScaleAsked(Message, frozen=True):
     more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
+    start: bool = True  # False: nobody is started for it; those who come have their places
 
 
 # -- said by the scheduler -------------------------------------------------------------------------------------------

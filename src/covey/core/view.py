@@ -67,6 +67,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
     recovery_totals: list[Total] = []
     resizable: bool = False  # the world can change its size now
+    goal: int = 0  # how many workers there should be
 
 
 # The seeds' words for the phases, as GET /state says them.
@@ -106,6 +107,7 @@ def show(
         nodes=nodes,
         restarts=cluster.restarts,
         resizable=scaling.why_not(cluster) == "",
+        goal=cluster.goal,
         **more,
     )
 
