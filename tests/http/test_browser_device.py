@@ -84,7 +84,7 @@ def test_a_tab_takes_part_in_a_secure_round(shell: Shell, tab: Any) -> None:
             assert task is not None
             change = np.random.default_rng(number).standard_normal(len(task.flat)).astype(np.float32) / 100
             changes.append((task.flat.copy(), change))
-            assert task.send(task.flat + change, loss=1.0)
+            assert task.send((task.flat + change).astype(np.float32), loss=1.0)
 
     threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
