@@ -11,7 +11,7 @@ from covey.core.model import PHASE_MAX, Progress, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.ending import say_plainly
 from covey.node.log import configure, log
-from covey.node.worker import Node, door, wait_for_the_end
+from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
 from covey.settings import load, require_raw, suspects
 from covey.train.group import Group
 
@@ -48,6 +48,8 @@ def init() -> None:
                 from covey.node.serve import run_in_this_process
 
                 run_in_this_process(loaded)
+            if settings.supervise and settings.role is Role.WORKER:
+                _stay_behind()
             configure(settings, f"{settings.role}:{settings.node_id}" if settings.node_id else f"{settings.role}")
             for sentence in suspects(os.environ):
                 log.warning("%s", sentence)
@@ -72,6 +74,14 @@ def init() -> None:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
     _world.ready = True
+
+
+def _stay_behind() -> None:
+    """Once: not in a life of this process's own, nor under an agent, which does the same."""
+    from covey.node import supervise
+
+    if INCARNATION_VARIABLE not in os.environ and supervise.MARK_VARIABLE not in os.environ:
+        supervise.stay_behind()
 
 
 def get_rank() -> int:

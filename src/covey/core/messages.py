@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.model import Failure, Host, Progress, Role
+from covey.core.shards import Sharing
 
 PROTOCOL = 1
 NODE_ID_MAX = 100
@@ -20,6 +21,7 @@ NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
 Key = Annotated[str, Meta(max_length=512)]
 Sentence = Annotated[str, Meta(max_length=8192)]
+Mask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -125,11 +127,13 @@ class StopAsked(Message, frozen=True):
 
 
 class ScaleAsked(Message, frozen=True):
-    """Change the world's size: to so many workers, or by so many more, or without these nodes; or take back a growth that is
-    under way."""
+    """Change the world's size: to so many workers or servers, or by so many more, or without these nodes; or take back a growth
+    that is under way."""
 
     workers: int = -1
     more: int = 0
+    servers: int = -1
+    more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
 
@@ -157,6 +161,7 @@ class Formed(Message, frozen=True):
     seat: int = -1  # this member's number for life, where it is not its rank
     since: int = 1  # the generation in which it came
     workers: int = 0  # said to servers: how many push to them
+    sharing: Sharing | None = None  # of the servers' rows, once it has changed
 
 
 class Regrouped(Message, frozen=True):
@@ -183,6 +188,12 @@ class Assignment(msgspec.Struct, frozen=True):
     def number(self) -> int:
         """What it is called by, for life: the rank it had first."""
         return int(self.node_id)
+
+
+class Shared(Message, frozen=True):
+    """The parameters' rows are shared among the servers like this from now on."""
+
+    sharing: Sharing
 
 
 class Start(Message, frozen=True):
@@ -263,6 +274,9 @@ class Report(Message, frozen=True):
     waits: Number | None = None  # the one it is in
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
+    spoiled: bool = False  # the result it completed last is no longer as it was
+    slots: int = 0  # of an optimizer whose state is cut: of how many parameters there is state,
+    holds: Mask = b""  # and of which this rank has it
     finished: bool = False  # its program has come to the end
     seated: int = 0  # the newest seating by which it shares the data
     port: int = 0
@@ -310,6 +324,12 @@ class Dumped(Message, frozen=True):
     path: Sentence
 
 
+class Settled(Message, frozen=True):
+    """A parameter server: by this sharing everything that is mine is here, and my copy is where it belongs."""
+
+    sharing: int
+
+
 class Giver(msgspec.Struct, frozen=True):
     """The rank to fetch from, and how."""
 
@@ -317,6 +337,13 @@ class Giver(msgspec.Struct, frozen=True):
     address: Name
     port: int
     token: Name
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A rank that has some of the slots of an optimizer whose state is cut."""
+
+    giver: Giver
+    holds: Mask
 
 
 class Seating(msgspec.Struct, frozen=True):
@@ -328,19 +355,19 @@ class Seating(msgspec.Struct, frozen=True):
 
 class HealPlan(Message, frozen=True):
     """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
-    `seating` is there when the world has changed and somebody does not know it. `failure` is never sent: why these ranks cannot
-    go on from here."""
+    `seating` is there when the world has changed and somebody does not know it, `holders` when an optimizer's state is cut.
+    `failure` is never sent: why these ranks cannot go on from here."""
 
     generation: int
     giver: Giver | None = None
     seating: Seating | None = None
+    holders: list[Holder] = []
     done: bool = False
     failure: Sentence = ""
 
 
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
-_Healing = Report | Broke | Fetched | Resumed | Dumped
+_Healing = Report | Broke | Fetched | Resumed | Dumped | Settled
 FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
-FromScheduler = (
-    Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told
-)
+_Places = Welcome | Formed | Regrouped | Start | Shared
+FromScheduler = _Places | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told

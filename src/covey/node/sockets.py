@@ -65,7 +65,7 @@ def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
     if host in ("0.0.0.0", "::"):
         found[0].close()
         return address.listen(host, port, "MS_SCHED_MANAGE_PORT")
-    if not address.is_loopback(host):
+    if not address.is_loopback(host) or (host.startswith("127.") and host != "127.0.0.1"):
         found += address.listen(host, port, "MS_SCHED_MANAGE_PORT")
     return found
 
