@@ -42,12 +42,16 @@ class Authority:
         return self.certificate.public_bytes(PEM)
 
     def device(self, name: str, days: int = 10) -> Identity:
+        return Identity(*self.texts(name, days))
+
+    def texts(self, name: str, days: int = 10) -> tuple[bytes, bytes]:
+        """A device's chain and key, as they lie in files."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         own = self._issue(subject, key, authority=False, days=days).public_bytes(PEM)
         above = b"" if self.above is None else self.pem
         no_password = serialization.NoEncryption()
-        return Identity(own + above, key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, no_password))
+        return own + above, key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, no_password)
 
     def revoked(self, *devices: Identity, days: int = 5) -> bytes:
         """A list of those that are to be believed no more."""

@@ -15,7 +15,7 @@ from covey.core import shamir
 from covey.core.messages import Message, Sentence
 
 DEVICE_ID_MAX = 200
-DEVICES_MAX = 20_000  # of one secure round
+DEVICES_MAX = 10_000  # of one secure round: their names fit into one message
 PUBLIC_KEY = 32
 SEALED = 2 * shamir.SHARE_BYTES + 16  # two shares and a tag
 

@@ -53,7 +53,10 @@ def send(device: Device, task: Task, change: Floats, told: Told) -> bool:
 
 
 def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
-    session = Session(device.fl_id)
+    session, cipher, weight = Session(device.fl_id), task.plan.cipher, device.data_size
+    if cipher.noise is not None:  # the servers cannot: they never see it
+        change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
+    ring.check(change, cipher.reach)  # before others wait for this device
 
     def ask(path: str, kind: Any, **fields: Any) -> SecureAnswer:
         return _asked(device, task, path, kind, fields)
@@ -63,9 +66,6 @@ def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
     listed = ask("getKeys", GetKeys)
     names.check(listed.remote_publickeys)
     keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
-    cipher, weight = task.plan.cipher, device.data_size
-    if cipher.noise is not None:  # the servers cannot: they never see it
-        change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
     words = ring.encode(change, told, weight, units(keys, cipher.reach))
     ask("shareSecrets", ShareSecrets, encrypted_shares=session.share(keys))
     shares = ask("getSecrets", GetSecrets)

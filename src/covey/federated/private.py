@@ -6,6 +6,7 @@ from pathlib import Path
 
 from covey.core import graph
 from covey.core.federation import Plan
+from covey.core.secure import DEVICES_MAX
 from covey.errors import UsageError
 from covey.federated import context
 from covey.federated.compress import NONE
@@ -26,8 +27,8 @@ def check(plan: Plan, strategy: Strategy) -> None:
         raise UsageError(f"PW_ENCRYPT masks every value, and upload_compress_type={plan.compress} sends others: use {NONE}")
     if strategy.sees_all or strategy.staleness:
         raise UsageError(f"{name} needs to see single updates, and PW_ENCRYPT hides them: use FedAvg or one like it")
-    if plan.threshold < DEVICES_MIN:
-        raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold of at least {DEVICES_MIN}, not {plan.threshold}")
+    if not DEVICES_MIN <= plan.threshold <= DEVICES_MAX:
+        raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold from {DEVICES_MIN} to {DEVICES_MAX}, not {plan.threshold}")
     least = min(plan.needed, plan.update_min or plan.needed)
     needed = plan.reconstruct or graph.default_needed(graph.degree(plan.threshold) + 1)
     if plan.reconstruct and 2 * plan.reconstruct <= plan.threshold:

@@ -1,4 +1,4 @@
-// A device's side of a secure round, in plain JavaScript: the same arithmetic as covey/federated/privacy, written apart from it.
+// A device's side of a secure round in plain JavaScript: the arithmetic of covey/federated/privacy, written apart from it.
 // Everything secret is made with WebCrypto; Shamir's sharing is BigInt. tests/vectors/secure.json holds for both.
 
 const text = new TextEncoder();
