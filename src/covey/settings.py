@@ -224,6 +224,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     )
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
+    spares: Annotated[int, Var("COVEY_SPARES", COUNT_OR_NONE, "how many spares each host has, beside its workers")] = 0
     keep_bytes: Annotated[int, Var("COVEY_KEEP_BYTES", BYTES, "results of collectives kept for a replacement, per rank")] = (
         256 * 1024 * 1024
     )

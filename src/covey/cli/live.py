@@ -32,7 +32,7 @@ class Show:
         self._terminal = live and sys.stdout.isatty()
         self._live: Any = None
         self._task: asyncio.Task[None] | None = None
-        self._tails: list[asyncio.Task[None]] = []
+        self._tails: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
         self._recovery = 0  # the newest that was told
         self._phase = ("", 0)
@@ -45,7 +45,7 @@ class Show:
     async def close(self) -> None:
         """Print what is left of the logs and give the terminal back."""
         self._closing = True
-        for tail in self._tails:
+        for tail in self._tails.values():
             await tail
         if self._task is not None:
             self._task.cancel()
@@ -65,8 +65,10 @@ class Show:
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
     def tail(self, path: str, prefix: str) -> None:
-        """Echo a log as it grows."""
-        self._tails.append(asyncio.create_task(follow_file(path, lambda text: self.line(prefix + text), lambda: self._closing)))
+        """Echo a log as it grows; once, however often it is asked for."""
+        if path not in self._tails:
+            following = follow_file(path, lambda text: self.line(prefix + text), lambda: self._closing)
+            self._tails[path] = asyncio.create_task(following)
 
     async def _follow(self) -> None:
         while True:

@@ -24,15 +24,14 @@ from covey.core.model import (
     MemberRecord,
     NodeState,
     Phase,
-    Progress,
     Record,
     Role,
 )
-from covey.core.resizing import Resizable
+from covey.core.spares import Spared
 from covey.errors import ExitCode
 
 
-class Lifecycle(Resizable):
+class Lifecycle(Spared):
     """From the first formation to the end."""
 
     # -- forming -----------------------------------------------------------------------------------------------------
@@ -71,6 +70,8 @@ class Lifecycle(Resizable):
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         if not member.present or self.cluster.phase is Phase.ENDED:
             return None
+        if member.role is Role.SPARE:
+            return self._spare_over(member, code, reason)
         if code and self._gathering.done:  # every rank had come to its end: nothing is left to repeat
             code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
         member.state = NodeState.LEFT if code == 0 else NodeState.DEAD
@@ -98,7 +99,9 @@ class Lifecycle(Resizable):
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member, failure.code)
         self._publish("cluster", str(after), reason, Level.WARNING)
-        strategy = str(after) if after is not recovery.After.END else "dump" if self._can_dump() else "exit"
+        strategy = "recover" if after is recovery.After.PROMOTE else str(after)
+        if after is recovery.After.END:
+            strategy = "dump" if self._can_dump() else "exit"
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
@@ -106,8 +109,8 @@ class Lifecycle(Resizable):
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
             self._regroup(_gone(member, failure), member)
-        elif after in (recovery.After.REPLACE, recovery.After.MOVE):
-            self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
+        elif after in (recovery.After.REPLACE, recovery.After.MOVE, recovery.After.PROMOTE):
+            self._replace(member, failure, reason, after)
         elif after is recovery.After.SHRINK:
             self._shrink(member, _gone(member, failure), reason)
         elif after is recovery.After.RESTART_ALL:
@@ -150,8 +153,8 @@ class Lifecycle(Resizable):
             said = f"; step {step} is in {path}" if path else "; nobody could write down the state"
             self._end(dump.code, dump.reason + said, dump.failure)
 
-    def _replace(self, member: Member, failure: Failure, reason: str, moves: bool) -> None:
-        """One rank starts anew, on its host or on another; the others wait for it inside their step."""
+    def _replace(self, member: Member, failure: Failure, reason: str, after: recovery.After) -> None:
+        """One rank starts anew, on its host or on another, or in a spare; the others wait for it inside their step."""
         if not member.leaving:
             self.first_failure = self.first_failure or failure
         self._count("replacements")
@@ -164,37 +167,39 @@ class Lifecycle(Resizable):
         else:
             member.fruitless = member.fruitless + 1 if self._reached <= member.died_at_step else 1
             member.died_at_step = self._reached
-        if moves:
-            agent = recovery.refuge(self.cluster, member)
+        spare = recovery.stand_in(self.cluster, member) if after is recovery.After.PROMOTE else None
+        before = member.agent
+        if after is not recovery.After.REPLACE:
+            agent = self.cluster.agents[spare.agent] if spare else recovery.refuge(self.cluster, member)
             assert agent is not None
-            if member.link:  # nobody else may be there to end the old life
-                self._send(member.link, Refused(f"this life is over: {reason}"))
-                self._out.append(Close(member.link))
-            member.local_rank = ranks.free_local(self.cluster.of(member.role), agent.host)
-            member.agent, member.host = agent.id, agent.host
-            self._layout = None
+            if agent.id != before:
+                self._move_to(agent, member, reason)
         sentence = _gone(member, failure)
         self._next_life(member)
-        self._regroup(sentence, member)
-        agent = self.cluster.agents[member.agent]
-        if agent.link:
-            self._send(agent.link, self._places().start(agent))
+        if spare is None:
+            self._regroup(sentence, member)
+        else:
+            link = self._promote(spare, member)
+            self._regroup(sentence, member, spare)
+            self._begin_life(member)
+            self._speak(link, member)
+            self._send(link, self._places().formed(member))
+        self._tell_agents({before, member.agent} if spare else {member.agent})  # the old life may still have to be ended
 
-    def _next_life(self, member: Member) -> None:
-        """A child's place, ready for the next process. The old one is ended by its agent, and need not learn it from us."""
-        self._speakers.pop(member.link, None)
-        member.incarnation += 1
-        member.restarts += 1
-        member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
-        here = self.cluster.agents[member.agent].link
-        member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
+    def _move_to(self, agent: Agent, member: Member, reason: str) -> None:
+        if member.link:  # nobody else may be there to end the old life
+            self._send(member.link, Refused(f"this life is over: {reason}"))
+            self._out.append(Close(member.link))
+        member.local_rank = ranks.free_local(self.cluster.of(member.role), agent.host)
+        member.agent, member.host = agent.id, agent.host
+        self._layout = None
 
     def _restart_all(self, reason: str) -> None:
         self.cluster.restarts += 1
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         self.cluster.trains = False
-        children = [member for member in self.cluster.members.values() if member.agent]
+        children = [member for member in self.cluster.placed() if member.agent]
         for member in children:
             self._next_life(member)
             member.seat = member.rank  # nobody is left who knows it by another
@@ -247,7 +252,7 @@ class Lifecycle(Resizable):
 
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
-        phase, members = self.cluster.phase, self.cluster.members.values()
+        phase, members = self.cluster.phase, self.cluster.placed()
         if (
             self._dump is not None
             or phase not in (Phase.HEALING, Phase.RETURNING)

@@ -45,7 +45,7 @@ class Register(Message, frozen=True):
 
 
 class RegisterAgent(Message, frozen=True):
-    """I am the agent of a host and bring `slots` workers and `servers` parameter servers."""
+    """I am the agent of a host and bring `slots` workers, `servers` parameter servers and, later, `spares`."""
 
     agent: Name
     life: Name
@@ -57,6 +57,7 @@ class RegisterAgent(Message, frozen=True):
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    spares: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Beat(Message, frozen=True):
@@ -145,7 +146,7 @@ class Welcome(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """The cluster is complete, and this is your place in it."""
+    """The cluster is complete, and this is your place in it; that of a spare has no rank."""
 
     generation: int
     rank: int
@@ -156,6 +157,8 @@ class Formed(Message, frozen=True):
     seat: int = -1  # this member's number for life, where it is not its rank
     since: int = 1  # the generation in which it came
     workers: int = 0  # said to servers: how many push to them
+    node_id: Name = ""  # said to a spare that is one no more: whose place it has, in which incarnation
+    incarnation: int = 0
 
 
 class Regrouped(Message, frozen=True):
@@ -173,6 +176,7 @@ class Assignment(msgspec.Struct, frozen=True):
     incarnation: int
     local_rank: int
     role: Role = Role.WORKER
+    process: str = ""  # it runs already, as this spare in this life
 
     @property
     def name(self) -> str:

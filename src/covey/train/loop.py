@@ -75,7 +75,6 @@ class Loop:
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         course = data.course(seed=seed, world=group.world, accumulate=accumulate)
         self._epochs, self._steps = epochs, steps
         self._course = self._until_the_end(course)
@@ -93,7 +92,9 @@ class Loop:
         from covey.train.served import Served  # which imports torch: a program without a loop does without it
 
         self._served = Served(model, optimizer, group)
+        # Up to here nothing asks for the rank: a spare has done all of it when it is needed.
         self._collectives = None if self._served.independent else group.collectives
+        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
         self._before = 0
         self._checked = self._received = False
