@@ -43,6 +43,7 @@ class Place:
     node_id: str = ""
     slots: int = 0  # above 0: an agent
     first_rank: int = -1
+    spares: int = 0
     welcome: bool = True  # False: this one is meant to be refused
     restarts: int = 0
 
@@ -125,6 +126,9 @@ def draw(random: Random) -> Plan:
         plan.cluster = structs.replace(cluster, strategies=rungs, stuck_s=stuck, dump_s=10.0, extra_ranks=random.randint(0, 8))
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
+    if plan.cluster.strategies and Strategy.RECOVER in plan.cluster.strategies:
+        for place in places:
+            place.spares = random.choice((0, 1, 2)) if place.slots else 0
     return plan
 
 

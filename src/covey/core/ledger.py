@@ -5,8 +5,8 @@ place may be filled again), to a new generation of everyone (torchrun's restarts
 RETURNING until its members have re-attached or are overdue. The table `PHASES` lists the moves that exist; any other is a bug.
 
 The machine is one object, cut into rooms that each know only those before them: the `Ledger` here, `resizing` (the world
-changes its size), `spares` (who waits to stand in), `lifecycle` (forming, dying, healing, coming back, ending), `watch` (what follows from time alone) and
-`machine` (who says what over which link).
+changes its size), `spares` (who waits to stand in), `lifecycle` (forming, dying, healing, coming back, ending), `watch` (what
+follows from time alone) and `machine` (who says what over which link).
 """
 
 from __future__ import annotations
