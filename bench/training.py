@@ -74,6 +74,12 @@ class Training:
         while any(len(self.stamps[rank]) < wanted for rank, wanted in goal.items()):
             self._pause(deadline, f"{count} steps of every rank")
 
+    def await_spare(self, count: int) -> None:
+        """Until a spare stands by, for the `count`th time."""
+        deadline = time.monotonic() + START_S
+        while (self._folder / "scheduler.log").read_text().count(" stands by: ") < count:
+            self._pause(deadline, f"a spare that stands by for the {count}th time")
+
     def strike(self, how: signal.Signals = signal.SIGKILL) -> Death:
         """Signal a random rank, and watch until the training is ahead of where it was."""
         rank = random.randrange(len(self.stamps))
@@ -138,11 +144,15 @@ def deaths(
     count: int,
     between: tuple[int, int] = (10, 40),
     how: signal.Signals = signal.SIGKILL,
+    spare: bool = False,
 ) -> list[Death]:
-    """So many deaths of random ranks in one training, each at a random moment, `between` so many steps apart."""
+    """So many deaths of random ranks in one training, each at a random moment, `between` so many steps apart, and each when
+    there is a `spare`, if it is to have one."""
     found: list[Death] = []
     with training(command, arguments, world) as run:
         for number in range(count):
+            if spare:
+                run.await_spare(number + 1)
             run.await_steps(random.randint(*between))
             time.sleep(random.uniform(0, LOOK_S))
             found.append(run.strike(how))

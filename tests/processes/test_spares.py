@@ -8,8 +8,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.processes.command import Shell, shells
+from tests.processes.harness import Process, until
 from tests.processes.healing import LONG_S, SCRIPT, WORLD, outcome, reached, release, start
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,21 +75,44 @@ def test_a_spare_dies_and_is_started_again_and_waits_where_it_needs_its_rank(she
     assert re.findall(r"recovery: (\S+) of (\S+)", said) == [("recover", "worker:1")]
 
 
-def test_a_spare_on_another_host_takes_over_from_one_that_is_lost(shell: Shell, undisturbed: str) -> None:
+def test_a_host_of_spares_comes_late_and_takes_over_from_one_that_is_lost(shell: Shell, undisturbed: str) -> None:
     hold, other = "0:2:forward:hold", "2:6:backward:hold"
-    agents = []
-    for host, (local, spares) in enumerate(((1, 1), (2, 0))):
-        words = ["-n", "3", "--local", str(local), "--spares", str(spares), "--master", f"127.0.0.1:{shell.port}"]
-        agents.append(start(shell, *words, script=READY, FAULTS=f"{hold} {other}", COVEY_HOST_ID=f"host-{host}"))
-        shell.listening(shell.port)
+
+    def host(number: int, *words: str) -> Process:
+        master = ["-n", "3", "--master", f"127.0.0.1:{shell.port}"]
+        env = {"FAULTS": f"{hold} {other}", "COVEY_HOST_ID": f"host-{number}"}
+        return start(shell, *master, *words, script=READY, **env)
+
+    stays = host(0, "--local", "1")
+    shell.listening(shell.port)
+    lost = host(1, "--local", "2")
+    reached(shell, hold)
+    spares = host(2, "--local", "0", "--spares", "1")
     stands_by(shell, hold)
     reached(shell, other)
-    agents[1].kill()
-    assert agents[0].wait(LONG_S) == 0, shell.tails()
+    lost.kill()
+    assert [run.wait(LONG_S) for run in (stays, spares)] == [0, 0], shell.tails()
     assert outcome(shell) == undisturbed
     said = shell.log("scheduler")
     assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[12]", said)) == 1, said
     assert len(re.findall(r"cluster recover: worker:[12] is started again", said)) == 1, said
+
+
+def test_a_worker_and_the_spare_die_while_the_scheduler_sleeps(shell: Shell, undisturbed: str) -> None:
+    """It may promote one that is dead: then the agent says so, and the next one is forked."""
+    hold = "0:4:forward:hold"
+    run = start(shell, "--spares", "1", script=READY, FAULTS=hold)
+    reached(shell, hold)
+    shell.heard("scheduler", "spare:0 stands by")
+    pids = {node["role"] + str(node["rank"]): node["pid"] for node in shell.nodes()}
+    os.kill(pids["scheduler0"], signal.SIGSTOP)
+    for victim in ("worker1", "spare0"):
+        os.kill(pids[victim], signal.SIGKILL)
+        until(lambda pid=pids[victim]: not psutil.pid_exists(pid), f"{victim} to be gone, and its agent to know")
+    os.kill(pids["scheduler0"], signal.SIGCONT)
+    release(shell, hold)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert outcome(shell) == undisturbed
 
 
 def test_a_spare_and_the_scheduler_die_with_the_worker(shell: Shell, undisturbed: str) -> None:

@@ -10,7 +10,7 @@ from covey.core.effects import Persist, Send
 from covey.core.events import Heard, LinkLost, Restored, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import Assignment, Beat, Exited, Formed, Register, RegisterAgent, Regrouped, Resumed, Start
-from covey.core.model import ClusterSettings, MemberRecord, NodeState, Phase, Progress, Record, Role
+from covey.core.model import AgentRecord, ClusterSettings, MemberRecord, NodeState, Phase, Progress, Record, Role
 
 LADDER = ("recover-in-place", "recover", "dump", "exit")
 SPARE = 20  # the link of spare 0; those of workers are 10, 11, 12
@@ -65,7 +65,9 @@ def test_spares_are_started_when_the_first_step_is_done_and_never_count() -> Non
     assert [a.name for a in starts[2].assignments] == ["worker:2", "spare:2"]
     assert starts[1].world == 3 and bench.machine.cluster.generation == 1
     assert not bench.tell(Ticked()), "and once"
-    assert sent(bench.hear(Register(Role.SPARE, "0", "l", BOX, incarnation=1), SPARE), Formed) == {SPARE: Formed(1, -1, 3, -1, 2)}
+    assert sent(bench.hear(Register(Role.SPARE, "0", "l", BOX, incarnation=1), SPARE), Formed) == {
+        SPARE: Formed(1, -1, 3, -1, 2)
+    }
 
 
 def test_a_spare_that_stands_by_takes_the_place_and_everyone_is_told_once_it_is_durable() -> None:
@@ -151,3 +153,16 @@ def test_a_spare_that_did_not_hear_of_its_promotion_is_told_by_the_next_schedule
     assert sent(effects, Formed)[SPARE].node_id == "1"
     other = Register(Role.SPARE, "0", "another life", BOX, incarnation=1, generation=1, cluster_id="c1")
     assert not sent(made.step(Heard(other, SPARE + 1), 100.0), Formed)
+
+
+def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
+    bench = Bench(here=0, recovery=True).begin()
+    effects = bench.hear(RegisterAgent("c", "life of c", OTHER, 0, spares=1), 3)
+    assert [record.id for record in kept(effects) if isinstance(record, AgentRecord)] == ["c"]
+    [start] = sent(bench.tell(Ticked()), Start).values()
+    assert [a.name for a in start.assignments] == ["spare:0"]
+    bench.stand_by(0, OTHER)
+    assert any("spare:0 on other takes the place of worker:1" in line for line in told(bench.die(1)))
+    bench.tell(LinkLost("gone", 3))
+    made, _ = restored(journal(bench.effects), recovery=True, strategies=LADDER)
+    assert "c" in made.cluster.agents

@@ -59,7 +59,8 @@ def _workers(plan: RunPlan) -> list[str]:
         return [f"{plan.world} in all, all on this host"]
     hosts = f"{plan.nnodes} hosts" if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
-    return [f"{plan.world} in all on {hosts}, {plan.local} on this one ({which})"]
+    here = f"{plan.local} on this one ({which})" if plan.local else "none on this one, which has spares"
+    return [f"{plan.world} in all on {hosts}, {here}"]
 
 
 def _scheduler(plan: RunPlan) -> str:
@@ -116,4 +117,4 @@ def _settings(plan: RunPlan) -> list[str]:
 
 
 def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}..{first + count - 1}"
+    return "-" if not count else str(first) if count == 1 else f"{first}..{first + count - 1}"

@@ -196,6 +196,10 @@ def decide(
 def _size(request: Request) -> Size:
     """Any two of world, workers here and hosts give the third; all three must agree."""
     world, local, nnodes = _world(request), _local(request), _nnodes(request)
+    if request.asked.local == 0:
+        if not (world and request.loaded.settings.spares):
+            raise UsageError(f"{request.words('local')} leaves nothing to run here: say -n and --spares, or more workers.")
+        return Size(world, 0, nnodes, -1)
     if world and local:
         _check_parts(request, world, local, nnodes)
         nnodes = nnodes or (world // local if world % local == 0 else 0)

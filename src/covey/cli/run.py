@@ -117,8 +117,8 @@ def _report(outcome: Outcome, interrupted: list[int]) -> int:
 
 def _listen(plan: RunPlan) -> Sockets | None:
     """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
-    if plan.loaded.settings.role is Role.WORKER:
-        return None  # MS_ROLE says so: a pod of workers, with the scheduler in another
+    if plan.loaded.settings.role is Role.WORKER or not plan.local:
+        return None  # MS_ROLE says so: a pod of workers, with the scheduler in another; or only spares run here
     host = address.bare(plan.master_host)
     try:
         cluster = address.listen(host, plan.master_port, "--master")
@@ -244,7 +244,7 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
     if not plan.bind_core:
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // plan.local)
+    share = max(1, len(cores) // max(1, plan.local))
     return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
 
 
@@ -252,7 +252,8 @@ def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
     if start.generation > 1 or not start.assignments:
         return
-    streams = echoed(plan, {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER})
+    ranks = {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER}
+    streams = echoed(plan, ranks) if ranks else {}
     for rank, stream in streams.items():
         prefix = f"[{rank}] " if len(streams) > 1 else ""
         if stream & STDOUT or not agent.separates_stderr:

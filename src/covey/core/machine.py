@@ -46,7 +46,7 @@ from covey.core.messages import (
     Value,
     Welcome,
 )
-from covey.core.model import Agent, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
 from covey.core.watch import Watch
 from covey.errors import ExitCode
 
@@ -191,6 +191,8 @@ class Machine(Watch):
                 self._add_child(agent, Role.WORKER, place)
             for place in range(agent.servers):
                 self._add_child(agent, Role.PSERVER, place)
+            if self.cluster.phase is not Phase.FORMING:
+                self._persist(AgentRecord.of(agent))
             self._publish(who, "joined", answer.reason)
         self._speak(link, agent)
         self._send(link, Welcome(self.cluster.cluster_id))

@@ -69,6 +69,8 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
     if known is not None and known.link:
         return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
     here, world = cluster.size(Role.WORKER), cluster.settings.worker_num
+    if wish.spares and not wish.slots and not wish.servers:
+        return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.spares} spares")
     if cluster.phase is not Phase.FORMING:
         return Answer(Verdict.REFUSE, f"the cluster has formed with its {world} workers: this host came too late")
     if here + wish.slots > world:
