@@ -1,5 +1,6 @@
-"""What the three scripts share: starting a role in the background, and remembering its process until it is to be ended."""
+"""What the three scripts share: their options, starting a role in the background, and remembering its process."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -8,8 +9,19 @@ from pathlib import Path
 
 import psutil
 
+from covey.federated.context import KEYS
+
 HERE = Path(__file__).resolve().parent
 STARTED = "Server started successfully."
+SCHEDULING = "federated scheduler of cluster"
+
+
+def options(parser):
+    """The options of a script, and any other key of the context; a word that is neither ends it with a sentence."""
+    for name in KEYS:
+        if not any(action.dest == name for action in parser._actions):
+            parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    return {"checkpoint_dir": str(Path.cwd()), **vars(parser.parse_args())}
 
 
 def pid_file(scheduler_port):
@@ -41,15 +53,14 @@ def launch(role, folder, log, options, node_id=None, index=0):
     return process, path, before
 
 
-def wait_until_started(started, limit_s=15.0):
-    """Say so when every server of this call is in the cluster; the others may be yet to come, so not for ever."""
+def says(started, sentence, limit_s=15.0):
+    """Whether every process of this call has said it within a limit; one that ended is a sentence and the end."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
         for process, path, _ in started:
             if process.poll() is not None:
-                sys.exit(f"a server ended with code {process.returncode}: {path.read_text().splitlines()[-1]}")
-        if all(STARTED in path.read_text()[before:] for _, path, before in started):
-            print(STARTED)
-            return
+                sys.exit(f"{path.parent} ended with code {process.returncode}: {path.read_text().splitlines()[-1]}")
+        if all(sentence in path.read_bytes()[before:].decode() for _, path, before in started):
+            return True
         time.sleep(0.05)
-    print(f"waiting for the other servers: {', '.join(str(path) for _, path, _ in started)} will say '{STARTED}'")
+    return False

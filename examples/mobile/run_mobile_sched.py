@@ -1,9 +1,8 @@
 """Starts the scheduler in the background; its log is scheduler/scheduler.log."""
 
 import argparse
-from pathlib import Path
 
-from launch import launch
+from launch import SCHEDULING, launch, options, says
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--device_target", default="CPU")
@@ -15,9 +14,5 @@ parser.add_argument("--scheduler_port", type=int, default=8113)
 parser.add_argument("--fl_server_port", type=int, default=6666)
 parser.add_argument("--scheduler_manage_port", type=int, default=11202)
 parser.add_argument("--config_file_path", default="")
-options, more = parser.parse_known_args()
 
-given = vars(options)
-given.update(word.removeprefix("--").split("=", 1) for word in more if "=" in word)
-given.setdefault("checkpoint_dir", str(Path.cwd()))
-launch("MS_SCHED", "scheduler", "scheduler.log", given, node_id=20)
+says([launch("MS_SCHED", "scheduler", "scheduler.log", options(parser), node_id=20)], SCHEDULING)

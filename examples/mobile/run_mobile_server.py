@@ -7,9 +7,8 @@ started again at the same host and port gets the id it had; MS_NODE_ID, where se
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from launch import launch, wait_until_started
+from launch import STARTED, launch, options, says
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device_target", default="CPU")
@@ -30,11 +29,8 @@ parser.add_argument("--client_batch_size", type=int, default=32)
 parser.add_argument("--client_learning_rate", type=float, default=0.1)
 parser.add_argument("--local_server_num", type=int, default=-1)
 parser.add_argument("--config_file_path", default="")
-options, more = parser.parse_known_args()
 
-given = vars(options)
-given.update(word.removeprefix("--").split("=", 1) for word in more if "=" in word)
-given.setdefault("checkpoint_dir", str(Path.cwd()))
+given = options(parser)
 local = given.pop("local_server_num")
 local = given["server_num"] if local == -1 else local
 if not 0 < local <= given["server_num"]:
@@ -45,6 +41,8 @@ if local > 1 and os.environ.get("MS_NODE_ID"):
 first = given.pop("fl_server_port")
 started = []
 for port in range(first, first + local):
-    options = {**given, "fl_server_port": port}
-    started.append(launch("MS_SERVER", f"server_{port}", "server.log", options, index=port - first))
-wait_until_started(started)
+    started.append(launch("MS_SERVER", f"server_{port}", "server.log", {**given, "fl_server_port": port}, index=port - first))
+if says(started, STARTED):
+    print(STARTED)
+else:  # servers of other hosts may be yet to come
+    print(f"waiting for the other servers: {', '.join(str(path) for _, path, _ in started)} will say '{STARTED}'")

@@ -1,6 +1,7 @@
 """Every setting: its variable, what is allowed, its default and its meaning, in one table (`Settings`).
 
-Settings come in layers, each over the one before: defaults, a TOML or JSON file, the environment, options of a command.
+Settings come in layers, each over the one before: defaults, a TOML or JSON file, TaskD's variables (`core/taskd.py`), the
+environment, options of a command.
 `load` lays them together and remembers where each value came from. Only the value that wins is read, so a good option
 mends a bad variable. An empty variable counts as one that is not set.
 """
@@ -23,6 +24,8 @@ from covey.core.messages import NODE_ID_MAX
 from covey.core.model import Role
 from covey.core.recovery import Strategy, ladder
 from covey.core.serving import MESSAGE_MAX, parse_mode
+from covey.core.taskd import PORT as TASKD_PORT
+from covey.core.taskd import wishes
 from covey.errors import UsageError
 
 Scalar = str | int | float | bool
@@ -33,6 +36,7 @@ FILE_BYTES_MAX = 1_000_000
 SHOWN_MAX = 80
 DNS_NAME_MAX = 253
 PASSPHRASE_MAX = 1000
+STRATEGY = "retry,recover-in-place,recover,dump,exit"
 
 ROLES: dict[str, Role] = {
     "MS_SCHED": Role.SCHEDULER,
@@ -130,6 +134,25 @@ def host(text: str) -> str:
     return text
 
 
+def hosts(text: str) -> str:
+    """A host; or several, separated by commas, each of which may have a port of its own."""
+    if "," not in text:
+        return host(text)
+    for one in text.split(","):
+        found = re.fullmatch(r"(\[[^]]*\]|[^:]*)(?::([0-9]{1,5}))?", one.strip())
+        if found is None or (found[2] is not None and not 1024 <= int(found[2]) <= 65535):
+            raise ValueError(text)
+        host(found[1])
+    return text.replace(" ", "")
+
+
+def store(text: str) -> str:
+    """Where schedulers agree who leads."""
+    if not re.fullmatch(r"file(://.+)?|etcds?://[^/]+(/.+)?|kubernetes://[^/]+(/[^/]+)?", text):
+        raise ValueError(text)
+    return path(text)
+
+
 def name(text: str) -> str:
     """A name that can also be the name of a folder."""
     if len(text) > NODE_ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
@@ -153,6 +176,8 @@ def passphrase(text: str) -> str:
 
 ROLE = Kind(one_of(ROLES), "MS_SCHED, MS_WORKER, MS_PSERVER or MS_SERVER is")
 HOST = Kind(host, "an IPv4 address, an IPv6 address or a DNS name, without a port, is")
+HOSTS = Kind(hosts, "an IPv4 address, an IPv6 address or a DNS name, without a port, or several of them, with or without, is")
+STORE = Kind(store, "file, etcd://HOST:PORT or kubernetes://NAME is")
 ADDRESS = Kind(address, "an IPv4 or IPv6 address is")
 PORT = Kind(whole(1024, 65535), "a port from 1024 to 65535 is")
 PORT_OR_OFF = Kind(lambda text: 0 if text.strip() == "0" else PORT.read(text), "0 or a port from 1024 to 65535 is")
@@ -167,11 +192,12 @@ COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX}
 BYTES = Kind(whole(0, 2**40), "a whole number of bytes, 0 or more, is")
 NODE_RANK = Kind(whole(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is")
 SWITCH = Kind(one_of({"0": False, "1": True}), "0 (off) or 1 (on) is")
+ON_OFF = Kind(one_of({"on": "on", "off": "off"}), "on or off is")
 ONE_OR_NOT = Kind(lambda text: text.strip() == "1", "1 (yes) or anything else (no) is")
 MODE = Kind(consistency, "sync, async or bounded:K (K steps) is")
 COPIES = Kind(whole(0, 1), "0 or 1 is")
 NAN = Kind(one_of({"refuse": "refuse", "pass": "pass"}), "refuse or pass is")
-BYTES = Kind(whole(1024, 1 << 40), "a number of bytes from 1024 is")
+MESSAGE_BYTES = Kind(whole(1024, 1 << 40), "a number of bytes from 1024 is")
 LEVEL = Kind(whole(0, 4), "0 (debug), 1 (info), 2 (warning), 3 (error) or 4 (critical) is")
 POSITIVE = Kind(seconds(lambda value: value > 0), "a number of seconds above 0 is")
 GRACE = Kind(seconds(lambda value: value >= 0), "a number of seconds, 0 or more, is")
@@ -193,7 +219,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The table. Where nothing can be assumed the default is 0, "" or None, which stand for "not given"."""
 
     role: Annotated[Role | None, Var("MS_ROLE", ROLE, "what this process is in the cluster")] = None
-    sched_host: Annotated[str, Var("MS_SCHED_HOST", HOST, "where the scheduler is")] = ""
+    sched_host: Annotated[str, Var("MS_SCHED_HOST", HOSTS, "where the scheduler is, and its standbys")] = ""
     sched_port: Annotated[int, Var("MS_SCHED_PORT", PORT, "the port the scheduler listens on")] = 0
     node_id: Annotated[str, Var("MS_NODE_ID", NAME, "this node's id; all digits claim that rank")] = ""
     worker_num: Annotated[int, Var("MS_WORKER_NUM", COUNT, "how many workers the whole cluster has")] = 0
@@ -220,22 +246,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host_id: Annotated[str, Var("COVEY_HOST_ID", NAME, "the host's identity, where the found one is not right")] = ""
     grace_s: Annotated[float, Var("COVEY_GRACE", GRACE, "seconds a process has to end before it is killed")] = 10.0
     strategy: Annotated[str, Var("COVEY_STRATEGY", LADDER, "what may be done after a failure, of the ladder's rungs")] = (
-        "retry,recover-in-place,recover,dump,exit"
+        STRATEGY
     )
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
     spares: Annotated[int, Var("COVEY_SPARES", COUNT_OR_NONE, "how many spares each host has, beside its workers")] = 0
+    worker_max: Annotated[int, Var("COVEY_WORKER_MAX", COUNT_OR_NONE, "how many workers may come in all; 0: MS_WORKER_NUM")] = 0
+    last_call_s: Annotated[float, Var("COVEY_LAST_CALL", GRACE, "seconds for more than MS_WORKER_NUM to come at first")] = 3.0
+    shrink_after_s: Annotated[
+        float, Var("COVEY_SHRINK_AFTER", GRACE, "seconds a lost host is waited for before the world shrinks")
+    ] = 30.0
     keep_bytes: Annotated[int, Var("COVEY_KEEP_BYTES", BYTES, "results of collectives kept for a replacement, per rank")] = (
         256 * 1024 * 1024
     )
     ps_mode: Annotated[str, Var("COVEY_PS_MODE", MODE, "whose gradients a served value has seen")] = "sync"
     ps_copies: Annotated[int, Var("COVEY_PS_COPIES", COPIES, "copies of each parameter server's rows")] = 1
     ps_nan: Annotated[str, Var("COVEY_PS_NAN", NAN, "what servers do with gradients that are no finite numbers")] = "refuse"
-    ps_message_max: Annotated[int, Var("COVEY_PS_MESSAGE_MAX", BYTES, "bytes of one message to a server")] = MESSAGE_MAX
+    ps_message_max: Annotated[int, Var("COVEY_PS_MESSAGE_MAX", MESSAGE_BYTES, "bytes of one message to a server")] = MESSAGE_MAX
     tls_config: Annotated[str, Var("COVEY_TLS", PATH, "the TLS config file, as set_ps_context's config_file_path")] = ""
     tls_server_password: Annotated[str, Var("COVEY_TLS_SERVER_PASSWORD", PASSPHRASE, "of the server's p12", secret=True)] = ""
     tls_client_password: Annotated[str, Var("COVEY_TLS_CLIENT_PASSWORD", PASSPHRASE, "of the client's p12", secret=True)] = ""
+    standbys: Annotated[int, Var("COVEY_STANDBYS", COUNT_OR_NONE, "schedulers that stand by, beside the one that leads")] = 0
+    lease: Annotated[str, Var("COVEY_LEASE", STORE, "where schedulers agree who leads: file, etcd or kubernetes")] = ""
+    lease_s: Annotated[float, Var("COVEY_LEASE_TIME", POSITIVE, "seconds without a sign until a leader is replaced")] = 5.0
     job: Annotated[str, Var("COVEY_JOB", NAME, "the job's name: a journal of another job is refused")] = ""
+    taskd: Annotated[str, Var("TASKD_PROCESS_ENABLE", ON_OFF, "off: TaskD's calls and its line in torchrun do nothing")] = "on"
+    taskd_port: Annotated[int, Var("COVEY_TASKD_PORT", PORT, "where TaskD's manager listens")] = TASKD_PORT
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether there may be more than one scheduler, of which one leads."""
+        return bool(self.standbys or self.lease or "," in self.sched_host)
 
 
 TABLE: dict[str, Var] = {
@@ -275,10 +316,13 @@ def load(
     flags: Mapping[str, Given] = MappingProxyType({}),
     file: Path | None = None,
 ) -> Loaded:
-    """Defaults < file < environment < flags. What is not allowed, alone or beside another, is a UsageError."""
+    """Defaults < file < TaskD's variables < environment < flags. What is not allowed, alone or together, is a UsageError."""
+    own = {field: Given(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
+    own |= flags
     given = _from_file(file) if file is not None else {}
-    given |= {field: Given(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
-    given |= flags
+    wished = wishes(environ, without=own, default=STRATEGY)
+    given |= {field: Given(wish.value, wish.origin) for field, wish in wished.items()}
+    given |= own
     values = {field: read(TABLE[field], one) for field, one in given.items()}
     origins = {field: given[field].flag if field in given else "default" for field in TABLE}
     loaded = Loaded(Settings(**values), origins)
@@ -355,6 +399,8 @@ def _agree(loaded: Loaded) -> None:
         )
     if not settings.log_to_stderr and not settings.log_dir:
         raise UsageError("GLOG_logtostderr=0 sends the log to files, but no folder is given: set GLOG_log_dir.")
+    if 0 < settings.worker_max < settings.worker_num:
+        raise UsageError(f"{loaded.said('worker_max')} is below {loaded.said('worker_num')}: it is the most that may come.")
     families = [_family(text) for text in (settings.worker_ip, settings.sched_host) if text]
     if families == [4, 6] or families == [6, 4]:
         raise UsageError(

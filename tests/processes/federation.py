@@ -76,12 +76,28 @@ class Federation:
     def state(self) -> str:
         return str(self.ask("/state", get=True)["cluster_state"])
 
-    def until_ready(self) -> None:
-        until(lambda: self.state() == "CLUSTER_READY", "CLUSTER_READY", story=self.tails)
+    def until_ready(self, *node_ids: str) -> None:
+        """CLUSTER_READY, with places for these servers and no others if any are named."""
+
+        def ready() -> bool:
+            try:
+                state, nodes = self.state(), self.ask("/nodes", get=True)["nodeIds"]
+            except httpx2.TransportError:  # a scheduler that was killed is not back yet
+                return False
+            placed = {node["nodeId"] for node in nodes if node["role"] == "SERVER" and node["rankId"] != "-1"}
+            return state == "CLUSTER_READY" and (not node_ids or placed == set(node_ids))
+
+        until(ready, f"CLUSTER_READY with {node_ids}", story=self.tails)
 
     def processes(self, role: str) -> list[psutil.Process]:
         """The living processes of a role: MS_SCHED or MS_SERVER."""
-        return [p for p in self.shell.mine() if f'"{role}"' in p.environ().get("COVEY_FL_CONTEXT", "")]
+        return [p for p in self.shell.mine() if f'"{role}"' in _environ(p).get("COVEY_FL_CONTEXT", "")]
+
+    def server(self, **variables: str) -> psutil.Process:
+        """The living server with these variables in its environment."""
+        servers = self.processes("MS_SERVER")
+        (found,) = [p for p in servers if variables.items() <= _environ(p).items()]
+        return found
 
     def some(self, role: str) -> list[psutil.Process]:
         """As soon as there are any."""
@@ -161,6 +177,13 @@ def ports(count: int) -> int:
 def _free(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # it has ended meanwhile
+        return {}
 
 
 def _end(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,31 @@ def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, ste
     ends = check(shell, world)
     assert [end["world"] for end in ends] == [world - len(marks)] * (world - len(marks))
     assert ends[0]["steps"] == steps + ("1:15" in deaths or "0:9" in deaths)
+
+
+@pytest.mark.timeout(300)
+def test_everyone_dies_who_holds_a_sample_of_an_extra_step(shell: Shell) -> None:
+    """The 2 samples of a lost rank are an extra step of 3 ranks, of whom the first has none and is left alone."""
+    train(shell, "-n", "4", STEPS="8", ACCUMULATE="1", FAULTS="3:7:forward 1:8:forward 2:8:forward")
+    ends = check(shell, 4, accumulate=1)
+    assert [(end["world"], end["steps"]) for end in ends] == [(1, 10)]
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_died_with_the_only_result_of_a_step_has_another_checkpoint_of_it(shell: Shell) -> None:
+    """Rank 2 wrote down step 3 and died before the others had it, who did it again without rank 2: all go on from theirs."""
+    marks, other = shell.folder / "marks", shell.folder / "other"
+    train(shell, EVERY="3", STEPS="3")
+    marks.rename(other)
+    held = "0:3:forward:hold"
+    run = start(shell, EVERY="3", FAULTS=f"2:2:forward {held}")
+    reached(shell, held)
+    run.kill()
+    shell.nobody()
+    shutil.copytree(other / "ckpt" / "2", marks / "ckpt" / "2", dirs_exist_ok=True)
+    train(shell)
+    assert "BEGINS at 3" in shell.log(2)
+    assert [end["world"] for end in check(shell)] == [3, 3, 3]
 
 
 def scaled(shell: Shell, at: str, workers: int) -> str:

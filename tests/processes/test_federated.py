@@ -75,7 +75,7 @@ def test_kill_any_process_and_the_sum_is_exact(shell: Shell, durability: str) ->
 
 def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None:
     federation = Federation(shell, 2, 1, strategy="FedBuff(2)")
-    slow, fast = federation.device(0, 1), federation.device(1, 2)
+    slow, fast = federation.device(0, 1), federation.device("x" * 193, 2)  # the longest id there may be
     late, early = slow.join(), fast.join()
     assert late is not None and early is not None
     assert early.send(update(1, 1))
@@ -110,6 +110,8 @@ def test_devices_evaluate_where_the_plan_asks_and_it_is_weighed_by_samples(shell
     assert metrics["eval_samples"] == 300
     assert metrics["eval_loss"] == pytest.approx((100 * 1.0 + 200 * 2.0) / 300)
     assert metrics["eval_accuracy"] == pytest.approx((200 * 0.5) / 300)
+    scraped = httpx2.get(f"http://127.0.0.1:{federation.manage}/metrics").text
+    assert "covey_model_eval_samples 300.0" in scraped and "covey_federated_iteration 3.0" in scraped
 
 
 def test_devices_over_tls(shell: Shell) -> None:
@@ -151,7 +153,10 @@ def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, st
     bad = values.copy()
     bad[7] = np.nan
     other = Layout({"w": (SIZE // 10, 9)})
+    shapeless = layout.encode(values, fields).replace(b'"shape":[300,10]', b'"shape":123456  ')
     bodies = {
+        "empty": b"",
+        "shapeless": shapeless,
         "stale": layout.encode(values, {**fields, "timestamp": "1000"}),
         "ticket": layout.encode(values, {**fields, "data_size": "2"}),
         "shape": other.encode(np.zeros(other.size, np.float32), fields),
@@ -160,7 +165,7 @@ def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, st
         "cut": layout.encode(values, fields)[:-4],
         "future": layout.encode(values, {**fields, "iteration": "9"}),
         "no id": layout.encode(values, {k: v for k, v in fields.items() if k != "fl_id"}),
-        "oversized": layout.encode(values, fields) + bytes(400_000),
+        "oversized": layout.encode(values, fields) + bytes(40_000_000),
     }
     found: dict[str, tuple[int, str]] = {}
     for name, body in bodies.items():
@@ -176,6 +181,8 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
     assert tasks[0] is not None and tasks[1] is not None
     found = wrong_updates(tasks[0], federation)
     words = {
+        "empty": (400, "shorter than a header"),
+        "shapeless": (400, "w is not described as safetensors does it"),
         "stale": (300, "timestamp"),
         "ticket": (300, "ticket"),
         "shape": (400, "is F32"),
@@ -189,6 +196,7 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
     for name, (code, word) in words.items():
         assert found[name][0] == code and word in found[name][1], f"{name}: {found[name]}"
     assert federation.instance()["counted"] == 0
+    assert httpx2.get(f"{federation.urls()[0]}/openapi.json").json()["openapi"].startswith("3.")
     assert tasks[0].send(update(0, 1)) and tasks[0].send(update(0, 1)), "the same update again is counted already"
     assert tasks[1].send(update(1, 1))
     iteration, weights = first.model(1)
@@ -227,11 +235,35 @@ def test_servers_come_and_go_while_rounds_run(shell: Shell) -> None:
     assert joining.wait() == 0
 
 
+def test_deaths_while_servers_come_and_go(shell: Shell) -> None:
+    """The scheduler dies in the middle of scaling out; it and the server that leaves die in the middle of scaling in."""
+    federation = Federation(shell, 3, 4, fl_iteration_num=100_000)
+    crowd = Crowd(federation, servers=4)
+    crowd.until_round(2)
+    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
+    federation.some("MS_SCHED")[0].kill()
+    joining = federation.join(1, federation.port + 3)
+    federation.until_ready("0", "1", "2", "3")
+    crowd.until_round(max(crowd.rounds) + 3)
+    leaving = federation.server(MS_NODE_ID="1")
+    assert federation.ask("/scalein", {"node_ids": ["1"]})["code"] == "0"
+    leaving.kill()
+    federation.some("MS_SCHED")[0].kill()
+    federation.until_ready("0", "2", "3")
+    crowd.until_round(max(crowd.rounds) + 3)
+    crowd.end()
+    assert shell.ask("federated", "stop").code == 0
+    assert federation.up.wait() == 0
+    joining.signal(signal.SIGTERM)
+    assert joining.wait() == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [
         ("/scaleout", {"server_num": 1}, "The json is not contain the key:worker_num"),
         ("/scaleout", {"worker_num": 0, "server_num": -1}, "The value should not be less than 0."),
+        ("/scaleout", {"worker_num": 0, "server_num": 128}, "at most 128"),
         ("/scaleout", {"worker_num": 1, "server_num": 1}, "The Worker does not currently support scale out."),
         ("/scalein", {"node_ids": []}, "The node ids should not be empty."),
         ("/scalein", {"node_ids": ["9"]}, "The node id:9 is illegal."),
@@ -261,6 +293,28 @@ def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> N
     assert managed.ask("/newInstance", {"start_fl_job_threshold": 1})["result"]["start_fl_job_threshold"] == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--servers", "0"], 10, "at least one"),
+        (["--servers", "3", "--server-num", "2"], 10, "more than the whole cluster has"),
+        (["--port", "65535", "--servers", "2"], 10, "not 65536"),
+        (["--set", "enable_ssl=maybe"], 10, "True or False"),
+        ([], 13, "does not call covey.federated.run"),
+    ],
+)
+def test_up_that_cannot_be_is_refused(shell: Shell, words: list[str], code: int, sentence: str) -> None:
+    script = shell.script("print('nothing')", "model.py")
+    more = ["--scheduler-port", str(free_port()), "--manage-port", "0"]
+    found = shell.ask("federated", "up", *more, *words, "--dir", shell.folder, script)
+    assert found.code == code and sentence in " ".join(found.text().split()), found.text()
+
+
+def test_a_plot_that_cannot_be_written_is_a_sentence(shell: Shell) -> None:
+    found = shell.ask("federated", "simulate", "--devices", "5", "--rounds", "1", "--plot", "/nowhere/x.svg")
+    assert "accuracy" in found.text() and "choose another --plot" in found.text() and "Traceback" not in found.text()
+
+
 def test_the_seeds_example(shell: Shell) -> None:
     """Start, kill server 0, start it again with the seed's command, restart everything, finish."""
     folder = shell.folder / "mobile"
@@ -278,6 +332,8 @@ def test_the_seeds_example(shell: Shell) -> None:
         return {node["node_id"]: node for node in found if node["role"] == "server"}
 
     assert shell.run(sched, cwd=folder).code == 0
+    assert "unrecognized" in shell.run([*servers, "--colour", "red"], cwd=folder).text()
+    assert "SIGNDS is not built yet" in shell.run([*servers, "--encrypt_type", "SIGNDS"], cwd=folder).text()
     assert "Server started successfully." in shell.run(servers, cwd=folder).text()
     before = nodes()
     assert sorted(before) == ["0", "1"]

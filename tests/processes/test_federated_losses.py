@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.federation import SIZE, Federation, update
+from tests.processes.federation import SIZE, Federation, expected, update
 from tests.processes.harness import until
 
 from covey.core.federation import Peer, owner
@@ -50,6 +50,34 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
     assert federation.instance()["reason"] == "iteration 1 is done with 1 updates, without the part of server 1"
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
     assert "given up: round 1 goes without its 1 updates" in log
+
+
+def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shell: Shell) -> None:
+    federation = Federation(
+        shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=3000, fl_iteration_num=1
+    )
+    first, second = joined(federation, "device-0", 1, 1), joined(federation, "device-1", 2, 0)
+    assert first.send(update(5, 1))
+    federation.others[0].kill()
+    until(lambda: federation.instance()["missing"] == ["1"], "the round to go without it", story=federation.tails)
+    federation.join(1, federation.port + 1, "host-1").wait_for("Server started successfully.")
+    assert federation.instance()["counted"] == 0, "what it had logged was given up"
+    assert first.send(update(0, 1))
+    federation.server(COVEY_HOST_ID="host-1").kill()
+    assert second.send(update(1, 1))
+    iteration, weights = second._device.model(1)
+    assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 2))
+
+
+def test_a_median_sees_every_update_also_those_of_a_server_that_died(shell: Shell) -> None:
+    federation = Federation(shell, 2, 3, strategy="Median()", update_model_time_window=60_000, fl_iteration_num=1)
+    tasks = [joined(federation, f"device-{number}", 1, number % 2) for number in range(3)]
+    assert tasks[0].send(update(0, 1)) and tasks[1].send(update(1, 1))
+    federation.server(MS_NODE_ID="1").kill()
+    assert tasks[2].send(update(2, 1))
+    iteration, weights = federation.device("x").model(1)
+    wanted = np.median([update(number, 1) for number in range(3)], axis=0)
+    assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), wanted.astype(np.float32))
 
 
 class Buffered:

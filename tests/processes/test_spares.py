@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -33,6 +34,10 @@ def stands_by(shell: Shell, hold: str, *, count: int = 1) -> str:
     where = shell.heard("scheduler", r"spare:0 stands by: (\S+)", count=count)[1]
     release(shell, hold)
     return where
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
 
 
 def line(script: str, words: str) -> str:
@@ -108,7 +113,7 @@ def test_a_worker_and_the_spare_die_while_the_scheduler_sleeps(shell: Shell, und
     os.kill(pids["scheduler0"], signal.SIGSTOP)
     for victim in ("worker1", "spare0"):
         os.kill(pids[victim], signal.SIGKILL)
-        until(lambda pid=pids[victim]: not psutil.pid_exists(pid), f"{victim} to be gone, and its agent to know")
+        until(functools.partial(gone, pids[victim]), f"{victim} to be gone, and its agent to know")
     os.kill(pids["scheduler0"], signal.SIGCONT)
     release(shell, hold)
     assert run.wait(LONG_S) == 0, run.tail()

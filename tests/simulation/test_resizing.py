@@ -218,10 +218,10 @@ class Game:
             self.die()
             if not any(rank in reached for rank in self.ranks.values()):
                 return  # whoever had the result is gone: it does not count
-        holders = [i for i, seat in enumerate(path.seats) if seat in present and path.span(step, i)]
-        assert sum(path.weight(step, i, present) for i in holders) == pytest.approx(1 if holders else 0)
+        places = [path.seats.index(seat) if seat in path.seats else len(path.seats) for seat in present]
+        assert sum(path.weight(step, i, present) for i in places) == pytest.approx(1)
         # If whoever has the result dies before it has handed it over, the step is reduced again: then this counts instead.
-        self.counted[step] = path.place(step)[0], [sample for i in holders for sample in path.part(step, path.span(step, i))]
+        self.counted[step] = path.place(step)[0], path.part(step, path.counted(step, present))
 
     def play(self) -> None:
         for rank in self.ranks.values():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from covey.core.claims import Answer, Claims, Outcome, Store, Tell
-from covey.core.federation import Claim, Held, Instance, Orders, Peer, Plan, Release, Stage, Verdict, owner
+from covey.core.federation import DEVICE_ID_MAX, Claim, Held, Instance, Orders, Peer, Plan, Release, Stage, Verdict, owner
 
 MEMBERS = (Peer("a", 0), Peer("b", 1))
 
@@ -112,3 +114,8 @@ def test_where_updates_may_be_old_one_that_an_earlier_round_counted_is_not_count
     assert claims.came(6, device, 0.0) == [Answer(6, device, Outcome.COUNTED)]
     assert claims.heard("b", Claim(1, 6, (device,)), 0.0) == [Tell("b", Verdict(1, 6, counted=(device,)))]
     assert claims.came(6, device_of("a", 1), 0.0) == [Store(6, device_of("a", 1))]
+
+
+def test_the_longest_device_id_of_an_asynchronous_round_fits_into_a_claim() -> None:
+    claim = Claim(1, 5, (f"{'x' * DEVICE_ID_MAX}@{10**18}",))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(claim), type=Claim) == claim

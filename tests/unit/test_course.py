@@ -80,9 +80,11 @@ def test_every_sample_of_an_epoch_counts_once_over_deaths_and_growth(seed: int) 
         gone = chance.sample(path.seats, chance.randint(0, len(path.seats) - 1)) if chance.random() < 0.3 else []
         present = tuple(seat for seat in path.seats if seat not in gone)
         chosen = [present[i] for i in chance.sample(range(len(present)), len(present))]
-        for i, seat in enumerate(path.seats):
-            if seat in present and path.span(step, i):
-                counted.setdefault(path.place(step)[0], Counter()).update(held(path, step, seat, chance.choice([None, 1, 2])))
+        parts = [held(path, step, seat, chance.choice([None, 1, 2])) for seat in present]
+        holders = [part for part, seat in zip(parts, present, strict=True) if path.span(step, path.seats.index(seat))]
+        counts = counted.setdefault(path.place(step)[0], Counter())
+        counts.update(sample for part in holders or parts[:1] for sample in part)
+        assert sum(path.weight(step, path.seats.index(seat), present) for seat in present) == pytest.approx(1)
         path = path.after(step, tuple(chosen) if gone else path.seats)
         step += 1
         if chance.random() < 0.2:
@@ -101,3 +103,12 @@ def test_who_has_no_part_of_an_extra_step_still_takes_part() -> None:
     assert (path.end, path.place(2), path.length(2)) == (3, (0, 2), 1)
     assert [held(path, 2, seat) for seat in (0, 1, 2)] == [list(path.carried)] * 3
     assert [path.weight(2, i, path.seats) for i in range(3)] == [0.0, 0.0, 1.0]
+
+
+def test_whoever_stands_in_for_the_holders_of_a_step_takes_its_first_sample() -> None:
+    path = begun(8, batch_size=2, world=4).after(0, (0, 1, 2))
+    assert (path.end, path.carried, [len(path.span(1, i)) for i in range(3)]) == (2, path.carried, [0, 1, 1])
+    first, second = path.carried
+    assert held(path, 1, 0) == [first] and path.weight(1, 0, (0,)) == 1.0
+    path = path.after(1, (0,))
+    assert (path.end, path.carried, path.after(2, (0,)).carried) == (3, (second,), ())

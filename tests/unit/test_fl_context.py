@@ -68,6 +68,12 @@ def test_the_seeds_call() -> None:
         ("encrypt_type", "SIGNDS", "not built yet"),
         ("encrypt_type", "STABLE_PW_ENCRYPT", "not built yet"),
         ("server_mode", "HYBRID_TRAINING", "not built yet"),
+        ("worker_num", 1, "HYBRID_TRAINING"),
+        ("server_num", 129, "up to 128"),
+        ("enable_fl_client", True, "covey.federated.Device"),
+        ("pki_verify", True, "not built yet"),
+        ("upload_compress_type", "DIFF_SPARSE_QUANT", "not built yet"),
+        ("download_compress_type", "QUANT", "not built yet"),
         ("durability", "cloud", "none, process, host, disk"),
     ],
 )
@@ -90,6 +96,22 @@ def test_what_a_command_gave_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     covey.set_fl_context(server_num=4)
     monkeypatch.setenv(context.VARIABLE, json.dumps({"server_num": 2}))
     assert covey.get_fl_context("server_num") == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [("enable_ssl", "True", True), ("enable_ssl", "no", False), ("scheduler_port", "7", 7), ("fl_name", "1", "1")],
+)
+def test_a_value_as_a_shell_spells_it(key: str, text: str, value: object) -> None:
+    assert context.from_text(key, text) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("enable_ssl", "maybe"), ("scheduler_port", "x"), ("scheduler_port", "0"), ("y", "1")]
+)
+def test_a_shells_word_that_is_no_value_is_refused(key: str, text: str) -> None:
+    with pytest.raises(UsageError, match=key):
+        context.from_text(key, text)
 
 
 def test_the_early_misspelling_is_taken() -> None:

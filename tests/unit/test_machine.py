@@ -34,7 +34,19 @@ from covey.core.messages import (
     Value,
     Welcome,
 )
-from covey.core.model import ClusterRecord, ClusterSettings, Host, MemberRecord, NodeState, Phase, Progress, Record, Role
+from covey.core.model import (
+    AgentRecord,
+    ClusterRecord,
+    ClusterSettings,
+    Host,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Progress,
+    Record,
+    Role,
+)
+from covey.core.recovery import ladder
 from covey.errors import ExitCode
 
 BOX, OTHER = Host("boot-box", "box", "10.0.0.1"), Host("boot-other", "other", "10.0.0.2")
@@ -136,7 +148,7 @@ def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() 
     promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, Formed)]
     writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
     assert max(writes) < min(promises)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_seat=2)
     assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
 
 
@@ -232,7 +244,7 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
@@ -442,6 +454,25 @@ def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
     assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
     assert phase(made) is Phase.READY
     assert ended(made.step(Heard(Exited("1", 2, 1), 1), 2.0)), "one restart was allowed"
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_a_host_may_allow_fewer_restarts_than_the_scheduler(heals: bool) -> None:
+    made = machine(1, max_restarts=5, strategies=ladder(["recover-in-place"]))
+    effects = made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, max_restarts=1), 1), 0.0)
+    assert [record.max_restarts for record in kept(effects) if isinstance(record, AgentRecord)] == [1]
+    made.cluster.heals = heals
+    assert not ended(made.step(Heard(Exited("0", 1, 1), 1), 1.0))
+    assert ended(made.step(Heard(Exited("0", 2, 1), 1), 2.0))
+
+
+def test_an_agent_may_be_gone_at_once_where_workers_by_hand_are_waited_for() -> None:
+    settings: dict[str, Any] = {"recovery": True, "strategies": ladder(["recover"])}
+    waiting, gone = ready_agents(**settings), ready_agents(**settings, agents_return=False)
+    for made in (waiting, gone):
+        made.cluster.heals = True
+        made.step(LinkLost("reset", 2), 1.0)
+    assert (phase(waiting), phase(gone)) == (Phase.READY, Phase.HEALING)
 
 
 def test_a_lost_agent_is_the_end_because_nobody_can_start_its_workers() -> None:

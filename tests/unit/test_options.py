@@ -286,7 +286,7 @@ def test_a_value_that_is_not_allowed_is_refused_with_its_option(line: str) -> No
         ("--rdzv-conf timeout=5 t.py", "--cluster_time_out"),
         ("--start-method spawn t.py", "--start fork or exec"),
         ("--sim_rank_id 0 t.py", "there is no simulation"),
-        ("--nnodes 2:4 --master a t.py", "forms with 2 hosts and does not grow to 4"),
+        ("--nnodes 2:4 --node-rank 3 --master a t.py", "--node-rank 3 is not used where the number of hosts is not fixed"),
         ("--standalone --rdzv-endpoint a:2000 t.py", "the given master is not used"),
         ("--rank_table_file r.json t.py", "passed on as RANK_TABLE_FILE"),
     ],

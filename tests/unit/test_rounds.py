@@ -10,6 +10,7 @@ import pytest
 from covey.core.effects import Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import (
+    Admitted,
     Adoption,
     Enlist,
     FederationRecord,
@@ -186,6 +187,13 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     bench.come(3, "1", life="1b")
     admitted = [effect.message for effect in bench.out if isinstance(effect, Send)][-1]
     assert admitted.void == 1
+    bench.stand(3, round=1, numbers=Numbers(0))
+    assert [peer.node_id for peer in bench.orders().members] == ["0", "1"]
+    again = bench.come(3, "1", life="1b")  # a link that was lost, or another life: what it counts now must stay
+    (admitted,) = [effect.message for effect in again if isinstance(effect, Send) and isinstance(effect.message, Admitted)]
+    assert admitted.void == -1
+    record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    assert record.voids == {} and record.missing == ("1",)
 
 
 def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
@@ -256,8 +264,10 @@ def test_a_new_instance_begins_now_or_after_the_round() -> None:
     bench.machine.new_instance(plan, bench.now)
     assert (bench.machine.iteration, bench.machine.plan) == (1, plan)
     bench.stand(1, round=1, numbers=Numbers(1))
-    bench.machine.new_instance(PLAN, bench.now)
+    bench.out += bench.machine.new_instance(PLAN, bench.now)
     assert (bench.machine.plan, bench.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
+    record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    assert Bench(record=record).machine.next_plan == PLAN  # a scheduler that dies meanwhile has not forgotten it
 
 
 def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
@@ -269,7 +279,9 @@ def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
         bench.stand(link, round=1, numbers=Numbers(1))
     for link in (1, 2):
         bench.stand(link, sealed=True)
+    bench.machine.set_enabled(False, bench.now)  # while the last iteration is added up
     bench.stand(int(bench.orders().summer) + 1, model=1, digest="m1")
+    bench.machine.set_enabled(True, bench.now)
     assert bench.machine.instance is Instance.FINISHED
 
 

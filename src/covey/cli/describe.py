@@ -60,7 +60,8 @@ def _workers(plan: RunPlan) -> list[str]:
     hosts = f"{plan.nnodes} hosts" if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
     here = f"{plan.local} on this one ({which})" if plan.local else "none on this one, which has spares"
-    return [f"{plan.world} in all on {hosts}, {here}"]
+    later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""
+    return [f"{plan.world} in all on {hosts}, {here}{later}"]
 
 
 def _scheduler(plan: RunPlan) -> str:

@@ -17,14 +17,15 @@ from covey.cli.live import table
 from covey.cli.look import door_of
 from covey.cli.visit import look
 from covey.cli.visit import stop as ask_to_stop
-from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated.context import KEYS, Value, check
+from covey.errors import ExitCode, PeerError, StoreError, UsageError
+from covey.federated.context import Value, check, from_text
 from covey.federated.updates import DURABILITIES
 from covey.store import registry
 from covey.store.registry import Entry
 from covey.wire import address
 
 STARTED = b"Server started successfully."
+WAIT_S = 10.0  # until a command that waits says so
 BARS = "▁▂▃▄▅▆▇█"
 MASTER = click.option(
     "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
@@ -85,6 +86,11 @@ def up(
         raise UsageError(f"there is no file {script}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
     if join:
         ip, scheduler_port = address.split(join, scheduler_port)
+    elif server_num and servers > server_num:
+        raise UsageError(f"--servers {servers} are more than the whole cluster has: --server-num {server_num}")
+    if servers < (1 if join or not server_num else 0):
+        raise UsageError(f"--servers {servers} is not possible: start at least one, or with --server-num the scheduler alone")
+    check("fl_server_port", port + max(0, servers - 1))
     shared: dict[str, Any] = {
         "enable_fl": True,
         "server_num": server_num or servers,
@@ -108,7 +114,7 @@ def up(
     command = ["-m", "covey.federated", script] if script.endswith(".safetensors") else [script, *words]
     logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
     keeper = Keeper(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
-    ports = f"{port}" if servers == 1 else f"{port} to {port + servers - 1}"
+    ports = {0: "of other hosts", 1: f"{port}"}.get(servers, f"{port} to {port + servers - 1}")
     said = f"devices at port {ports}, scheduler at {address.join(ip, scheduler_port)}, logs in {logs}"
     own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
     sys.exit(asyncio.run(_keep_up(keeper, own, said)))
@@ -124,24 +130,20 @@ async def _keep_up(keeper: Any, logs: list[Path], said: str) -> int:
 
 
 async def _say_started(before: dict[Path, int], said: str) -> None:
-    """When every server of ours has said that it is in the cluster."""
+    """When every server of ours has said that it is in the cluster; after a while, that they wait."""
+    loop = asyncio.get_running_loop()
+    late = loop.call_later(WAIT_S, click.echo, f"waiting for the scheduler, or for other servers: {said}")
     while not all(path.exists() and STARTED in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    click.echo(f"{STARTED.decode()}\n{said}")
+    late.cancel()
+    click.echo(f"{STARTED.decode() if before else 'waiting for servers'}\n{said}")
 
 
 def _setting(pair: str) -> tuple[str, Value]:
     key, equals, text = pair.partition("=")
     if not equals:
         raise UsageError(f"--set {pair} is not KEY=VALUE")
-    if key not in KEYS:
-        check(key, text)
-    wanted = type(KEYS[key].default)
-    try:
-        value: Value = text.lower() in ("1", "true") if wanted is bool else wanted(text)
-    except ValueError:
-        value = text
-    return key, check(key, value)
+    return key, from_text(key, text)
 
 
 @federated.command()
@@ -235,9 +237,13 @@ def simulate(
         for one in run:
             found.append(one)
             progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
-    simulation.plot(found, Path(picture))
     click.echo("".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found))
     last = found[-1]
     framework = sum(one.framework_s for one in found) / len(found)
     click.echo(f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})")
-    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's; the plot is {picture}")
+    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's")
+    try:
+        simulation.plot(found, Path(picture))
+    except OSError as error:
+        raise StoreError(f"the plot cannot be written to {picture}: {error.strerror}: choose another --plot") from None
+    click.echo(f"the plot is {picture}")

@@ -65,10 +65,10 @@ class Show:
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
     def tail(self, path: str, prefix: str) -> None:
-        """Echo a log as it grows; once, however often it is asked for."""
+        """Echo a log as it grows; one that is echoed already is not echoed twice."""
         if path not in self._tails:
-            following = follow_file(path, lambda text: self.line(prefix + text), lambda: self._closing)
-            self._tails[path] = asyncio.create_task(following)
+            line = follow_file(path, lambda text: self.line(prefix + text), lambda: self._closing)
+            self._tails[path] = asyncio.create_task(line)
 
     async def _follow(self) -> None:
         while True:

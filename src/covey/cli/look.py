@@ -103,7 +103,7 @@ def logs(master: str, rank: int | None, follow: bool) -> None:
     view = asyncio.run(look(find(master)))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
     if not workers:
-        raise UsageError(f"there is no rank {rank}: ranks go from 0 to {view.worker_num - 1}")
+        raise UsageError(f"there is no rank {rank}: ranks go from 0 to {sum(n.role is Role.WORKER for n in view.nodes) - 1}")
     paths: dict[int, str] = {}
     for node in workers:
         if not node.log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -201,6 +202,14 @@ def check(where: str) -> None:
     from covey.cli.check import check as check_verb
 
     sys.exit(check_verb(where))
+
+
+@verbs.command()
+def compat() -> None:
+    """Print the folder that, on PYTHONPATH, holds TaskD's package: docs/taskd.md."""
+    import covey
+
+    click.echo(Path(covey.__file__).parent / "compat")
 
 
 @verbs.command("federated", add_help_option=False, context_settings={"ignore_unknown_options": True})

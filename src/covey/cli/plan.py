@@ -37,6 +37,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     nnodes: tuple[int, int] | None = None
     node_rank: int = -1
     standalone: bool = False
+    or_join: bool = False
     logs: str = ""
     join: bool = True
     bind_core: Cores = False
@@ -62,10 +63,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     world: int = 1
     local: int = 1  # workers on this host
-    nnodes: int = 1  # hosts; 0 where they are of unequal size and only their workers are counted
+    world_max: int = 1  # to which the world may grow
+    nnodes: int = 1  # hosts, at least; 0 where they are of unequal size and only their workers are counted
     node_rank: int = 0  # which host this is; -1 where the scheduler decides
     master_host: str = LOOPBACK
     master_port: int = FREE
+    or_join: bool = False  # a taken master port is no error: whoever listens there is joined
     manage_port: int = ANY_FREE
     start: Literal["fork", "exec"] = "fork"
     preload: list[str] = []
@@ -102,13 +105,14 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def alone(self) -> bool:
         """No other host takes part."""
-        return self.world == self.local
+        return self.world_max == self.local
 
 
 class Size(msgspec.Struct, frozen=True):
-    """How many workers in all and here, on how many hosts, and which host this is."""
+    """How many workers in all, at first and at most, and here; on how many hosts, and which host this is."""
 
     world: int
+    world_max: int
     local: int
     nnodes: int
     node_rank: int
@@ -156,11 +160,13 @@ def decide(
     beside = "" if apart or asked.nnodes else slurm.beside_step(environ)
     return RunPlan(
         world=size.world,
+        world_max=size.world_max,
         local=size.local,
         nnodes=size.nnodes,
         node_rank=size.node_rank,
         master_host=master_host,
         master_port=master_port,
+        or_join=asked.or_join,
         manage_port=settings.manage_port if request.given("manage_port") else ANY_FREE,
         start=_start(request, python),
         preload=asked.preload,
@@ -199,7 +205,7 @@ def _size(request: Request) -> Size:
     if request.asked.local == 0:
         if not (world and request.loaded.settings.spares):
             raise UsageError(f"{request.words('local')} leaves nothing to run here: say -n and --spares, or more workers.")
-        return Size(world, 0, nnodes, -1)
+        return Size(world, _world_max(request, world, 0), 0, nnodes, -1)
     if world and local:
         _check_parts(request, world, local, nnodes)
         nnodes = nnodes or (world // local if world % local == 0 else 0)
@@ -215,11 +221,24 @@ def _size(request: Request) -> Size:
         nnodes = nnodes or 1
         local = local or (request.step.per_agent if request.step else 1)
         world = local * nnodes
-    if local > LOCAL_MAX or world > NODES_MAX:
+    world_max = _world_max(request, world, local)
+    if local > LOCAL_MAX or world_max > NODES_MAX:
         raise UsageError(
-            f"{local} workers on one host and {world} in all are too many: {LOCAL_MAX} and {NODES_MAX} are the limits."
+            f"{local} workers on one host and {world_max} in all are too many: {LOCAL_MAX} and {NODES_MAX} are the limits."
         )
-    return Size(world, local, nnodes, _node_rank(request, world, local, nnodes))
+    node_rank = _node_rank(request, world, local, nnodes) if world_max == world else -1  # else who comes is not known
+    return Size(world, world_max, local, nnodes, node_rank)
+
+
+def _world_max(request: Request, world: int, local: int) -> int:
+    """The most workers there may be: by a range of hosts, or as COVEY_WORKER_MAX says."""
+    hosts = request.asked.nnodes or (1, 1)
+    if hosts[1] > hosts[0]:
+        return world + (hosts[1] - hosts[0]) * local
+    most = request.loaded.settings.worker_max
+    if 0 < most < world:
+        raise UsageError(f"{request.loaded.said('worker_max')} is below the {world} workers that are asked for.")
+    return most or world
 
 
 def _world(request: Request) -> int:
@@ -292,16 +311,16 @@ def _node_rank(request: Request, world: int, local: int, nnodes: int) -> int:
 
 def _master(request: Request, size: Size) -> tuple[str, int]:
     settings, step = request.loaded.settings, request.step
-    several = size.world > size.local
+    several = size.world_max > size.local
     if request.asked.standalone:
         if several:
-            raise UsageError(f"--standalone means this host alone, but of {size.world} workers only {size.local} run here.")
+            raise UsageError(f"--standalone means this host alone, but of {size.world_max} workers only {size.local} run here.")
         return LOOPBACK, FREE
     if several and step:
         return step.master, settings.sched_port or step.port
     if several and not (settings.sched_host or settings.sched_port):
         raise UsageError(
-            f"{size.local} of {size.world} workers run here, so other hosts take part: say with --master HOST:PORT where "
+            f"{size.local} of {size.world_max} workers run here, so other hosts take part: say with --master HOST:PORT where "
             "they meet."
         )
     return settings.sched_host or LOOPBACK, settings.sched_port or (SEED_PORT if several else FREE)
@@ -382,9 +401,10 @@ def _cores(request: Request, local: int) -> Cores:
 def _remarks(request: Request, size: Size) -> list[str]:
     asked, said, loaded = request.asked, request.said, request.loaded
     remarks = list(request.step.remarks) if request.step else []
-    if asked.nnodes and asked.nnodes[1] > asked.nnodes[0]:
-        low, high = asked.nnodes
-        remarks.append(f"{request.words('nnodes')}: the cluster forms with {low} hosts and does not grow to {high}.")
+    ranked = "node_rank" in said or request.given("host_rank")
+    if size.world_max > size.world and ranked:
+        rank = request.words("node_rank") if "node_rank" in said else loaded.said("host_rank")
+        remarks.append(f"{rank} is not used where the number of hosts is not fixed: the scheduler deals out the ranks.")
     variable = loaded.settings.worker_num
     if asked.per_host is not None and "worker_num" not in said and variable not in (0, size.world):
         remarks.append(f"{loaded.said('worker_num')} is overruled by {request.words('per_host')}.")

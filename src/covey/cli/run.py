@@ -31,8 +31,8 @@ from covey.node.host import address_towards
 from covey.node.log import configure
 from covey.node.report import failure_report
 from covey.node.runtime import Door
-from covey.node.scheduler_process import SchedulerProcess
-from covey.node.serve import Sockets, bind_manage, manage_words
+from covey.node.scheduler_process import Schedulers
+from covey.node.sockets import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered
 from covey.wire import address
 
@@ -69,6 +69,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
+        if plan.or_join and sockets is None:
+            settings = msgspec.structs.replace(settings, recovery=True)
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
@@ -78,7 +80,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             folder = plan.recovery_path or undo.enter_context(
                 tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
             )
-            scheduler = SchedulerProcess(
+            scheduler = Schedulers(
+                1 + settings.standbys,
                 sockets,
                 _scheduler_environment(plan, environ),
                 journal=folder,
@@ -87,7 +90,6 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
                 over=lambda: agent.over,
                 gave_up=lambda code, reason: agent.settle(Outcome(code, reason)),
             )
-            (log_dir / "scheduler.log").unlink(missing_ok=True)
             await scheduler.start()
             agent.keeps_scheduler = True
             print(
@@ -119,25 +121,27 @@ def _listen(plan: RunPlan) -> Sockets | None:
     """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
     if plan.loaded.settings.role is Role.WORKER or not plan.local:
         return None  # MS_ROLE says so: a pod of workers, with the scheduler in another; or only spares run here
-    host = address.bare(plan.master_host)
-    try:
-        cluster = address.listen(host, plan.master_port, "--master")
-    except address.NotLocal:
-        if plan.alone:
-            raise
-        return None
-    except UsageError as error:
-        if error.exit_code is ExitCode.PORT_IN_USE and not plan.alone:
-            return None  # another agent on this host was first; if it is not covey that answers, joining will say so
-        raise
-    return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
+    addresses = address.several(plan.master_host, plan.master_port)
+    for number, (host, port) in enumerate(addresses, start=1):
+        try:
+            cluster = address.listen(host, port, "--master")
+        except UsageError as error:
+            local = not isinstance(error, address.NotLocal)
+            if (plan.alone and not plan.or_join and number == len(addresses)) or (
+                local and error.exit_code is not ExitCode.PORT_IN_USE
+            ):
+                raise
+            continue  # another host's, or another agent's on this host: if it is not covey that answers, joining will say so
+        return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
+    return None
 
 
 def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str], security.Security]:
     """How this host's processes reach the scheduler, and the environment they start from."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
-    host = address.bare(plan.master_host)
-    port = int(sockets.cluster[0].getsockname()[1]) if sockets is not None else plan.master_port
+    (host, port), *others = address.several(plan.master_host, plan.master_port)
+    if sockets is not None and not others:
+        port = int(sockets.cluster[0].getsockname()[1])
     environ = {name: value for name, value in os.environ.items() if name != DETACHED_VARIABLE}
     environ |= given_by_options(plan.loaded)
     if plan.tls:
@@ -154,9 +158,12 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     if secret:
         environ["COVEY_SECRET"] = secret
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
+    environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
+    if plan.or_join and sockets is None:  # it may be started again by whoever started it: nobody gives it up
+        environ |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": plan.log_dir or "."}
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
-    return Door(host, port, secret, context=guard.client), environ, guard
+    return Door(host, port, secret, context=guard.client, others=tuple(others)), environ, guard
 
 
 def given_by_options(loaded: Loaded) -> dict[str, str]:
@@ -182,8 +189,9 @@ def _with_passwords(settings: Settings) -> Settings:
 def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, str]:
     return dict(environ) | {
         "MS_ROLE": "MS_SCHED",
-        "MS_SCHED_HOST": address.bare(plan.master_host),
+        "MS_SCHED_HOST": plan.master_host,
         "MS_WORKER_NUM": str(plan.world),
+        "COVEY_WORKER_MAX": environ["COVEY_WORKER_MAX"],
         "MS_NODE_ID": "sched",
         "MS_ENABLE_RECOVERY": "0",
         "COVEY_GRACE": f"{plan.grace_s:g}",
@@ -197,6 +205,7 @@ def _agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
         world=plan.world,
         slots=plan.local,
         servers=servers,
+        max_restarts=plan.max_restarts if plan.or_join else -1,  # the scheduler may be one that was never told
         first_rank=plan.first_rank if not plan.alone else 0,
         module=plan.module,
         python=plan.python,

@@ -37,6 +37,7 @@ class _Snapshot:
         yield GaugeMetricFamily("covey_generation", "Version of the membership.", value=view.generation)
         yield from _beat_age(view)
         yield from _counters(view)
+        yield from _gauges(view)
         yield _recoveries(view)
         yield _recovery_stages(view)
         yield _stragglers(view)
@@ -94,10 +95,19 @@ def _stragglers(view: ClusterView) -> Metric:
     return family
 
 
+def _gauges(view: ClusterView) -> Iterator[Metric]:
+    for name, number in sorted({_name(gauge): number for gauge, number in view.gauges.items()}.items()):
+        yield GaugeMetricFamily(f"covey_{name}", f"At present: {name}.", value=number)
+
+
+def _name(said: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", said)
+
+
 def _counters(view: ClusterView) -> Iterator[Metric]:
     totals: dict[str, float] = {}
     for counter, number in view.counters.items():
-        name = re.sub(r"[^a-zA-Z0-9_]", "_", counter).removesuffix("_total")
+        name = _name(counter).removesuffix("_total")
         totals[name] = totals.get(name, 0) + number
     totals["restarts"] = view.restarts
     for name, number in sorted(totals.items()):

@@ -36,6 +36,7 @@ class Cluster(msgspec.Struct):
     resized: int = 0  # the generation in which the world last changed its size
     next_seat: int = -1  # for who comes after formation; -1: the first
     heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
+    asked: int = 0  # the number of workers that was asked for last, if any was
     trains: bool = False  # a loop has finished a step in this start of everyone: from then on the world may change its size
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
@@ -100,6 +101,21 @@ class Cluster(msgspec.Struct):
     def size(self, role: Role) -> int:
         return self._sizes.get(role.group, 0)
 
+    @property
+    def goal(self) -> int:
+        """How many workers there should be, as soon as there are hosts for them."""
+        return self.asked or self.settings.most
+
+    def offers(self, role: Role) -> dict[str, int]:
+        """By agent: how many members of a role it could start beyond those it has, of what it came with."""
+        found = {}
+        for agent in self.agents.values():
+            places = agent.slots if role is Role.WORKER else agent.servers
+            free = places - sum(m.role.group is role.group for m in self.children(agent.id))
+            if agent.link and not agent.leaving and free > 0:
+                found[agent.id] = free
+        return found
+
     def at(self, role: Role, rank: int) -> Member | None:
         """Who holds this rank, or claims it before the cluster has formed."""
         return self._ranks.get((role.group, rank))
@@ -124,4 +140,5 @@ class Cluster(msgspec.Struct):
             self.resized,
             self.next_seat,
             self.trains,
+            self.asked,
         )

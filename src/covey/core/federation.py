@@ -23,7 +23,9 @@ from covey.core.model import Host
 
 DEVICE_ID_MAX = 200
 BATCH_MAX = 10_000  # ids in one message
-DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX)]
+SERVERS_MAX = 128  # whose sums together fit into an int64
+ROUND_DIGITS = 20  # an update of an asynchronous round is known by its device and the round it began with
+DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX + ROUND_DIGITS)]
 Ids = Annotated[tuple[DeviceId, ...], Meta(max_length=BATCH_MAX)]
 
 
@@ -238,7 +240,7 @@ class Held(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Give me a piece: of a model ("model"), of your part of a round ("part") or of its updates ("log")."""
+    """Give me a piece: of a model ("model", "state"), of your part of a round ("part") or of its updates ("logs", "log0")."""
 
     what: str
     round: int
@@ -261,7 +263,9 @@ class Copy(Message, frozen=True):
     life: Name
     round: int
     serial: int
-    record: bytes
+    record: bytes  # or a piece of it: pieces come one after the other
+    offset: int = 0
+    rest: int = 0  # bytes that are still to come
 
 
 class Copied(Message, frozen=True):
@@ -308,6 +312,9 @@ class FederationRecord(msgspec.Struct, frozen=True):
     best: tuple[int, float] = (-1, 0.0)  # round and loss
     operation: str = ""  # "out" or "in" while the cluster is being scaled
     wanted_before: int = 0
+    next_plan: Plan | None = None  # of an instance that begins at the end of the round
+    missing: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
 
 
 def owner(device: str, members: Sequence[Peer]) -> str:

@@ -20,13 +20,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def decide(cluster: Cluster) -> tuple[Plan | None, str]:
-    """Complete as soon as every role has its number; then everyone's rank follows from who they are."""
+    """Complete as soon as every role has its least number; then everyone's rank follows from who they are."""
     missing = [f"{short} {role}{'s' if short > 1 else ''} missing" for role in COUNTED if (short := _short(cluster, role)) > 0]
     if missing:
         return None, ", ".join(missing)
     table: dict[str, int] = {}
     for role in COUNTED:
-        table |= ranks.assign(cluster.of(role), cluster.settings.wanted(role))
+        table |= ranks.assign(cluster.of(role), cluster.size(role))
     return Plan(table), f"all {len(table)} nodes are here"
 
 

@@ -41,7 +41,7 @@ class Ledger:
         self.incidents = Incidents(wall - now)
         self.first_failure: Failure | None = None
         self._started = self._ticked = self._now = now
-        self._heal_by = float("inf")
+        self._heal_by = self._shrink_by = self._form_at = float("inf")
         self._speakers: dict[int, Member | Agent] = {}
         self._held: set[str] = set()  # lives that are held off, to say so once
         self._board = Board()

@@ -9,7 +9,7 @@ live in it. A death that starts everyone anew is not written down before the new
 
 from __future__ import annotations
 
-from covey.core import formation, ranks, recovery
+from covey.core import formation, ranks, recovery, scaling
 from covey.core.effects import Close, Level
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incident, Outcome, Stage
@@ -40,8 +40,12 @@ class Lifecycle(Spared):
         plan, self.cluster.reason = formation.decide(self.cluster)
         if plan is None:
             return
+        if self.cluster.size(Role.WORKER) < self.cluster.goal and self._now < self._form_at:
+            self.cluster.reason = f"{self.cluster.reason}, at most {self.cluster.goal} workers may come: a last call for more"
+            return
         self.cluster.seat(plan.ranks)
         self.cluster.generation = 1
+        self.cluster.next_seat = self.cluster.size(Role.WORKER)
         self._gathering = Gathering(1)
         self._move(Phase.READY, self.cluster.reason)
         for agent in self.cluster.agents.values():
@@ -56,12 +60,14 @@ class Lifecycle(Spared):
 
     def _agent_gone(self, agent: Agent, code: int, reason: str, since: float | None = None) -> None:
         """With its agent a child's life is over, and nobody is left to start the next."""
-        children = [m for m in self.cluster.children(agent.id) if m.present]
-        if self.cluster.phase is Phase.ENDED or (not children and self.cluster.phase is not Phase.FORMING):
+        children = self.cluster.children(agent.id)
+        placed = [m for m in children if m.role is not Role.SPARE]
+        done = placed and not any(m.present for m in placed) and self.cluster.phase is not Phase.FORMING
+        if self.cluster.phase is Phase.ENDED or done:
             return
         del self.cluster.agents[agent.id]
         self._publish(f"agent:{agent.id}", "gone", reason, Level.of(code))
-        for member in children:
+        for member in [m for m in children if m.present]:
             self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})", since=since)
 
     def _over(
@@ -106,6 +112,7 @@ class Lifecycle(Spared):
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
             self._await_healing()
+            self._await_host()
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
             self._regroup(_gone(member, failure), member)
@@ -173,7 +180,8 @@ class Lifecycle(Spared):
             agent = self.cluster.agents[spare.agent] if spare else recovery.refuge(self.cluster, member)
             assert agent is not None
             if agent.id != before:
-                self._move_to(agent, member, reason)
+                self._dismiss(member, reason)
+                self._house(member, agent)
         sentence = _gone(member, failure)
         self._next_life(member)
         if spare is None:
@@ -186,13 +194,57 @@ class Lifecycle(Spared):
             self._send(link, self._places().formed(member))
         self._tell_agents({before, member.agent} if spare else {member.agent})  # the old life may still have to be ended
 
-    def _move_to(self, agent: Agent, member: Member, reason: str) -> None:
-        if member.link:  # nobody else may be there to end the old life
+    def _dismiss(self, member: Member, reason: str) -> None:
+        """Nobody else may be there to end the old life."""
+        if member.link:
             self._send(member.link, Refused(f"this life is over: {reason}"))
             self._out.append(Close(member.link))
-        member.local_rank = ranks.free_local(self.cluster.of(member.role), agent.host)
+
+    def _house(self, member: Member, agent: Agent) -> None:
+        """From now on this is the agent that starts it."""
+        member.local_rank = ranks.free_local((m for m in self.cluster.of(member.role) if m is not member), agent.host)
         member.agent, member.host = agent.id, agent.host
         self._layout = None
+
+    def _await_host(self) -> None:
+        """The lost may be started again by a host that comes; where the world may shrink instead, not for ever."""
+        if recovery.waits_to_shrink(self.cluster.settings):
+            self._shrink_by = min(self._shrink_by, self._now + self.cluster.settings.shrink_after_s)
+
+    def _welcome_hosts(self) -> None:
+        """What hosts that have come since the formation are good for: first to start again what lost ones had, then to grow."""
+        if self.cluster.phase is Phase.HEALING and self._dump is None and (pairs := recovery.takers(self.cluster)):
+            for member, agent in pairs:
+                self._house(member, agent)
+                self._next_life(member)
+                self._count("returns")
+            self._replacing = True
+            self._await_healing()
+            hosts = ", ".join(dict.fromkeys(agent.host.name for _, agent in pairs))
+            lost = [member for member, _ in pairs]
+            self._regroup(f"{names(lost)} started again on {hosts}", *lost)
+            self._publish("cluster", "takes a host", f"{names(lost)} started again on {hosts}")
+            self._tell_agents({agent.id for _, agent in pairs})
+        elif (plan := scaling.growth(self.cluster))[0] is not None:
+            self._grow_on(plan[0].agents, plan[1], "a host came")
+
+    def _go_on_without_the_lost(self) -> None:
+        """No host came in time for who is lost: the world shrinks, where it can."""
+        self._shrink_by = float("inf")
+        workers = self.cluster.of(Role.WORKER)
+        lost = [m for m in workers if m.state is NodeState.DEAD]
+        if not lost:
+            return
+        limit = f"no host came for {names(lost)} within {self.cluster.settings.shrink_after_s:g} s"
+        plan, reason = scaling.shrink(self.cluster, lost[0])
+        if plan is not None and any(m.present for m in workers):
+            reason = f"{limit}: the others go on in a world of {len(workers) - len(lost)}"
+            self._count("shrinks")
+            self._open_incident("elastic-training", reason, limit, since=self._now, known=self._now)
+            self._resize(reason, limit, self._without(lost))
+        elif not self.cluster.settings.recovery:
+            failure = self.first_failure
+            self._give_up(failure.code if failure else ExitCode.PEER_FAILED, f"{limit}, and {reason}", failure)
 
     def _restart_all(self, reason: str) -> None:
         self.cluster.restarts += 1
@@ -239,6 +291,7 @@ class Lifecycle(Spared):
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
+        self.cluster.asked = kept.asked
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
@@ -265,12 +318,14 @@ class Lifecycle(Spared):
         if not dead:
             self._replacing = False
             self.first_failure = None
+            self._shrink_by = float("inf")
             self._held.clear()
             self.incidents.mark(Stage.REFORMED, self._now)
             self._move(Phase.READY, reason)
             if not self._grouped:
                 self._close_incidents(Outcome.RESUMED)
         elif phase is Phase.RETURNING:
+            self._await_host()
             self._move(Phase.HEALING, f"waiting for {names(dead)} to be started again, with the same variables")
         else:
             return

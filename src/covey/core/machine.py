@@ -97,16 +97,17 @@ class Machine(Watch):
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
+    def heard_by(self) -> list[int]:
+        """The links of all who are told what becomes of the cluster."""
+        return list(self._speakers)
+
     def _register(self, link: int, wish: Register) -> None:
         answer = answer_node(self.cluster, wish)
         who = f"{wish.role}:{wish.node_id or wish.life}"
         if self._turned_away(link, wish, who, answer):
             return None
         if answer.verdict is Verdict.HOLD:
-            if wish.life not in self._held:
-                self._held.add(wish.life)
-                self._publish(who, "held off", answer.reason, Level.WARNING)
-            return self._send(link, Refused(answer.reason, retry_after_s=HOLD_OFF_S))
+            return self._hold_off(link, wish.life, who, answer.reason)
         self._held.discard(wish.life)
         if answer.verdict is Verdict.ADMIT:
             return self._admit(link, wish, answer.reason)
@@ -116,16 +117,31 @@ class Machine(Watch):
             return self._reattach(link, member, wish)
         return self._return(link, member, wish, answer.reason)
 
+    def _hold_off(self, link: int, life: str, who: str, reason: str) -> None:
+        if life not in self._held:
+            self._held.add(life)
+            self._publish(who, "held off", reason, Level.WARNING)
+        self._send(link, Refused(reason, retry_after_s=HOLD_OFF_S))
+
     def _admit(self, link: int, wish: Register, reason: str) -> None:
         member = Member(wish.role, node_id(wish), wish.life, wish.host, joined_at=self._now, pid=wish.pid)
-        claim = ranks.claim(wish.node_id)
-        member.rank = claim if claim is not None else -1
-        self._begin_life(member)
-        self.cluster.add(member)
+        forming = self.cluster.phase is Phase.FORMING
+        if forming:
+            claim = ranks.claim(wish.node_id)
+            member.rank = claim if claim is not None else -1
+            self._begin_life(member)
+            self.cluster.add(member)
+        else:
+            scaling.admit(self.cluster, member)
         self._speak(link, member)
         self._publish(member.name, "joined", reason, Level.DETAIL)
         self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._form()
+        self._form_at = self._now + self.cluster.settings.last_call_s
+        if forming:
+            self._form()
+        else:
+            world = self.cluster.size(Role.WORKER)
+            self._grow([member], f"the world grows from {world - 1} to {world} workers, as {member.name} came", "a worker came")
 
     def _reattach(self, link: int, member: Member, wish: Register) -> None:
         """The life we know, over a new connection: it keeps its rank, and is told again what it may have missed."""
@@ -178,27 +194,32 @@ class Machine(Watch):
         who = f"agent:{wish.agent}"
         if self._turned_away(link, wish, who, answer):
             return None
+        if answer.verdict is Verdict.HOLD:
+            return self._hold_off(link, wish.life, who, answer.reason)
         if answer.verdict is Verdict.REATTACH:
             agent = self.cluster.agents[wish.agent]
             if agent.link and agent.link != link:
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.spares)
+            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts, wish.spares)
             agent = Agent(wish.agent, wish.life, wish.host, *held)
             self.cluster.agents[agent.id] = agent
-            for place in range(agent.slots):
-                self._add_child(agent, Role.WORKER, place)
-            for place in range(agent.servers):
-                self._add_child(agent, Role.PSERVER, place)
-            if self.cluster.phase is not Phase.FORMING:
+            if self.cluster.phase is Phase.FORMING:
+                for place in range(agent.slots):
+                    self._add_child(agent, Role.WORKER, place)
+                for place in range(agent.servers):
+                    self._add_child(agent, Role.PSERVER, place)
+            else:
                 self._persist(AgentRecord.of(agent))
+            self._form_at = self._now + self.cluster.settings.last_call_s
             self._publish(who, "joined", answer.reason)
         self._speak(link, agent)
         self._send(link, Welcome(self.cluster.cluster_id))
         if self.cluster.phase is Phase.FORMING:
             return self._form()
         self._send(link, self._places().start(agent))
+        self._welcome_hosts()
         return self._settle("every member is here again")
 
     def _add_child(self, agent: Agent, role: Role, place: int) -> None:
@@ -380,7 +401,7 @@ class Machine(Watch):
         if isinstance(speaker, Member):
             if not speaker.agent:
                 self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
-        elif settings.recovery and settings.judges_silence and self.cluster.phase is not Phase.FORMING:
+        elif settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
             speaker.beat_at = self._now
             self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from covey.core.federation import Instance, Plan, Stage
+from covey.core.federation import SERVERS_MAX, Instance, Plan, Stage
 from covey.core.roster import Effect
 from covey.core.rounds import Rounds
 from covey.errors import UsageError
@@ -22,6 +22,8 @@ class Managed(Rounds):
         self._need_ready()
         if more < 1:
             raise UsageError("The value should not be less than 0.")
+        if self.wanted + more > SERVERS_MAX:
+            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
         self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
         self._say("cluster", "scale out", f"{more} servers are to come")
         return self._done()
@@ -61,8 +63,6 @@ class Managed(Rounds):
         self._need_ready()
         if self.stage is Stage.OPEN and not self.counted:
             self._begin(plan)
-            self.admitted = {}
-            self._keep()
         else:
             self.next_plan = plan
         return self._done()
@@ -75,7 +75,6 @@ class Managed(Rounds):
         if self.instance is not Instance.FINISHED:
             self.instance = Instance.RUNNING if enabled else Instance.DISABLED
         self._say("cluster", "enabled" if enabled else "disabled", "asked for")
-        self._keep()
         return self._done()
 
     def _ask(self, now: float) -> None:

@@ -68,11 +68,11 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         return Answer(Verdict.REATTACH, "the same agent again")
     if known is not None and known.link:
         return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
-    here, world = cluster.size(Role.WORKER), cluster.settings.worker_num
     if wish.spares and not wish.slots and not wish.servers:
         return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.spares} spares")
     if cluster.phase is not Phase.FORMING:
-        return Answer(Verdict.REFUSE, f"the cluster has formed with its {world} workers: this host came too late")
+        return _late(cluster, wish)
+    here, world = cluster.size(Role.WORKER), cluster.goal
     if here + wish.slots > world:
         reason = (
             f"this host brings {wish.slots} workers, but {here} of {world} are here already:"
@@ -91,6 +91,18 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
             return Answer(Verdict.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?")
     brings = f"{wish.slots} workers" + (f" and {wish.servers} servers" if wish.servers else "")
     return Answer(Verdict.ADMIT, f"{wish.host.name} brings {brings}")
+
+
+def _late(cluster: Cluster, wish: RegisterAgent) -> Answer:
+    """A host that comes after the formation may take over what a lost one had, or make the world larger."""
+    brings, world = f"{wish.host.name} brings {wish.slots} workers", cluster.size(Role.WORKER)
+    if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
+        return Answer(Verdict.ADMIT, f"{brings}, and {names(lost)} can be started again")
+    if world < cluster.goal:
+        return Answer(Verdict.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.goal}")
+    if away := [agent for agent in cluster.agents.values() if not agent.link and cluster.children(agent.id)]:
+        return Answer(Verdict.HOLD, f"the agent on {away[0].host.name} is out of reach: its places may become free")
+    return Answer(Verdict.REFUSE, f"the cluster has formed with its {world} workers: this host came too late")
 
 
 def names(members: Iterable[Member]) -> str:
@@ -118,7 +130,7 @@ def _foreign(cluster: Cluster, cluster_id: str, fingerprint: Mapping[str, str]) 
 
 def _impossible(cluster: Cluster, wish: Register) -> str:
     """Why no place can exist for this registration; "" when one can."""
-    world = cluster.settings.wanted(wish.role)
+    world = cluster.goal if wish.role is Role.WORKER else cluster.settings.wanted(wish.role)
     if world == 0 and wish.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
         return f"this cluster has no place for the role {wish.role} ({count} is {world})"
@@ -144,13 +156,13 @@ def _holder(cluster: Cluster, wish: Register) -> Member | None:
     if (member := cluster.members.get((wish.role, node_id(wish)))) is not None:
         return member
     rank = ranks.claim(wish.node_id)
-    if wish.incarnation and cluster.phase is not Phase.FORMING:  # its place is gone; that rank is another's
-        return None
+    if cluster.phase is not Phase.FORMING and (wish.incarnation or cluster.resized or cluster.settings.worker_max):
+        return None  # its place is gone, or it is new in a world that changes: that rank is another's
     return cluster.at(wish.role, rank) if rank is not None else None
 
 
 def _newcomer(cluster: Cluster, wish: Register) -> Answer:
-    world = cluster.settings.wanted(wish.role)
+    world = cluster.goal if wish.role is Role.WORKER else cluster.settings.wanted(wish.role)
     if cluster.phase is Phase.FORMING and cluster.size(wish.role) < world:
         return Answer(Verdict.ADMIT, f"{cluster.size(wish.role) + 1} of {world} {wish.role}s are here")
     if wish.incarnation:
@@ -162,6 +174,10 @@ def _newcomer(cluster: Cluster, wish: Register) -> Answer:
             return Answer(Verdict.RETURN, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id))
         for silent in (m for m in raw if m.state is NodeState.SUSPECT):
             return Answer(Verdict.HOLD, f"every place is taken, but {silent.name} is silent: its place may become free")
+    if wish.role is Role.WORKER and cluster.size(Role.WORKER) < world:
+        if cluster.phase is Phase.READY and cluster.trains:
+            return Answer(Verdict.ADMIT, f"there is place for {world} workers")
+        return Answer(Verdict.HOLD, f"it can join when all others are there and have finished a step; now: {cluster.reason}")
     reason = (
         f"one {wish.role} too many: the cluster has its {world}"
         f" ({names(here)}). Stop this one, or start the cluster with a larger number"

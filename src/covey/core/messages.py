@@ -57,6 +57,7 @@ class RegisterAgent(Message, frozen=True):
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
     spares: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
@@ -226,6 +227,10 @@ class Scaling(Message, frozen=True):
     reason: Sentence
 
 
+class Pulse(Message, frozen=True):
+    """The scheduler is there and leads: who hears this no longer should look for another."""
+
+
 class Goodbye(Message, frozen=True):
     """Your leave has been noted."""
 
@@ -340,4 +345,6 @@ class HealPlan(Message, frozen=True):
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
 _Healing = Report | Broke | Fetched | Resumed | Dumped
 FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
-FromScheduler = Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Goodbye | Value | Told
+FromScheduler = (
+    Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told
+)

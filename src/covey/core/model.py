@@ -55,6 +55,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     worker_num: int
     server_num: int = 0
     recovery: bool = False
+    agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     beats: bool = True
@@ -66,10 +67,22 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     dump_s: float = 60.0
     grace_s: float = 10.0
     copies: int = 1  # of each parameter server's rows
+    worker_max: int = 0  # to which the world may grow; 0: nobody comes beyond those it formed with
+    last_call_s: float = 3.0  # after the last who came, for more than `worker_num` to come, before the cluster forms
+    shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
+
+    @property
+    def most(self) -> int:
+        """How many workers there may be, if nobody asks for another number."""
+        return max(self.worker_num, self.worker_max)
 
     @property
     def judges_silence(self) -> bool:
         return self.beats and self.node_timeout_s >= 0
+
+    @property
+    def waits_for_agents(self) -> bool:
+        return self.recovery and self.agents_return and self.judges_silence
 
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
@@ -166,6 +179,7 @@ class Agent(msgspec.Struct):
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     servers: int = 0
+    max_restarts: int = -1  # what it allows, where it says so itself
     spares: int = 0
     link: int = 0
     beat_at: float = 0.0
@@ -211,6 +225,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     meet_port: int
     logs: str
     servers: int = 0
+    max_restarts: int = -1
     spares: int = 0
 
     @classmethod
@@ -236,6 +251,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     resized: int = 0
     next_seat: int = -1
     trains: bool = False
+    asked: int = 0
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -3,7 +3,7 @@
 Theory of operation. A node keeps one link to its scheduler. It registers on every new link, at first with its wish, later
 with what it holds (cluster, incarnation, generation, rank), so that a restarted scheduler finds its members as they were.
 While it is a member a lost link stops nothing: the program goes on, and the node calls again, first after 50 ms, then less
-and less often.
+and less often. Where there are standbys a scheduler lets itself be heard all the time: one that is silent is left for another.
 
     CONNECTING → REGISTERING → WAITING → MEMBER → LEAVING → OVER
          ↑____________↓___________↓________↓  (link lost)
@@ -26,6 +26,7 @@ from covey.core.messages import (
     FromScheduler,
     Goodbye,
     Leave,
+    Pulse,
     Refused,
     Register,
     RegisterAgent,
@@ -64,6 +65,7 @@ class NodeSettings(msgspec.Struct, frozen=True):
     retry_upper_s: float = 5.0
     recovery: bool = False
     beats: bool = True
+    silence_s: float = -1.0  # of the scheduler, after which another one is looked for
 
 
 class NodeMachine:
@@ -83,6 +85,7 @@ class NodeMachine:
         self._deadline = _after(now, settings.topo_timeout_s)
         self._answer_by = NEVER
         self._beat_at = NEVER
+        self._silent_at = NEVER
         self._connect_at = now
         self._was_member = False
         self._generation = 0
@@ -104,13 +107,14 @@ class NodeMachine:
         else:
             assert isinstance(event, Ticked)
             out = self._tick(now)
-        self.due = min(self._deadline, self._answer_by, self._beat_at, self._connect_at)
+        self.due = min(self._deadline, self._answer_by, self._beat_at, self._silent_at, self._connect_at)
         return out
 
     # -- the link ----------------------------------------------------------------------------------------------------
 
     def _link_made(self, now: float) -> list[NodeEffect]:
         self._linked = True
+        self._silent_at = _after(now, self._settings.silence_s)
         if self.stage is not Stage.LEAVING:
             self.stage = Stage.REGISTERING
         return self._register(now)
@@ -123,7 +127,7 @@ class NodeMachine:
     def _link_lost(self, reason: str, now: float) -> list[NodeEffect]:
         news, self._trouble = reason != self._trouble, reason
         lost_now, self._linked = self._linked, False
-        self._answer_by = self._beat_at = NEVER
+        self._answer_by = self._beat_at = self._silent_at = NEVER
         if self.stage is Stage.LEAVING and not self._insists:
             return self._finish(self._leave_code(), f"left; the scheduler did not hear it ({reason})")
         if lost_now:
@@ -148,6 +152,9 @@ class NodeMachine:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _heard(self, message: FromScheduler, now: float) -> list[NodeEffect]:
+        self._silent_at = _after(now, self._settings.silence_s)
+        if isinstance(message, Pulse):
+            return []
         if self.stage is Stage.LEAVING and isinstance(message, Goodbye | Stop | Refused):
             return self._finish(self._leave_code(), "left", message if isinstance(message, Stop) else None)
         if self.stage is not Stage.LEAVING:
@@ -216,6 +223,8 @@ class NodeMachine:
         if now >= self._answer_by:
             waited = f"no answer within {self._settings.receive_timeout_s:g} s (MS_RECEIVE_MSG_TIMEOUT)"
             return [Close(), *self._link_lost(waited, now)]
+        if now >= self._silent_at:
+            return [Close(), *self._link_lost(f"it said nothing for {self._settings.silence_s:g} s (COVEY_LEASE_TIME)", now)]
         if now >= self._connect_at:
             if self._linked:
                 return self._register(now)
@@ -266,7 +275,7 @@ class NodeMachine:
 
     def _finish(self, code: int, reason: str, message: FromScheduler | None = None) -> list[NodeEffect]:
         self.stage = Stage.OVER
-        self._deadline = self._answer_by = self._beat_at = self._connect_at = NEVER
+        self._deadline = self._answer_by = self._beat_at = self._silent_at = self._connect_at = NEVER
         return [Finish(code, reason, message), Close()]
 
     def _hold(self, **held: object) -> None:

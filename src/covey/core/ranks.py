@@ -19,13 +19,14 @@ def claim(node_id: str) -> int | None:
 
 
 def assign(members: Iterable[Member], world: int) -> dict[str, int]:
-    """Rank by member name. A member's own rank, where it has one, is its claim; claims are distinct and below `world`."""
+    """Rank by member name. A member's own rank, where it has one, is its claim; claims are distinct. One that is not below
+    `world`, because not as many came as could have, counts for nothing."""
     everyone = list(members)
-    claims = {m.name: m.rank for m in everyone if m.rank >= 0}
+    claims = {m.name: m.rank for m in everyone if 0 <= m.rank < world}
     taken = set(claims.values())
-    assert len(everyone) <= world and len(taken) == len(claims) and all(rank < world for rank in taken)
+    assert len(everyone) <= world and len(taken) == len(claims)
     free = (rank for rank in range(world) if rank not in taken)
-    automatic = _in_order([m for m in everyone if m.rank < 0])
+    automatic = _in_order([m for m in everyone if m.name not in claims])
     return claims | {member.name: next(free) for member in automatic}
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-from covey.core import scaling
+from covey.core import ranks, scaling
 from covey.core.cluster import Cluster
-from covey.core.model import Agent, Failure, Member, NodeState, Role
+from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Role
 from covey.errors import ExitCode, UsageError
 
 MISTAKES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # of a program's author, not of fate
@@ -77,17 +77,24 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
-    if settings.max_restarts > cluster.restarts and all(m.agent in cluster.agents for m in workers):
+    limit = min(allowed(agent, settings.max_restarts) for agent in cluster.agents.values())
+    if limit > cluster.restarts and all(m.agent in cluster.agents for m in workers):
         count = cluster.restarts + 1
-        return After.RESTART_ALL, f"restart {count} of {settings.max_restarts}: all workers start anew"
-    return After.END, "no restart is left" if settings.max_restarts else "no restarts were asked for (--max-restarts)"
+        return After.RESTART_ALL, f"restart {count} of {limit}: all workers start anew"
+    return After.END, "no restart is left" if limit else "no restarts were asked for (--max-restarts)"
+
+
+def allowed(agent: Agent | None, limit: int) -> int:
+    """How many restarts there may be, where a host may have said less."""
+    return min(limit, agent.max_restarts) if agent is not None and agent.max_restarts >= 0 else limit
 
 
 def _without_copy(cluster: Cluster, dead: Member) -> tuple[After, str]:
     """With the server its rows are gone, and what the workers did since the last checkpoint with them."""
     settings = cluster.settings
     lost = f"the rows of {dead.name} were lost with it, for they had no copy"
-    if not dead.agent or dead.agent not in cluster.agents or not cluster.heals:
+    everyone = {m.agent for m in (dead, *cluster.of(Role.WORKER))}
+    if not cluster.heals or not everyone <= cluster.agents.keys():
         return After.END, f"{lost}: start the cluster again, it goes on from its last checkpoint"
     if Strategy.IN_PLACE not in settings.strategies:
         return After.END, f"{lost}, and recover-in-place is not among the strategies"
@@ -107,15 +114,48 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.PROMOTE, f"{spare.name} on {spare.host.name} takes the place of {dead.name}; the others stay in their step"
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.leaving
-    spent = _spent(cluster, dead)
-    if Strategy.IN_PLACE in settings.strategies and here and spent < settings.replacements_max:
+    spent, limit = _spent(cluster, dead), allowed(agent, settings.replacements_max)
+    if Strategy.IN_PLACE in settings.strategies and here and spent < limit:
         return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
     other = refuge(cluster, dead)
     if Strategy.RECOVER in settings.strategies and other is not None:
         return After.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
-    if here and spent >= settings.replacements_max:
-        return After.END, f"{settings.replacements_max} replacements on {dead.host.name} are used up (--max-restarts)"
-    return After.END, f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
+    if here and spent >= limit:
+        return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
+    nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
+    if agent is None and (settings.recovery or waits_to_shrink(settings)):
+        until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_to_shrink(settings) else ""
+        return After.WAIT, f"{nobody}: waiting for one to come{until}"
+    return After.END, nobody
+
+
+def waits_to_shrink(settings: ClusterSettings) -> bool:
+    """Whether a host that comes in time spares the others the smaller world."""
+    return Strategy.ELASTIC in settings.strategies and settings.shrink_after_s > 0
+
+
+def takers(cluster: Cluster) -> list[tuple[Member, Agent]]:
+    """Who could start the children of lost hosts: hosts that have come for them, the very one first that had them."""
+    lost = sorted((m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD), key=lambda m: m.rank)
+    found = []
+    for role in (Role.WORKER, Role.PSERVER):
+        free = cluster.offers(role) if lost else {}
+        waiting = [m for m in lost if m.role.group is role]
+        for fits in (_was_its, lambda *_: True):
+            for member in list(waiting):
+                taker = next((name for name, count in free.items() if count and fits(cluster.agents[name], member)), None)
+                if taker is not None:
+                    free[taker] -= 1
+                    waiting.remove(member)
+                    found.append((member, cluster.agents[taker]))
+    return found
+
+
+def _was_its(agent: Agent, lost: Member) -> bool:
+    """Whether an agent is, by its --node-rank or its host, the next life of the one that had this member."""
+    number = ranks.claim(lost.node_id)
+    claimed = range(agent.first_rank, agent.first_rank + agent.slots) if agent.first_rank >= 0 else range(0)
+    return number in claimed if claimed else agent.host.id == lost.host.id
 
 
 def refuge(cluster: Cluster, dead: Member) -> Agent | None:
@@ -143,7 +183,8 @@ def stand_in(cluster: Cluster, dead: Member) -> Member | None:
 
 def starts_again(cluster: Cluster, spare: Member) -> bool:
     """Whether a spare's place is filled again."""
-    return spare.fruitless < FRUITLESS_MAX and _spent(cluster, spare) < cluster.settings.replacements_max
+    limit = allowed(cluster.agents.get(spare.agent), cluster.settings.replacements_max)
+    return spare.fruitless < FRUITLESS_MAX and _spent(cluster, spare) < limit
 
 
 def _spent(cluster: Cluster, member: Member) -> int:

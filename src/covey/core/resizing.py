@@ -11,7 +11,7 @@ from covey.core.effects import Level
 from covey.core.incidents import Outcome
 from covey.core.ledger import Ledger
 from covey.core.messages import Stop
-from covey.core.model import Member, Phase, Role
+from covey.core.model import AgentRecord, Member, Phase, Role
 
 
 class Resizable(Ledger):
@@ -21,7 +21,15 @@ class Resizable(Ledger):
         """The others go on without one, in the step they are in."""
         self._count("shrinks")
         self._resize(reason, what, self._without([member]))
+        self._withdraw([member])
         self._tell_agents({member.agent})  # to end what may be left of it
+
+    def _withdraw(self, gone: list[Member]) -> None:
+        """Who was given up is not to come again by itself: its host offers no more than it has left."""
+        for name in {m.agent for m in gone} & self.cluster.agents.keys():
+            agent = self.cluster.agents[name]
+            agent.slots = min(agent.slots, sum(m.role is Role.WORKER for m in self.cluster.children(name)))
+            self._persist(AgentRecord.of(agent))
 
     def _without(self, leavers: list[Member]) -> list[Member]:
         """Take members out of the cluster; returns whose rank changed."""
@@ -35,20 +43,39 @@ class Resizable(Ledger):
 
     def _scale(self, plan: scaling.Resizing, reason: str) -> int:
         """The world changes as asked, in the step it is in; returns the operation's number."""
-        kind = "scale-out" if plan.agents else "scale-in"
-        self._count(kind.replace("-", "_"))
-        self._open_incident(kind, reason, "asked for", since=self._now, known=self._now)
-        changed = scaling.admit(self.cluster, plan.agents, self._now) if plan.agents else self._without(plan.leavers)
-        self._arriving = {m.node_id for m in changed} if plan.agents else set()
+        self.cluster.asked = self.cluster.size(Role.WORKER) + len(plan.agents) - len(plan.leavers)
+        if plan.agents:
+            self._grow_on(plan.agents, reason, "asked for")
+        else:
+            self._let_go(plan.leavers, reason)
+        return self.incidents.kept[-1].number
+
+    def _grow_on(self, agents: list[str], reason: str, cause: str) -> None:
+        """The world grows by workers that these agents are to start."""
+        newcomers = []
+        for agent in agents:
+            newcomers.append(scaling.child(self.cluster, agent, self._now))
+            scaling.admit(self.cluster, newcomers[-1])
+        self._grow(newcomers, reason, cause)
+        self._tell_agents(set(agents))
+
+    def _grow(self, newcomers: list[Member], reason: str, cause: str) -> None:
+        """The world is larger by these, who have their places already. The others wait for them in their step."""
+        self._count("scale_out")
+        self._open_incident("scale-out", reason, cause, since=self._now, known=self._now)
+        self._arriving = {m.node_id for m in newcomers}
         self._arrive_by = self._now + scaling.ARRIVE_S
-        for member in changed if plan.agents else []:
+        for member in newcomers:
             self._begin_life(member)
-        self._resize(reason, reason, changed)
-        for member in plan.leavers:
+        self._resize(reason, reason, newcomers)
+
+    def _let_go(self, leavers: list[Member], reason: str) -> None:
+        self._count("scale_in")
+        self._open_incident("scale-in", reason, "asked for", since=self._now, known=self._now)
+        self._resize(reason, reason, self._without(leavers))
+        for member in leavers:
             if member.link:
                 self._send(member.link, Stop(f"{member.name} leaves: {reason}"))
-        self._tell_agents(set(plan.agents))
-        return self.incidents.kept[-1].number
 
     def _turn_back(self, reason: str) -> None:
         """A growth is taken back, all of it."""
@@ -57,7 +84,11 @@ class Resizable(Ledger):
         reason = f"{reason}; the growth is taken back"
         self._close_incidents(Outcome.ROLLED_BACK)
         self._open_incident("scale-in", reason, reason, since=self._now, known=self._now)
+        self.cluster.asked = min(
+            self.cluster.asked, max(self.cluster.settings.most, self.cluster.size(Role.WORKER) - len(leavers))
+        )
         self._resize(reason, reason, self._without(leavers))
+        self._withdraw(leavers)
         for member in leavers:
             self._silence(member.link)
         self._tell_agents({m.agent for m in leavers})

@@ -76,7 +76,6 @@ class Roster:
         self.stage = Stage.FORMING
         self.voids: dict[str, int] = {}  # by server: up to which round its log was given up
         self.missing: tuple[str, ...] = ()  # whose part the present round goes without
-        self.admitted: dict[str, None] = {}  # the devices of the present round
         self._adoptions: dict[str, Adoption] = {}  # by life of the one that is gone
         self._told: Orders | None = None
         self._now = now
@@ -109,8 +108,6 @@ class Roster:
         known.fl_name, known.plan = asked.fl_name, asked.plan
         self.job = self.job or asked.fl_name
         known.link, known.beat_at, known.standing, known.told = link, self._now, None, None
-        if asked.round == self.round and self.stage is not Stage.FORMING:
-            self.admitted.update(dict.fromkeys(asked.joined))
         self._out.append(Send(Admitted(node_id, self.cluster_id, self.key, self.voids.get(node_id, -1)), link))
         return None
 

@@ -32,11 +32,10 @@ from covey.core.federation import (
 )
 from covey.core.messages import Goodbye, Message, Stop, StopAsked
 from covey.core.roster import Effect, Keep, Limits, Roster, Server
+from covey.core.window import Enough, Missed, Window
 
 ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
 REATTACH_S = 2.0  # members of a restarted scheduler call again at once: until then nobody looks into their logs
-EVERYONE = 10**9
-
 
 Event = Heard | LinkLost | Ticked
 
@@ -60,11 +59,8 @@ class Rounds(Roster):
         self.parts: tuple[tuple[str, Numbers], ...] = ()
         self.operation = ""
         self.best = (-1, 0.0)
-        self.room = _room(plan)  # devices the round may take in so far
+        self.window = Window(plan, now)
         self.missed = 0
-        self.opened_at = now
-        self.first_join_at = -1.0
-        self.first_update_at = -1.0
         self.metrics: dict[str, float] = {}
         self.reason = "waiting for servers"
         self._started_at = now
@@ -86,7 +82,10 @@ class Rounds(Roster):
 
     def _heard(self, link: int, message: Message) -> None:
         if isinstance(message, Enlist):
-            return self._enlist(link, message)
+            self._enlist(link, message)
+            if message.round == self.round and self.stage is not Stage.FORMING and self._by_link(link):
+                self.window.admitted.update(dict.fromkeys(message.joined))
+            return None
         if isinstance(message, StopAsked):
             return self._stop(message.reason, link)
         for server in self._by_link(link):
@@ -164,6 +163,7 @@ class Rounds(Roster):
             room = len([s for s in self.servers.values() if s.member and not s.leaving]) < self.wanted
             if server.alive and not server.member and not server.leaving and room:
                 server.member = True
+                self.voids.pop(server.node_id, None)  # it has begun anew: what it counts from now on is to stay
                 members.append(server)
                 self._say(server.node_id, "joined", "the cluster has a place for it")
         changed = told != {server.node_id for server in members}
@@ -201,10 +201,8 @@ class Rounds(Roster):
     def _open(self, reason: str) -> None:
         self.stage = Stage.OPEN
         self.summer, self.missing, self.parts = "", (), ()
-        self.admitted, self.room = {}, _room(self.plan)
-        self.opened_at, self.first_join_at, self.first_update_at = self._now, -1.0, -1.0
-        self.reason = reason
-        if self.instance is Instance.RUNNING and self.iteration > self.plan.iterations:
+        self.window, self.reason = Window(self.plan, self._now), reason
+        if self.instance is not Instance.FINISHED and self.iteration > self.plan.iterations:
             self.instance = Instance.FINISHED
             self._say("cluster", "finished", f"all {self.plan.iterations} iterations are done; the model is still served")
         if self.next_plan is not None:
@@ -213,7 +211,7 @@ class Rounds(Roster):
 
     def _begin(self, plan: Plan) -> None:
         self.plan, self.next_plan = plan, None
-        self.base, self.instance, self.room = self.round - 1, Instance.RUNNING, _room(plan)
+        self.base, self.instance, self.window = self.round - 1, Instance.RUNNING, Window(plan, self._now)
         self.missed, self.best = 0, (-1, 0.0)
         self._say("cluster", "new instance", f"{plan.iterations} iterations from the newest model")
 
@@ -244,37 +242,14 @@ class Rounds(Roster):
         return server.life in self._adoptions
 
     def _enough(self) -> bool:
-        counted, plan = self.counted, self.plan
-        if self.admitted and self.first_join_at < 0:
-            self.first_join_at = self._now
-        if counted and self.first_update_at < 0:
-            self.first_update_at = self._now
-        if counted >= plan.needed:
-            return self._seal(f"{counted} updates of {plan.needed} needed")
-        if counted and self._now - self.first_update_at >= plan.update_window_s:
-            if 0 < plan.update_min <= counted:
-                return self._seal(f"{counted} updates when the window ended, {plan.update_min} are enough")
-            self.first_update_at = self._now
-            self._miss(f"{counted} of {plan.needed} updates came within {plan.update_window_s:g} s", plan.needed - counted)
-        elif self.admitted and len(self.admitted) < plan.threshold and self._now - self.first_join_at >= plan.start_window_s:
-            self.first_join_at = self._now
-            self._miss(f"{len(self.admitted)} of {plan.threshold} devices came within {plan.start_window_s:g} s", 0)
-        elif self._now - self.opened_at >= plan.iteration_window_s:
-            self.opened_at = self._now
-            self._miss(f"the iteration took longer than {plan.iteration_window_s:g} s", max(0, plan.needed - counted))
-        return False
-
-    def _seal(self, reason: str) -> bool:
-        self.stage, self.reason = Stage.SEALING, reason
-        return True
-
-    def _miss(self, reason: str, more: int) -> None:
-        """The round stays open, keeps what it has, and takes so many more devices."""
-        self.missed += 1
-        self.reason = f"missed: {reason}"
-        if len(self.admitted) >= self.room:
-            self.room = len(self.admitted) + more
-        self._say("round", "missed", f"iteration {self.iteration} stays open: {reason}", Level.WARNING)
+        found = self.window.judge(self.counted, self._now)
+        if isinstance(found, Missed):
+            self.missed += 1
+            self.reason = f"missed: {found.reason}"
+            self._say("round", "missed", f"iteration {self.iteration} stays open: {found.reason}", Level.WARNING)
+        elif found is not None:
+            self.stage, self.reason = Stage.SEALING, found.reason
+        return isinstance(found, Enough)
 
     def _finish(self, summer: Server) -> bool:
         assert summer.standing is not None
@@ -304,16 +279,16 @@ class Rounds(Roster):
             return Joined(asked.round, (), asked.ids, "the round is not open")
         admitted, refused, reason = [], [], ""
         for device in asked.ids:
-            if device in self.admitted:
+            if device in self.window.admitted:
                 admitted.append(device)
-            elif len(self.admitted) >= self.room:
+            elif self.window.full:
                 refused.append(device)
                 reason = f"iteration {self.iteration} has reached the threshold of {self.plan.threshold} devices"
             elif self.plan.sample < 1.0 and share(f"{self.cluster_id}/{self.round}", device) >= self.plan.sample:
                 refused.append(device)
                 reason = reason or f"iteration {self.iteration} samples {self.plan.sample:g} of the devices, and not this one"
             else:
-                self.admitted[device] = None
+                self.window.admitted[device] = None
                 admitted.append(device)
         return Joined(asked.round, tuple(admitted), tuple(refused), reason)
 
@@ -346,7 +321,7 @@ class Rounds(Roster):
             adoptions=tuple(self._adoptions.values()),
             leaving=tuple(server.node_id for server in members if server.leaving),
             missing=self.missing,
-            full=len(self.admitted) >= self.room,
+            full=self.window.full,
         )
 
     def _source(self) -> str:
@@ -392,6 +367,9 @@ class Rounds(Roster):
                     best=self.best,
                     operation=self.operation,
                     wanted_before=self.wanted_before,
+                    next_plan=self.next_plan,
+                    missing=self.missing,
+                    metrics=self.metrics,
                 )
             )
         )
@@ -399,11 +377,10 @@ class Rounds(Roster):
     def restore(self, record: FederationRecord, now: float) -> None:
         """What the scheduler before this one knew. Its members are gone until they are heard."""
         self._now = now
-        for name in ("cluster_id", "key", "generation", "wanted", "round", "base", "instance", "plan", "digest", "source"):
+        for name in set(FederationRecord.__struct_fields__) - {"servers", "formed", "voids"}:
             setattr(self, name, getattr(record, name))
-        self.voids, self.best = dict(record.voids), record.best
-        self.operation, self.wanted_before = record.operation, record.wanted_before
-        self.room = _room(self.plan)
+        self.voids = dict(record.voids)
+        self.window = Window(self.plan, now)
         self.stage = Stage.OPEN if record.formed else Stage.FORMING
         for kept in record.servers:
             server = Server(kept.node_id, kept.life, kept.host, kept.http, kept.peer, kept.folder, kept.rank)
@@ -411,8 +388,3 @@ class Rounds(Roster):
             server.gone_at = self._now + REATTACH_S
             self.servers[server.node_id] = server
         self.reason = "the scheduler is back"
-
-
-def _room(plan: Plan) -> int:
-    """How many devices a round takes in. An asynchronous one takes all: whoever is late counts in the next."""
-    return EVERYONE if plan.staleness else plan.threshold

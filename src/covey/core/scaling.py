@@ -54,7 +54,7 @@ def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
 
 
 class Resizing(msgspec.Struct, frozen=True):
-    """What was asked for, as it can be done: the agents of those who come, or who goes."""
+    """A change as it can be done: the agents of those who come, or who goes."""
 
     agents: list[str]
     leavers: list[Member]
@@ -66,15 +66,16 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     world = len(workers)
     if cluster.phase is not Phase.READY:
         return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
-    if cluster.settings.worker_num == 1 or not cluster.trains:
+    if cluster.settings.most == 1 or not cluster.trains:
         return None, "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
     if asked.node_ids:
         return _without(workers, asked.node_ids)
     wanted = asked.workers if asked.workers >= 0 else world + asked.more
     if wanted == world:
         return None, f"there are {world} workers already"
-    if not 1 <= wanted <= WORLD_MAX:
-        return None, f"a world of {wanted} workers is not possible: 1 to {WORLD_MAX} are"
+    most = cluster.settings.worker_max or WORLD_MAX
+    if not 1 <= wanted <= most:
+        return None, f"a world of {wanted} workers is not possible: 1 to {most} are"
     if wanted < world:
         return Resizing([], workers[wanted:]), f"the world shrinks from {world} to {wanted} workers, as asked"
     load = {agent.id: len(cluster.children(agent.id)) for agent in cluster.agents.values() if agent.link and not agent.leaving}
@@ -98,19 +99,38 @@ def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | Non
     return Resizing([], going), f"the world shrinks from {len(workers)} to {len(workers) - len(going)} workers, as asked"
 
 
-def admit(cluster: Cluster, agents: list[str], now: float) -> list[Member]:
-    """Places for those who come, in the next generation."""
-    found = []
-    for agent in agents:
-        host, rank = cluster.agents[agent].host, cluster.size(Role.WORKER)
-        seat = max(cluster.next_seat, cluster.settings.worker_num)
-        cluster.next_seat = seat + 1
-        member = Member(Role.WORKER, str(seat), "", host, agent=agent, rank=rank, seat=seat, joined_at=now, beat_at=now)
-        member.local_rank = ranks.free_local(cluster.of(Role.WORKER), host)
-        member.state, member.since = NodeState.ALIVE, cluster.generation + 1
-        cluster.add(member)
-        found.append(member)
-    return found
+def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
+    """May the world grow by itself, because hosts have come that offer more workers than it has?"""
+    world = cluster.size(Role.WORKER)
+    if cluster.phase is not Phase.READY or not cluster.trains or world >= cluster.goal:
+        return None, ""
+    offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
+    hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
+    return (Resizing(offered, []) if offered else None), (
+        f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"
+    )
+
+
+def child(cluster: Cluster, agent: str, now: float) -> Member:
+    """A worker that an agent is to start, called by the seat it will have."""
+    name = str(_next_seat(cluster))
+    return Member(Role.WORKER, name, "", cluster.agents[agent].host, agent=agent, joined_at=now, beat_at=now)
+
+
+def admit(cluster: Cluster, member: Member) -> None:
+    """A place for one who comes, in the next generation."""
+    member.rank, member.seat = cluster.size(Role.WORKER), _next_seat(cluster)
+    member.local_rank = ranks.free_local(cluster.of(Role.WORKER), member.host)
+    member.state, member.since = NodeState.ALIVE, cluster.generation + 1
+    cluster.next_seat = member.seat + 1
+    cluster.add(member)
+
+
+def _next_seat(cluster: Cluster) -> int:
+    seat = max(cluster.next_seat, cluster.settings.worker_num)
+    while (Role.WORKER, str(seat)) in cluster.members:  # somebody chose that for a name
+        seat += 1
+    return seat
 
 
 def seating(cluster: Cluster) -> Seating:

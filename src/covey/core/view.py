@@ -61,6 +61,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     manage_port: int = 0
     log_dir: str = ""
     counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}  # numbers that go up and down
     recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
     recovery_totals: list[Total] = []
 
@@ -139,7 +140,7 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         incarnation=member.incarnation,
         pid=member.pid,
         agent=member.agent,
-        log=agent.logs.replace("{rank}", str(member.rank))
+        log=agent.logs.replace("{rank}", member.node_id)
         if agent and member.rank >= 0 and member.role is not Role.SPARE
         else "",
         busy_s=member.progress.busy_s,

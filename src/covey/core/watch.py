@@ -19,6 +19,10 @@ class Watch(Lifecycle):
 
     def _tick(self) -> None:
         self._forgive_sleep()
+        if self.cluster.phase is Phase.FORMING:
+            self._form()
+        else:
+            self._welcome_hosts()
         phase, settings = self.cluster.phase, self.cluster.settings
         limit = settings.topo_timeout_s
         if phase is Phase.FORMING and 0 <= limit < self._now - self._started:
@@ -30,6 +34,8 @@ class Watch(Lifecycle):
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+        elif self._now > self._shrink_by:
+            self._go_on_without_the_lost()
         elif self._arriving and self._now > self._arrive_by:
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
@@ -88,6 +94,8 @@ class Watch(Lifecycle):
             self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
             self._started += slept
             self._heal_by += slept
+            self._shrink_by += slept
+            self._arrive_by += slept
             speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
             for speaker in speakers:
                 speaker.beat_at = min(speaker.beat_at + slept, self._now)

@@ -18,7 +18,7 @@ from covey.federated.model import Floats
 
 UNIT: Final = 2.0**24
 PRODUCT_MAX: Final = 2.0**27  # of a value and its weight: beyond it the low bits would not hold
-TOTAL_MAX: Final = 2.0**32  # of all of them on one server: 128 servers fit into an int64
+TOTAL_MAX: Final = 2.0**32  # of all of them on one server: SERVERS_MAX of them fit into an int64
 WEIGHT_MAX: Final = 2**27
 _MAGIC: Final = 1.5 * 2.0**52
 _BITS: Final = np.array([_MAGIC]).view(np.int64)[0]

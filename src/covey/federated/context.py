@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from covey.core.federation import Plan
+from covey.core.federation import SERVERS_MAX, Plan
 from covey.errors import UsageError
 from covey.federated.updates import DURABILITIES
 
@@ -69,13 +69,13 @@ KEYS: Mapping[str, Key] = {
     "ms_role": Key(
         "MS_SERVER", _one_of("MS_SERVER", "MS_WORKER", "MS_SCHED"), "MS_SERVER, MS_SCHED or MS_WORKER", ("MS_WORKER",)
     ),
-    "worker_num": Key(0, _number(0), "0: cloud workers belong to HYBRID_TRAINING"),
-    "server_num": Key(0, _number(0), "a whole number, 0 or more"),
+    "worker_num": Key(0, _number(0, 0), "0: cloud workers belong to HYBRID_TRAINING"),
+    "server_num": Key(0, _number(0, SERVERS_MAX), f"a whole number up to {SERVERS_MAX}"),
     "scheduler_ip": Key("0.0.0.0", lambda v: 0 < len(v) <= HOST_MAX, f"a host of at most {HOST_MAX} characters"),
     "scheduler_port": Key(6667, _number(1, PORT_MAX), _PORT),
     "fl_server_port": Key(6668, _number(1, PORT_MAX), _PORT),
     "scheduler_manage_port": Key(11202, _number(0, PORT_MAX), f"0 (none) or {_PORT}"),
-    "enable_fl_client": Key(False, _any, _FLAG),
+    "enable_fl_client": Key(False, lambda v: not v, "False: a device is a covey.federated.Device"),
     "fl_name": Key("", lambda v: len(v) <= HOST_MAX and v.isprintable(), "a printable text of at most 100 characters"),
     "start_fl_job_threshold": Key(1, _POSITIVE, _COUNT),
     "start_fl_job_time_window": Key(3000, _POSITIVE, _WINDOW),
@@ -192,6 +192,16 @@ def check(key: str, value: object) -> Value:
     if value in found.later:
         raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
+
+
+def from_text(key: str, text: str) -> Value:
+    """A value as a shell spells it, checked."""
+    wanted = type(_key(key).default)
+    words: dict[str, Value] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    try:
+        return check(key, words.get(text.lower(), text) if wanted is bool else wanted(text))
+    except ValueError:  # no number: the check has the sentence
+        return check(key, text)
 
 
 def number(key: str) -> int:

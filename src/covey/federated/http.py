@@ -17,8 +17,10 @@ import httptools
 import numpy as np
 
 HEAD_MAX: Final = 16 * 1024
+RECEIVING_MAX: Final = 2**30  # bytes of bodies at once, whoever sends them
 REQUEST_S: Final = 60.0  # from its first byte to its last
 IDLE_S: Final = 600.0
+REFUSED_S: Final = 5.0  # for a device to read why
 SWEEP_S: Final = 5.0
 _REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 411: "Length Required"}
 _REASONS_MORE: Final = {413: "Content Too Large", 431: "Request Header Fields Too Large", 500: "Internal Server Error"}
@@ -65,6 +67,7 @@ class Connection(asyncio.BufferedProtocol):
         self._received = 0
         self._busy = False
         self._close_after = False
+        self._refused = False  # what still comes is not looked at
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._method = ""
@@ -85,13 +88,18 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._site.connections.discard(self)
+        self._let_go()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._refused:
+            return self._view
         if self._body is not None and not self._busy:
             return self._body[self._received :]
         return self._view[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._refused:
+            return
         if self._body is not None and not self._busy:
             self._received += nbytes
             if self._received == len(self._body):
@@ -138,10 +146,13 @@ class Connection(asyncio.BufferedProtocol):
             return self._refuse(411, "send a Content-Length: chunked bodies are not taken")
         if not 0 <= length <= self._site.body_max:
             return self._refuse(413, f"the body has {length} bytes, and {self._site.body_max} is the limit")
+        if self._site.receiving + length > self._site.receiving_max:
+            return self._refuse(503, "too many bodies are under way here: try another")
         return self._start_body(end + 4, length)
 
     def _start_body(self, start: int, length: int) -> None:
-        body = np.empty(length, np.uint8).data if length else memoryview(b"")
+        body = np.empty(length, np.uint8).data
+        self._site.receiving += length
         early = min(length, self._filled - start)
         body[:early] = self._view[start : start + early]
         rest = self._filled - start - early
@@ -170,20 +181,27 @@ class Connection(asyncio.BufferedProtocol):
             f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n{close}\r\n"
         )
         self._transport.writelines([head.encode(), *pieces])
-        self._body, self._busy = None, False
+        self._let_go()
         self.since = time.monotonic()
-        if self._close_after:
+        if self._refused:
+            self._transport.write_eof() if self._transport.can_write_eof() else self._transport.close()
+        elif self._close_after:
             self._transport.close()
         elif self._filled:
             self._transport.resume_reading()
             asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _let_go(self) -> None:
+        self._site.receiving -= len(self._body) if self._body is not None else 0
+        self._body, self._busy = None, False
 
     def _look_again(self) -> None:
         if not self.closed and not self._busy and self._body is None and self._filled:
             self._look()
 
     def _refuse(self, status: int, sentence: str) -> None:
-        self._close_after = True
+        """Say why, and let what is under way run out: a connection closed at once might take the answer with it."""
+        self._close_after = self._refused = True
         self.answer(status, "application/json", [self._site.refusal(status, sentence)])
 
     def sweep(self, now: float) -> None:
@@ -191,6 +209,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._busy:
             return
         limit = REQUEST_S if self._filled or self._body is not None else IDLE_S
+        limit = REFUSED_S if self._refused else limit
         if now - self.since > limit:
             self._transport.abort()
 
@@ -210,6 +229,8 @@ class Site:
         self.refusal = refusal
         self.body_max = body_max
         self.connections_max = connections_max
+        self.receiving = 0  # bytes of bodies that are not answered yet
+        self.receiving_max = max(RECEIVING_MAX, 2 * body_max)
         self.connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None

@@ -19,7 +19,7 @@ import msgspec
 
 from covey.errors import ExitCode
 from covey.federated.context import VARIABLE, Value
-from covey.federated.process import CLUSTER_VARIABLE
+from covey.federated.process import CLUSTER_VARIABLE, RAN_VARIABLE
 from covey.node import kernel
 from covey.node.log import log
 
@@ -79,6 +79,9 @@ class Keeper:
             code = await process.wait()
             if self._over.is_set():
                 return None
+            if code == 0 and not self._ran(role).exists():
+                log.error("%s ended at once: %s does not call covey.federated.run", role.name, self._command[0])
+                return self.end(int(ExitCode.BAD_SCRIPT))
             if code == 0 and "scheduler" in role.name:
                 return self.end()
             if code == 0:
@@ -97,13 +100,18 @@ class Keeper:
     def _log(self, role: Role) -> Path:
         return self._folder / f"{role.name}.log"
 
+    def _ran(self, role: Role) -> Path:
+        return self._folder / f"{role.name}.ran"
+
     async def _spawn(self, role: Role) -> asyncio.subprocess.Process:
         keeper = os.getpid()
+        self._ran(role).unlink(missing_ok=True)
         environ = {
             **self._environ,
             "MS_NODE_ID": role.node_id,
             VARIABLE: msgspec.json.encode(role.context).decode(),
             CLUSTER_VARIABLE: self._cluster_id,
+            RAN_VARIABLE: str(self._ran(role)),
         }
 
         def in_child() -> None:

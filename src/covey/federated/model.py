@@ -22,6 +22,14 @@ HEADER_MAX = 16 * 1024 * 1024
 FLOAT_KINDS = "f"
 
 
+class _Tensor(msgspec.Struct):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 class Layout:
     """Names, shapes and places of a model's tensors."""
 
@@ -67,11 +75,14 @@ class Layout:
             raise ValueError(f"the names do not match the model: {wrong}")
         flat = np.empty(self.size, np.float32)
         for name, (start, end) in self.places.items():
-            tensor = tensors[name]
-            if tensor.get("dtype") != "F32" or tuple(tensor.get("shape", ())) != self.shapes[name]:
-                said = f"{tensor.get('dtype')} {tensor.get('shape')}"
+            try:
+                tensor = msgspec.convert(tensors[name], _Tensor)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name} is not described as safetensors does it: {error}") from None
+            if tensor.dtype != "F32" or tensor.shape != self.shapes[name]:
+                said = f"{tensor.dtype} {list(tensor.shape)}"
                 raise ValueError(f"{name} is F32 {list(self.shapes[name])} in the model, and {said} came")
-            low, high = tensor["data_offsets"]
+            low, high = tensor.data_offsets
             if not 0 <= low <= high <= len(data) or high - low != 4 * (end - start):
                 raise ValueError(f"{name} does not lie where the header says")
             flat[start:end] = np.frombuffer(bytes(data[low:high]), np.float32)

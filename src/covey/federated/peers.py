@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +18,7 @@ from covey.wire import address
 from covey.wire.link import Link, Listener, connect
 
 PIECE_MAX: Final = 4 * 1024 * 1024
+COPIES_MAX: Final = 8  # records on their way at once: a link that holds more than it can send is cut
 FETCH_S: Final = 30.0  # for one piece
 RETRY_S: Final = 0.1
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(BetweenServers)
@@ -51,6 +52,9 @@ class Peers:
         self._copies: dict[int, asyncio.Future[None]] = {}
         self._listener: Listener | None = None
         self._serial = 0
+        self._small = asyncio.Semaphore(COPIES_MAX)
+        self._large = asyncio.Lock()
+        self._partial: dict[int, bytes] = {}  # by the identity of a link: the record that is coming in pieces
 
     async def open(self, sockets: list[socket.socket]) -> None:
         self._listener = Listener(
@@ -60,7 +64,7 @@ class Peers:
             decoder=_decoder,
             on_open=lambda link: None,
             on_message=self._from_caller,
-            on_close=lambda link, reason: self._callers.pop(id(link), None),
+            on_close=self._caller_gone,
         )
         await self._listener.open()
 
@@ -94,23 +98,44 @@ class Peers:
     async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
         """The whole of something a member has. Raises `PeerError`."""
         found = bytearray()
+        async for piece in self.pieces(node_id, what, round_number):
+            found += piece
+        return found
+
+    async def pieces(self, node_id: str, what: str, round_number: int) -> AsyncIterator[bytes]:
+        """The same, one piece after the other."""
+        start = 0
         while True:
-            piece = await self._piece(node_id, what, round_number, len(found))
-            if piece.total < 0:
+            piece = await self._piece(node_id, what, round_number, start)
+            if piece.total < 0 or (not piece.data and start < piece.total):
                 raise PeerError(f"server {node_id} has no {what} of round {round_number}")
-            found += piece.data
-            if len(found) >= piece.total:
-                return found
+            yield piece.data
+            start += len(piece.data)
+            if start >= piece.total:
+                return
 
     async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
         """Have a member keep a record too. Raises `PeerError`."""
+        if len(record) <= PIECE_MAX:
+            async with self._small:
+                return await self._copy_piece(node_id, life, round_number, record)
+        async with self._large:
+            for start in range(0, len(record), PIECE_MAX):
+                piece = record[start : start + PIECE_MAX]
+                rest = len(record) - start - len(piece)
+                await self._copy_piece(node_id, life, round_number, piece, start, rest)
+        return None
+
+    async def _copy_piece(
+        self, node_id: str, life: str, round_number: int, record: bytes, offset: int = 0, rest: int = 0
+    ) -> None:
         self._serial += 1
         serial = self._serial
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._copies[serial] = waiting
         try:
             link = await self._linked(node_id)
-            link.send(Copy(life, round_number, serial, record))
+            link.send(Copy(life, round_number, serial, record, offset, rest))
             async with asyncio.timeout(FETCH_S):
                 await waiting
         except TimeoutError:
@@ -196,6 +221,22 @@ class Peers:
             if copied is not None and not copied.done():
                 copied.set_result(None)
 
+    def _caller_gone(self, link: Link, reason: str) -> None:
+        self._callers.pop(id(link), None)
+        self._partial.pop(id(link), None)
+
+    def _kept(self, link: Link, caller: str, message: Copy) -> None:
+        """Keep a copy once it is whole."""
+        if message.offset or message.rest:
+            before = self._partial.pop(id(link), b"") if message.offset else b""
+            if len(before) != message.offset:
+                raise PeerError(f"a copy's piece at {message.offset} came after {len(before)} bytes")
+            if message.rest:
+                self._partial[id(link)] = before + message.record
+                return
+            message = msgspec.structs.replace(message, record=before + message.record)
+        self._copy(caller, message)
+
     def _from_caller(self, link: Link, message: Message) -> None:
         if isinstance(message, Hello):
             self._callers[id(link)] = message.node_id
@@ -212,7 +253,7 @@ class Peers:
                 link.send(Piece(message.what, message.round, message.offset, len(whole), data))
         elif isinstance(message, Copy):
             try:
-                self._copy(caller, message)
+                self._kept(link, caller, message)
             except PeerError as error:
                 link.close(str(error))
             else:

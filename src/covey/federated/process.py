@@ -24,12 +24,12 @@ from covey.federated.scheduler import Scheduler, load_record
 from covey.federated.server import Server, ServerSettings
 from covey.federated.store import write_file
 from covey.federated.strategies import FedAvg, Strategy
-from covey.federated.summing import Evaluate
+from covey.federated.summing import SPOOL_MAX, Evaluate
 from covey.node import host as hosts
 from covey.node import security
 from covey.node.log import configure, log
 from covey.node.scheduler import raise_file_limit
-from covey.node.serve import bind_manage
+from covey.node.sockets import bind_manage
 from covey.settings import Settings, load
 from covey.store import registry
 from covey.wire import address
@@ -37,6 +37,7 @@ from covey.wire import address
 CLUSTER_VARIABLE: Final = (
     "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again
 )
+RAN_VARIABLE: Final = "COVEY_FL_RAN"  # a file by which a keeper sees that its script called `run`
 INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
 LOST_S: Final = 30.0
 
@@ -47,6 +48,8 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
     `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
     `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
+    if ran := os.environ.get(RAN_VARIABLE):
+        Path(ran).touch()
     try:
         settings = load(os.environ).settings
         code = _serve(settings, network, strategy or FedAvg(), evaluate)
@@ -71,12 +74,12 @@ def _serve(settings: Settings, network: Any, strategy: Strategy, evaluate: Evalu
             tls_server_password=settings.tls_server_password or context.text("server_password"),
             tls_client_password=settings.tls_client_password or context.text("client_password"),
         )
+    if context.number("server_num") < 1:
+        raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if context.text("ms_role") == "MS_SCHED":
             configure(settings, "scheduler")
             return runner.run(_schedule(settings))
-        if context.number("server_num") < 1 and not os.environ.get(context.VARIABLE):
-            raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
         configure(settings, f"server:{settings.node_id}" if settings.node_id else "server")
         return runner.run(_work(settings, network, strategy, evaluate))
 
@@ -186,6 +189,8 @@ def _console_modules() -> tuple[Any, Any]:
 
 async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
     layout, values = model.take(network)
+    if strategy.sees_all:
+        _check_spool(strategy, layout)
     scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
     mine = settings.worker_ip or hosts.address_towards(scheduler_ip)
     http = address.listen(mine, context.number("fl_server_port"), "fl_server_port")
@@ -228,6 +233,14 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
         return await server.run(http, peer)
     finally:
         saying.cancel()
+
+
+def _check_spool(strategy: Strategy, layout: model.Layout) -> None:
+    name, devices = type(strategy).__name__, context.number("start_fl_job_threshold")
+    if context.text("durability") == "none":
+        raise UsageError(f"{name} sees every update, and durability=none keeps none: use process")
+    if 4 * layout.size * devices > SPOOL_MAX:
+        raise UsageError(f"{name} spools {devices} updates of {4 * layout.size} bytes, and {SPOOL_MAX} are the limit")
 
 
 async def _say_started(server: Server) -> None:

@@ -58,7 +58,7 @@ class Scheduler:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
         listener = Listener(sockets, guard.secret, guard.server, decoder=_decoder, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
@@ -160,7 +160,7 @@ class Scheduler:
             "flIterationNum": plan.iterations,
             "stage": str(rounds.stage),
             "reason": rounds.reason,
-            "joined": len(rounds.admitted),
+            "joined": len(rounds.window.admitted),
             "counted": rounds.counted,
             "missed": rounds.missed,
             "missing": list(rounds.missing),
@@ -195,7 +195,7 @@ class Scheduler:
                     pid=server.pid,
                 )
             )
-        counters = {"round": float(rounds.round), "counted": float(rounds.counted), "missed": float(rounds.missed)}
+        progress = {"iteration": rounds.iteration, "joined": len(rounds.window.admitted), "counted": rounds.counted}
         return ClusterView(
             cluster_id=rounds.cluster_id,
             phase=_PHASES.get(rounds.state, Phase.READY),
@@ -208,7 +208,9 @@ class Scheduler:
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
-            counters=counters,
+            counters={"rounds": float(max(0, rounds.round - 1)), "missed": float(rounds.missed)},
+            gauges={f"federated_{name}": float(number) for name, number in progress.items()}
+            | {f"model_{name}": number for name, number in rounds.metrics.items()},
         )
 
 

@@ -6,7 +6,7 @@ Every number is whole until the last division, so whoever is chosen makes the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from covey.federated.part import Part
 from covey.federated.peers import Peers
 from covey.federated.store import State
 from covey.federated.strategies import Strategy
-from covey.federated.updates import unpack
+from covey.federated.updates import Update, read, unpack
 from covey.node.log import log
 
 SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
@@ -95,18 +95,14 @@ async def columns(
         rows = np.memmap(path, np.float32, "w+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
-            logs = (
-                [p.read_bytes() for p in mine.logs()]
-                if node_id == me
-                else [bytes(await peers.fetch(node_id, "log", mine.round))]
-            )
-            before = row
-            for content in logs:
-                for update, values, _ in unpack(memoryview(content)):
+            seen: set[str] = set()  # copies may have been sent twice
+            async for update, values in _updates(me, node_id, mine, peers):
+                if update.device not in seen and len(seen) < expected.count:
                     rows[row], weights[row] = values, update.weight
                     row += 1
-            if row - before != expected.count:
-                raise PeerError(f"server {node_id} gave {row - before} updates, and {expected.count} were sealed")
+                seen.add(update.device)
+            if len(seen) != expected.count:
+                raise PeerError(f"server {node_id} gave {len(seen)} updates, and {expected.count} were sealed")
         made = np.empty(size, np.float64)
         for start in range(0, size, BLOCK):
             made[start : start + BLOCK] = strategy.column(np.ascontiguousarray(rows[:, start : start + BLOCK]), weights)
@@ -114,6 +110,22 @@ async def columns(
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIterator[tuple[Update, Floats]]:
+    """The updates in the logs of a part, with a piece of one log in memory at a time."""
+    if node_id == me:
+        for path in mine.logs():
+            for update, values in read(path):
+                yield update, values
+        return
+    for number in range(int(await peers.fetch(node_id, "logs", mine.round))):
+        rest = b""
+        async for piece in peers.pieces(node_id, f"log{number}", mine.round):
+            content, end = memoryview(rest + piece), 0
+            for update, values, end in unpack(content):  # noqa: B007
+                yield update, values
+            rest = bytes(content[end:])
 
 
 def pack_state(state: State) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import re
 import struct
@@ -173,14 +174,20 @@ class Folder:
             theirs.release()
 
 
-def read(path: Path) -> Iterator[tuple[Update, Floats]]:
-    """The records of a log; what a death cut short is cut off."""
+def mapped(path: Path) -> memoryview:
+    """A log's bytes: the kernel's, so that a long one takes no memory. Raises `StoreError`."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b"")
     except OSError as error:
         raise _unusable(path, error) from None
-    end = 0
-    for update, values, end in unpack(memoryview(content)):  # noqa: B007
+
+
+def read(path: Path) -> Iterator[tuple[Update, Floats]]:
+    """The records of a log; what a death cut short is cut off."""
+    content, end = mapped(path), 0
+    for update, values, end in unpack(content):  # noqa: B007
         yield update, values
     if end < len(content):
         os.truncate(path, end)

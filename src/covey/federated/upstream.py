@@ -14,6 +14,7 @@ from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
 from covey.node.log import log
 from covey.node.security import Security
+from covey.wire.address import join
 from covey.wire.link import Link, connect
 
 RECONNECT_S: Final = (0.05, 0.5)
@@ -54,7 +55,7 @@ class Upstream:
 
     async def keep(self) -> None:
         """Call, and call again."""
-        wait = RECONNECT_S[0]
+        wait, waiting = RECONNECT_S[0], False
         host, port = self._scheduler
         while True:
             over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -74,6 +75,9 @@ class Upstream:
             if self._link is not None:
                 self._link, self._lost_at = None, time.monotonic()
                 log.warning("the scheduler is out of reach (%s); devices are served on", reason)
+            elif wait == RECONNECT_S[1] and not waiting:
+                waiting = True
+                log.warning("the scheduler at %s cannot be reached yet (%s); it is called again", join(host, port), reason)
             if 0 <= self._patience_s < time.monotonic() - self._lost_at:
                 sentence = f"the scheduler did not come back within {self._patience_s:g} s ({reason})"
                 return self._end(ExitCode.SCHEDULER_LOST, sentence)

@@ -59,6 +59,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     slots: int
     servers: int = 0  # parameter servers
+    max_restarts: int = -1  # -1: the scheduler's limit alone counts
     first_rank: int = -1
     module: bool = False
     python: bool = True
@@ -119,6 +120,7 @@ class Agent:
             slots=job.slots,
             servers=job.servers,
             spares=settings.spares,
+            max_restarts=job.max_restarts,
             first_rank=job.first_rank,
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),

@@ -48,7 +48,7 @@ def worker_environment(
         TORCH_NCCL_ASYNC_ERROR_HANDLING=found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # the seeds'
         MS_ROLE="MS_PSERVER" if assignment.role is Role.PSERVER else "MS_WORKER",
-        MS_SCHED_HOST=door.host,
+        MS_SCHED_HOST=door.name if door.others else door.host,
         MS_SCHED_PORT=str(door.port),
         MS_WORKER_NUM=str(worker_num),  # what was asked for at the start; the world may have changed since
         MS_NODE_ID=assignment.node_id,

@@ -25,17 +25,22 @@ BEATS_PER_SILENCE: Final = 4  # at least so many beats fit into the silence afte
 
 
 class Door(msgspec.Struct, frozen=True):
-    """Where the scheduler is and what opens it."""
+    """Where the scheduler is and what opens it; `others` are where its standbys are."""
 
     host: str
     port: int
     secret: str = ""
     insist: bool = False  # the secret was given, so a scheduler without one is not ours
     context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return [(self.host, self.port), *self.others]
 
     @property
     def name(self) -> str:
-        return address.join(self.host, self.port)
+        return ",".join(address.join(host, port) for host, port in self.addresses)
 
 
 def node_settings(settings: Settings, door: Door) -> NodeSettings:
@@ -49,8 +54,9 @@ def node_settings(settings: Settings, door: Door) -> NodeSettings:
         receive_timeout_s=settings.receive_timeout_s,
         retry_lower_s=min(settings.retry_lower_s, often),
         retry_upper_s=min(settings.retry_upper_s, often),
-        recovery=settings.recovery,
+        recovery=settings.recovery or settings.stands_by,
         beats=not settings.disable_heartbeat,
+        silence_s=settings.lease_s if settings.stands_by else -1.0,
     )
 
 
@@ -69,6 +75,8 @@ class NodeRuntime:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._door = door
+        self._calls = 0  # so far: each to the next address
+        self._token = 0  # the highest of a leader that this node has heard of
         self._deliver = deliver
         self._finished = finished
         self._progress = progress
@@ -135,10 +143,11 @@ class NodeRuntime:
 
     async def _connect(self) -> None:
         door = self._door
+        host, port = door.addresses[self._calls % len(door.addresses)]
         try:
             await connect(
-                door.host,
-                door.port,
+                host,
+                port,
                 door.secret,
                 door.context,
                 insist=door.insist,
@@ -149,13 +158,17 @@ class NodeRuntime:
         except PeerError as error:
             if isinstance(error, NobodyListens):
                 self._answered_at = self._loop.time()
+            self._calls += 1
             self._do(LinkLost(str(error)))
 
     def _opened(self, link: Link) -> None:
+        if link.token < self._token:
+            return link.abort(f"it leads by token {link.token}, and another by {self._token} has been heard of")
+        self._token = link.token
         self._link = link
         if not self._fixed_address:
             self.address = link.local_address()
-        self._do(LinkMade())
+        return self._do(LinkMade())
 
     def _heard(self, link: Link, message: Any) -> None:
         if link is self._link:
@@ -167,6 +180,7 @@ class NodeRuntime:
             self._do(Heard(Refused(reason)))
         elif link is self._link or self._link is None:
             self._link = None
+            self._calls += 1
             self._do(LinkLost(reason))
 
     def _with_address(self, message: Message) -> Message:

@@ -3,6 +3,9 @@
 One loop, one turn at a time: what arrived is stepped through the machine, its wishes are collected, and at the end of the turn
 the records are committed in one transaction before anything is sent. When the disk refuses, nothing new is promised: wishes
 wait in order, the commit is tried again every second, and beats go on.
+
+Where there are standbys, a scheduler acts only while it leads, which is asked before each commit and after it; one that no
+longer does steps down: its links are closed, and what it still wished for is not done.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -24,13 +28,14 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
-from covey.core.messages import Ask, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told
+from covey.core.messages import Ask, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told
 from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
 from covey.node.log import log, tell
 from covey.node.report import failure_report
-from covey.store.journal import Journal
+from covey.store.journal import Fenced, Journal
+from covey.store.shared_journal import SharedJournal
 from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
@@ -52,8 +57,20 @@ class Place(msgspec.Struct, frozen=True):
     job: str = ""
 
 
+class Term(msgspec.Struct, frozen=True):
+    """How long this scheduler leads, where there are standbys. `pulse_s`: how often nodes hear that it is there."""
+
+    token: int = 0
+    leads: Callable[[], bool] = lambda: True
+    pulse_s: float = 0.0
+
+
+class SteppedDown(Exception):
+    """This scheduler no longer leads; another does, or will."""
+
+
 class Scheduler:
-    """One cluster's scheduler. `run` returns the code the process should end with."""
+    """One cluster's scheduler. `run` returns the code the process should end with. Raises `SteppedDown`."""
 
     def __init__(
         self,
@@ -63,7 +80,8 @@ class Scheduler:
         cluster_id: str,
         secret: str = "",
         context: Any = None,
-        journal: Journal | None = None,
+        journal: Journal | SharedJournal | None = None,
+        term: Term | None = None,
     ) -> None:
         self.place = place
         self.cluster_id = cluster_id
@@ -71,12 +89,14 @@ class Scheduler:
         self._secret = secret
         self._context = context
         self._journal = journal
+        self._term = term or Term()
+        self._pulsed_at = 0.0
         self._links: dict[int, Link] = {}
         self._last_link = 0
         self._followers: dict[int, bytes] = {}
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
-        self._turn: asyncio.Handle | None = None
+        self._turn: asyncio.Task[None] | None = None
         self._told = (Phase.FORMING, 0)
         self._stuck = ""
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
@@ -100,7 +120,7 @@ class Scheduler:
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
-        listener = Listener(sockets, self._secret, self._context, **calls)
+        listener = Listener(sockets, self._secret, self._context, token=self._term.token, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
         try:
@@ -108,6 +128,8 @@ class Scheduler:
             await self._let_go(end)
         finally:
             ticker.cancel()
+            if self._turn is not None:
+                self._turn.cancel()
             listener.close()
             for link in list(self._links.values()):
                 link.abort("the scheduler ended")
@@ -179,53 +201,86 @@ class Scheduler:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._pulse()
             self._step(Ticked())
             self._tell_followers()
+
+    def _pulse(self) -> None:
+        if not self._term.leads():
+            self._fail(SteppedDown("the lease could not be renewed in time"))
+        elif self._term.pulse_s and time.monotonic() - self._pulsed_at >= self._term.pulse_s:
+            self._pulsed_at = time.monotonic()
+            for number in self.machine.heard_by():
+                if number in self._links:
+                    self._links[number].send(Pulse())
 
     def _step(self, event: SchedulerEvent) -> None:
         loop = asyncio.get_running_loop()
         try:
             self._wishes.extend(self.machine.step(event, loop.time()))
         except Exception as error:  # a bug: half a step must not be built upon; the journal brings a new process back
-            assert self._ended is not None
-            if not self._ended.done():
-                self._ended.set_exception(error)
+            self._fail(error)
             raise
         if len(self._wishes) > WAITING_EFFECTS_MAX:
-            assert self._ended is not None
-            if not self._ended.done():
-                sentence = "the disk has refused for too long: more wishes wait for it than can be kept"
-                self._ended.set_exception(StoreError(sentence))
+            self._fail(StoreError("the disk has refused for too long: more wishes wait for it than can be kept"))
         if self._wishes and self._turn is None:
-            self._turn = loop.call_soon(self._end_turn)
+            self._turn = loop.create_task(self._take_turns())
+
+    def _fail(self, error: Exception) -> None:
+        assert self._ended is not None
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
     # -- wishes out --------------------------------------------------------------------------------------------------
 
-    def _end_turn(self) -> None:
-        self._turn = None
-        loop = asyncio.get_running_loop()
+    async def _take_turns(self) -> None:
+        """Until no wish is left: what must be durable first, then the rest, in order."""
         try:
-            self._commit([wish.record for wish in self._wishes if isinstance(wish, Persist)])
-        except StoreError as error:
-            if not self._stuck:
-                log.error("%s", error)
-            self._stuck = str(error)
-            self._turn = loop.call_later(RETRY_DISK_S, self._end_turn)
+            while self._wishes:
+                turn = list(self._wishes)
+                await self._commit([wish.record for wish in turn if isinstance(wish, Persist)])
+                for wish in turn:
+                    self._wishes.popleft()
+                    self._carry_out(wish)
+                self._tell_news()
+        except SteppedDown as error:
+            self._fail(error)
+        finally:
+            self._turn = None
+
+    async def _commit(self, records: list[Any]) -> None:
+        """Returns when the records are durable and this scheduler leads."""
+        while True:
+            self._check_leads()
+            try:
+                if isinstance(self._journal, SharedJournal) and records:
+                    await self._journal.commit(records)
+                elif self._journal is not None and records:
+                    self._journal.commit(records)
+            except Fenced as error:
+                raise SteppedDown(str(error)) from None
+            except StoreError as error:
+                if not self._stuck:
+                    log.error("%s", error)
+                self._stuck = str(error)
+                await asyncio.sleep(RETRY_DISK_S)
+                continue
+            self._check_leads()
+            if self._stuck:
+                self._stuck = ""
+                log.warning("the journal can be written again: what waited is carried out now")
             return
-        if self._stuck:
-            self._stuck = ""
-            log.warning("the journal can be written again: what waited is carried out now")
-        wishes, self._wishes = self._wishes, collections.deque()
-        for wish in wishes:
-            self._carry_out(wish)
+
+    def _check_leads(self) -> None:
+        if not self._term.leads():
+            raise SteppedDown("the lease could not be renewed in time")
+
+    def _tell_news(self) -> None:
+        """What people must not miss is told at once, the rest at the next tick."""
         news = (self.machine.cluster.phase, self.machine.cluster.generation)
-        if news != self._told:  # what people must not miss is told at once, the rest at the next tick
+        if news != self._told:
             self._told = news
             self._tell_followers()
-
-    def _commit(self, records: list[Any]) -> None:
-        if self._journal is not None and records:
-            self._journal.commit(records)
 
     def _carry_out(self, wish: SchedulerEffect) -> None:
         if isinstance(wish, Send):

@@ -1,4 +1,5 @@
-"""The scheduler as a child of the agent on its host: started, watched, and started again from its journal if it dies.
+"""The scheduler as a child of the agent on its host: started, watched, and started again from its journal if it dies. Its
+standbys, where there are some, are such children too: which of them leads is theirs to agree on.
 
 The agent keeps the listening sockets open, so while the scheduler is away its nodes' connections wait at the door instead of
 being refused, and nobody else can take the port.
@@ -20,10 +21,60 @@ import msgspec
 from covey.errors import ExitCode
 from covey.node import kernel
 from covey.node.log import log
-from covey.node.serve import KEPT_VARIABLE, Kept, Sockets
+from covey.node.office import Kept
+from covey.node.serve import KEPT_VARIABLE
+from covey.node.sockets import Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
+
+
+class Schedulers:
+    """The scheduler and its standbys. `over` says whether their end is expected; `gave_up` is called when the last of them
+    cannot be kept alive."""
+
+    def __init__(
+        self,
+        count: int,
+        sockets: Sockets,
+        environ: Mapping[str, str],
+        *,
+        journal: str,
+        log_path: Path,
+        max_restarts: int,
+        over: Callable[[], bool],
+        gave_up: Callable[[int, str], None],
+    ) -> None:
+        self._gave_up = gave_up
+        self._kept = [
+            SchedulerProcess(
+                sockets,
+                environ,
+                journal=journal,
+                log_path=log_path if number == 0 else log_path.with_name(f"{log_path.stem}_{number}.log"),
+                max_restarts=max_restarts,
+                over=over,
+                gave_up=self._one_less,
+            )
+            for number in range(count)
+        ]
+        self._left = count
+
+    async def start(self) -> None:
+        """Start them and watch them from now on."""
+        for process in self._kept:
+            await process.start()
+
+    async def stop(self, wait_s: float) -> None:
+        """The cluster has ended: let them go by themselves, then make them."""
+        await asyncio.gather(*(process.stop(wait_s) for process in self._kept))
+
+    def _one_less(self, code: int, reason: str) -> None:
+        self._left -= 1
+        if self._left:
+            log.warning("%s; %d of its standbys are left", reason, self._left)
+        else:
+            self._gave_up(code, reason)
 
 
 class SchedulerProcess:
@@ -59,6 +110,7 @@ class SchedulerProcess:
 
     async def start(self) -> None:
         """Start it and watch it from now on."""
+        self._log_path.unlink(missing_ok=True)
         await self._spawn()
         self._watcher = asyncio.create_task(self._watch())
 

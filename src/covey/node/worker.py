@@ -86,6 +86,7 @@ class Node:
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
         self.keep_bytes = settings.keep_bytes
+        self.may_grow = settings.worker_max > 1
         self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
@@ -352,7 +353,7 @@ def own_code(finish: Finish) -> int:
 
 def door(settings: Settings) -> Door:
     """Where the scheduler is, checked against MS_WORKER_IP: both must be of one family."""
-    where = address.bare(settings.sched_host)
+    (where, port), *others = address.several(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
         theirs = address.family(where)
         if theirs is None:
@@ -365,7 +366,8 @@ def door(settings: Settings) -> Door:
                 " both must be of one family"
             )
     guard = security.find(settings, reaches=where)
-    return Door(where, settings.sched_port, guard.secret, insist=bool(settings.secret), context=guard.client)
+    insist = bool(settings.secret)
+    return Door(where, port, guard.secret, insist=insist, context=guard.client, others=tuple(others))
 
 
 def _fingerprint(settings: Settings) -> dict[str, str]:

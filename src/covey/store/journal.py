@@ -37,14 +37,24 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
+class Fenced(StoreError):
+    """Another scheduler leads: what this one wants to write comes too late."""
+
+
 class Journal:
-    """Open one with `open_journal`."""
+    """Open one with `open_journal`. It is held by a lock, or, where several schedulers share it, by the leader's token."""
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
         self._lock = lock
         self._database = database
+        self._token = 0
         self._pending: list[tuple[float, str, str, str, str]] = []
+
+    def take(self, token: int) -> None:
+        """From now on only the leader with this token writes."""
+        self._token = token
+        self.commit()
 
     def read(self) -> tuple[Record, ...]:
         """Everything the scheduler knew."""
@@ -63,9 +73,10 @@ class Journal:
         database = self._database
         try:
             database.execute("begin immediate")
+            self._check_token()
             database.executemany(
                 "insert into facts values (?, ?) on conflict (key) do update set value = excluded.value",
-                ((_key(record), _encode(record)) for record in records),
+                ((key_of(record), _encode(record)) for record in records),
             )
             database.executemany("insert into story (at, node, what, reason, level) values (?, ?, ?, ?, ?)", self._pending)
             database.execute("delete from story where seq <= (select max(seq) from story) - ?", (STORY_MAX,))
@@ -78,6 +89,17 @@ class Journal:
                 f"the journal {self.path} cannot be written ({error}): free the disk or make it writable;"
                 " until then nothing new is promised"
             ) from None
+
+    def _check_token(self) -> None:
+        """Inside the transaction, so that nobody can be stopped between looking and writing."""
+        if not self._token:
+            return
+        newest = self._database.execute("pragma application_id").fetchone()[0]
+        if newest > self._token:
+            self._database.execute("rollback")
+            raise Fenced(f"another scheduler leads, with token {newest}: this one's is {self._token}")
+        if newest < self._token:
+            self._database.execute(f"pragma application_id = {self._token:d}")
 
     def story(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
         """The newest events, oldest first."""
@@ -92,15 +114,17 @@ class Journal:
             if self._pending:
                 self.commit()
         self._database.close()
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
 
 
-def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int) -> Journal:
-    """The journal of this job in a folder, created if there is none. Refuses another job's, and a damaged one."""
+def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int, token: int = 0) -> Journal:
+    """The journal of this job in a folder, created if there is none. Refuses another job's, and a damaged one. `token`: of the
+    leader who opens it, where several schedulers share it."""
     path = Path(folder) / "scheduler.journal"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = -1 if token else _lock(path)
         if not path.exists():
             _create(path)
     except OSError as error:
@@ -108,27 +132,37 @@ def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, s
     except sqlite3.Error as error:
         raise StoreError(f"no journal can be made in {folder}: {error}") from None
     journal = Journal(path, lock, _open(path))
+    if token:
+        journal.take(token)
     kept = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
     if kept is None:
         return journal
     if kept.phase is Phase.ENDED:
         journal.close()
         path.rename(path.with_name(f"{path.name}.{kept.cluster_id}"))
-        return open_journal(folder, job=job, worker_num=worker_num, server_num=server_num)
+        return open_journal(folder, job=job, worker_num=worker_num, server_num=server_num, token=token)
+    try:
+        check_job(kept, f"the journal {path}", job=job, worker_num=worker_num, server_num=server_num)
+    except StoreError:
+        journal.close()
+        raise
+    return journal
+
+
+def check_job(kept: ClusterRecord, where: str, *, job: str, worker_num: int, server_num: int) -> None:
+    """A journal of another job, or of a cluster of another size, is not taken over."""
     ours = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
     theirs = {"job": kept.job, "MS_WORKER_NUM": kept.worker_num, "MS_SERVER_NUM": kept.server_num}
     differences = [f"{name} is {theirs[name]} there and {ours[name]} here" for name in ours if ours[name] != theirs[name]]
     if differences:
-        journal.close()
         raise StoreError(
-            f"the journal {path} belongs to another job ({'; '.join(differences)}):"
+            f"{where} belongs to another job ({'; '.join(differences)}):"
             " set MS_RECOVERY_PATH to another folder, or move the journal away",
             ExitCode.BAD_JOURNAL,
         )
-    return journal
 
 
-def _key(record: Record) -> str:
+def key_of(record: Record) -> str:
     if isinstance(record, MemberRecord):
         group = "server" if record.role.group is Role.PSERVER else record.role
         return f"member/{group}/{record.rank:08}"

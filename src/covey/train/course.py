@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -65,7 +65,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         """The global batch of a step."""
         return self.part(step, range(self.length(step)))
 
-    def part(self, step: int, places: range) -> list[int]:
+    def part(self, step: int, places: Iterable[int]) -> list[int]:
         """Some places of the global batch. A rank's micro-batches, next to other ranks' in the order of the epoch, are next to
         each other here: so in the first world each rank has what it would have if there were no other worlds."""
         base = 0 if step in self.extra else self.size
@@ -104,19 +104,24 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
     def weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
         """What the mean over a member's samples counts for in that of all samples whose holders are present."""
-        total = self.length(step)
-        if present != self.seats:
-            here = set(present)
-            total = sum(len(self.span(step, i)) for i, seat in enumerate(self.seats) if seat in here)
-        return len(self.span(step, index)) / total if total else 0.0
+        total = self.length(step) if present == self.seats else sum(len(span) for span in self._held(step, present))
+        return len(self.span(step, index)) / total if total else 1 / len(present)
+
+    def _held(self, step: int, present: tuple[int, ...]) -> list[range]:
+        here = set(present)
+        return [self.span(step, i) for i, seat in enumerate(self.seats) if seat in here]
+
+    def counted(self, step: int, present: tuple[int, ...]) -> list[int]:
+        """The places that count when these are present. Where nobody is left who has a part, all have taken the first sample,
+        which was to count for nothing (see `cut`): then it is the one that counts."""
+        return [place for span in self._held(step, present) for place in span] or [0]
 
     def after(self, step: int, present: tuple[int, ...]) -> Course:
         """The course once a step has counted for those who were present at its reduction; they share the next one."""
         if present == self.seats and not self.carried:
             return self
-        here = set(present)
-        gone = [i for i, seat in enumerate(self.seats) if seat not in here]
-        carried = tuple(sample for i in gone for sample in self.part(step, self.span(step, i)))
+        counted = set(self.counted(step, present))
+        carried = tuple(self.part(step, [place for place in range(self.length(step)) if place not in counted]))
         at_end = self.place(step)[1] + 1 >= self.steps_per_epoch or step + 1 == self.end
         extra = (*self.extra, step + 1) if carried and at_end else self.extra
         return msgspec.structs.replace(

@@ -1,4 +1,5 @@
-"""The group of all workers: what a program calls. In a world of one every collective is the identity, and no group is made."""
+"""The group of all workers: what a program calls. In a world of one every collective is the identity, and no group is
+made unless others may come."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class Group:
 
     @property
     def collectives(self) -> Collectives | None:
-        """None in a world of one."""
-        if self._collectives is None and self.meeting is not None and self.world > 1:
+        """None in a world of one that stays so."""
+        if self._collectives is None and self.meeting is not None and (self.world > 1 or self.meeting.may_grow):
             self._collectives = Collectives(self.meeting)
         return self._collectives
 

@@ -327,7 +327,12 @@ class Loop:
         return self._about() | self._state.now()
 
     def _about(self) -> dict[str, Any]:
-        return {"step": self.step, "course": self._course.state()}
+        place = self._group.place
+        return {
+            "step": self.step,
+            "course": self._course.state(),
+            "made_in": [place.generation, place.world] if place is not None else [0, 1],
+        }
 
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
@@ -390,19 +395,21 @@ class Loop:
             self._course = self._course.seated(tuple(range(world)))
 
     def _agree_on(self, step: int, state: Any) -> Any:
-        """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it."""
+        """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it. There may be two
+        of one step: who died with its only result wrote another one than those who then did the step again."""
         torch = torch_module()
-        steps = [int(t) for t in self._group.all_gather(torch.tensor(step))]
-        best = max(steps)
-        if best < 0 or all(s == best for s in steps):
+        mine = [step, *(state.get("made_in", (0, 0)) if state is not None else (0, 0))]
+        everyone = [t.tolist() for t in self._group.all_gather(torch.tensor(mine))]
+        best = max(everyone)
+        if best[0] < 0 or all(found == best for found in everyone):
             return state
-        giver = steps.index(best)
+        giver = everyone.index(best)
         flat = to_bytes(state) if self._group.rank == giver else torch.empty(0, dtype=torch.uint8)
         size = self._group.all_reduce(torch.tensor(flat.numel()), "max")
         if self._group.rank != giver:
             flat = torch.empty(int(size), dtype=torch.uint8)
         self._group.broadcast(flat, giver)
-        return state if step == best else from_bytes(flat)
+        return state if mine == best else from_bytes(flat)
 
     def _restore(self, state: Any) -> None:
         self._course = self._until_the_end(self._course.restored(state["course"]))

@@ -34,6 +34,7 @@ class Meeting(Protocol):
     waits: Number | None  # the collective this rank waits in, as its beats say it
     finishes_steps: bool  # a loop runs, which leaves at a step's boundary
     keep_bytes: int  # of collectives' results, for a replacement
+    may_grow: bool  # others may come, also to one that is alone
     retries: bool  # retry is among the strategies
 
     @property

@@ -55,6 +55,13 @@ def split(text: str, default_port: int = 0) -> tuple[str, int]:
     return host, int(port_text)
 
 
+def several(hosts: str, port: int) -> list[tuple[str, int]]:
+    """The addresses in a list such as MS_SCHED_HOST's: HOST,HOST or HOST:PORT,HOST:PORT."""
+    if "," not in hosts:
+        return [(bare(hosts), port)]
+    return [split(one.strip(), port) for one in hosts.split(",")]
+
+
 class NotLocal(UsageError):
     """The address to listen at belongs to another host."""
 
@@ -107,7 +114,7 @@ def holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             at = connection.laddr
             if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:80]
+                command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split())[:80]
                 return f" by {command} (process {connection.pid})"
     return ""
 

@@ -55,6 +55,7 @@ class Link(asyncio.Protocol):
         "on_open",
         "peer",
         "reason",
+        "token",
         "turned_away",
     )
 
@@ -69,6 +70,7 @@ class Link(asyncio.Protocol):
     ) -> None:
         self.id = 0
         self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
+        self.token = 0  # at a node: the scheduler's, as its leader
         self.peer = ""
         self.reason = ""
         self.misbehaved = False  # it sent what no peer sends
@@ -170,7 +172,7 @@ class Link(asyncio.Protocol):
             if after is None:
                 return b""
             rest = after
-            self.clock = greeting.clock
+            self.clock, self.token = greeting.clock, greeting.token
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
@@ -224,9 +226,11 @@ class Listener:
         context: ssl.SSLContext | None,
         *,
         decoder: Any = from_node,
+        token: int = 0,
         **calls: Any,
     ) -> None:
         self._sockets = sockets
+        self._token = token
         self._decoder = decoder
         self._secret = secret
         self._context = context
@@ -249,7 +253,7 @@ class Listener:
             task.cancel()
 
     def _link(self) -> Link:
-        return Link(ServerGreeting(self._secret), self._decoder, **self._calls)
+        return Link(ServerGreeting(self._secret, self._token), self._decoder, **self._calls)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,0 +1,1 @@
+"""The line `import taskd.python.adaptor.patch` leads through here."""

@@ -1,0 +1,5 @@
+"""Importing this hands torchrun's workers to covey."""
+
+from covey.taskd.launcher import patch
+
+patch()

@@ -1,0 +1,66 @@
+"""What every endpoint of the device port has in common: a code and a reason, the device's clock, the name of the job."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from covey.federated.http import Request
+from covey.federated.protocol import JSON, MSGPACK, Answer, Code
+
+if TYPE_CHECKING:
+    from covey.federated.server import Server
+
+RETRY_MS: Final = 200
+NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"
+REASON_MAX: Final = 500  # a reason may quote what a device sent
+
+
+class Replies:
+    """How one server answers without a model."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0) -> None:
+        """An answer in the language of the request."""
+        again = str(now_ms() + retry_ms) if retry_ms else ""
+        answer = Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again)
+        if MSGPACK in (request.content_type, request.accept):
+            request.reply([msgspec.msgpack.encode(answer)], MSGPACK)
+        else:
+            request.reply([msgspec.json.encode(answer)], JSON)
+
+    @property
+    def iteration(self) -> int:
+        """The one that is under way."""
+        orders = self._server.orders
+        return orders.round - orders.base if orders is not None else 0
+
+    def refused(self, request: Request, timestamp: int, name: str) -> bool:
+        """Whether the device's clock, always checked, or the job it means was wrong, and it was told so."""
+        limit, ours = self._server.settings.replay_ms, self._server.settings.fl_name
+        apart = abs(now_ms() - timestamp)
+        if apart > limit:
+            reason = (
+                f"the timestamp is {apart} ms away from this server's clock, and {limit} are allowed: set the device's clock"
+            )
+            self.say(request, Code.OUT_OF_TIME, reason)
+        elif name and ours and name != ours:
+            self.say(request, Code.REQUEST_ERROR, f"this server learns {ours}, not {name[:100]}")
+        else:
+            return False
+        return True
+
+    def pause_ms(self) -> int:
+        """Until a device should ask again: less than a window, and not the same for all."""
+        orders = self._server.orders
+        window = orders.plan.update_window_s if orders is not None else 1.0
+        return int(1000 * min(window, 3.0) * (0.5 + random.random()))
+
+
+def now_ms() -> int:
+    return int(1000 * time.time())

@@ -1,0 +1,154 @@
+"""Keeps a candidate for the lease going, beside the scheduler that acts while it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from typing import Final
+
+import msgspec
+
+from covey.core.leadership import Candidate, Cell, Look, Write
+from covey.errors import StoreError
+from covey.node import host
+from covey.node.log import log
+from covey.store.cells import Cells, FileCells
+from covey.store.registry import process_started
+
+KEY: Final = "lease"
+LOOK_S: Final = 0.1  # how often a file is looked at: cheap, and its holder's death shows at once
+
+
+class Over(Exception):
+    """The cluster that this standby stood by for has ended."""
+
+
+class Leading:
+    """One scheduler's part in the lease. `where` is its REST port, for who asks another."""
+
+    def __init__(self, cells: Cells, *, where: str, duration_s: float) -> None:
+        self.predecessor = ""  # who led before this one
+        self._cells = cells
+        self._name = f"{host.identity()}/{os.getpid()}/{process_started(os.getpid())}/{secrets.token_hex(4)}"
+        self._candidate = Candidate(self._name, where, duration_s=duration_s, now=time.monotonic())
+        self._version = 0
+        self._followed = ""  # whom this one has seen lead
+        self._complaint = ""
+        self._turned = asyncio.Event()  # set after each look or write
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def where(self) -> str:
+        """The leader's REST port, as far as it is known here."""
+        seen = self._candidate.seen
+        return seen.where if seen.holder else ""
+
+    def leads(self) -> bool:
+        """Whether this process may act now. The clock is read anew: a loop's own may be as old as its last stop."""
+        return self._candidate.leads(time.monotonic())
+
+    async def win(self) -> int:
+        """Wait until this one leads; returns its token. Raises `Over` if the cluster ends first."""
+        self._task = self._task or asyncio.create_task(self._keep())
+        said = False
+        while not self.leads():
+            seen = self._candidate.seen
+            if self._candidate.over:
+                raise Over
+            if seen.holder and not said:
+                said = True
+                log.info("another scheduler leads: this one stands by")
+            self._turned.clear()
+            waiting = asyncio.create_task(self._turned.wait())
+            await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if self._task.done():
+                self._task.result()
+        self.predecessor = self._followed
+        return self._candidate.token
+
+    async def give_back(self, *, over: bool) -> None:
+        """Let go of the lease, so that the next one need not wait; or end it for all who stand by."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        wish = self._candidate.give_back()
+        if wish is not None:
+            with contextlib.suppress(StoreError):  # then it runs out by itself
+                await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, over=over)), self._version)
+        await self._cells.close()
+
+    async def _keep(self) -> None:
+        while True:
+            wish = self._candidate.next(time.monotonic())
+            try:
+                if isinstance(wish, Look):
+                    await self._look()
+                else:
+                    await self._write(wish)
+                self._complaint = ""
+            except StoreError as error:
+                self._candidate.failed()
+                self._complain(str(error))
+            self._turned.set()
+            wait = self._candidate.due - time.monotonic()
+            if isinstance(self._cells, FileCells) and not self._candidate.token:
+                wait = min(wait, LOOK_S)
+            await asyncio.sleep(max(0.0, wait))
+
+    async def _look(self) -> None:
+        value, self._version = await self._cells.get(KEY)
+        cell = _decode(value)
+        if cell.holder and cell.holder != self._name:
+            self._followed = cell.holder
+            if is_gone(cell.holder):
+                cell = msgspec.structs.replace(cell, holder="")
+        self._candidate.looked(cell, time.monotonic())
+
+    async def _write(self, wish: Write) -> None:
+        version = await self._cells.put(KEY, _encode(wish.cell), self._version)
+        self._candidate.wrote(wish.cell, version is not None)
+        self._version = version or self._version
+
+    def _complain(self, sentence: str) -> None:
+        if sentence != self._complaint:
+            log.warning("%s; training goes on, but nobody leads until it can be reached again", sentence)
+        self._complaint = sentence
+
+
+def is_gone(holder: str) -> bool:
+    """Whether a holder was a process of this host that has ended."""
+    found = _process(holder)
+    return found is not None and process_started(found[0]) != found[1]
+
+
+def end_predecessor(holder: str) -> bool:
+    """Kill who led before, if it is a process of this host that still is: it could not renew its lease in time, so nothing it
+    does may count, and it holds what its successor needs. Returns whether there was one."""
+    found = _process(holder)
+    if found is None or process_started(found[0]) != found[1]:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found[0], signal.SIGKILL)
+    log.warning("the scheduler that led before (process %d) is stopped or stuck, and was killed", found[0])
+    return True
+
+
+def _process(holder: str) -> tuple[int, float] | None:
+    where, pid, started, _ = holder.split("/") if holder.count("/") == 3 else ("", "", "", "")
+    return (int(pid), float(started)) if where == host.identity() and pid.isdigit() else None
+
+
+def _encode(cell: Cell) -> bytes:
+    return msgspec.json.encode(cell)
+
+
+def _decode(value: bytes) -> Cell:
+    try:
+        return msgspec.json.decode(value, type=Cell) if value else Cell()
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"the lease is damaged ({error}): remove it while no scheduler runs") from None

@@ -1,0 +1,258 @@
+"""A scheduler from the settings: its sockets, journal, REST port and registry entry, for as long as it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from covey.core.effects import End
+from covey.core.model import ClusterSettings
+from covey.core.recovery import ladder
+from covey.errors import ExitCode, StoreError, UsageError
+from covey.node import security
+from covey.node.leading import Leading, Over, end_predecessor
+from covey.node.log import log
+from covey.node.scheduler import Place, Scheduler, SteppedDown, Term, exit_now, on_signal
+from covey.node.sockets import Sockets, bind, manage_words
+from covey.settings import Loaded, Settings
+from covey.store import registry
+from covey.store.cells import Cells, FileCells, open_cells
+from covey.store.journal import Fenced, Journal, open_journal
+from covey.store.shared_journal import SharedJournal, open_shared
+from covey.wire import address
+
+PULSES = 4  # in the time after which a leader is replaced
+REPLACEMENTS_MAX = 32767  # per host, as the seeds' max_restarts
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What an agent gives the scheduler it keeps alive, as JSON in `KEPT_VARIABLE`."""
+
+    sockets: tuple[list[int], list[int]]  # descriptors of the bound sockets it hands over: the cluster's, the REST port's
+    journal: str  # the folder from which a restarted one goes on
+    log_dir: str = ""
+    max_restarts: int = 0
+    agents_return: bool = True
+
+
+class Office:
+    """What a scheduler is made from, each time this process becomes one."""
+
+    def __init__(self, loaded: Loaded, sockets: Sockets | None, kept: Kept | None) -> None:
+        settings = loaded.settings
+        self._settings = settings
+        self._manage_given = loaded.origins.get("manage_port") != "default"
+        self._sockets = sockets
+        self._kept = kept
+        self._job = settings.job or str(Path(sys.argv[0]).resolve())
+        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
+        self._cluster_id = uuid.uuid4().hex[:12]
+        self._token = settings.token or secrets.token_urlsafe(24)
+
+    async def serve(self) -> int:
+        """The only scheduler of its cluster."""
+        sockets = self._sockets or bind(self._settings, manage_given=self._manage_given)
+        journal = self._local_journal() if self._folder else None
+        try:
+            end = await self._run(sockets, journal, None)
+        finally:
+            if journal is not None:
+                journal.close()
+        return end.code
+
+    async def stand_by(self) -> int:
+        """One of several schedulers: wait until this one leads, act while it does, and wait again."""
+        store = self._settings.lease or ("file" if self._folder else "")
+        if not store:
+            raise UsageError(
+                "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
+                " MS_ENABLE_RECOVERY=1 and MS_RECOVERY_PATH"
+            )
+        cells = open_cells(store, folder=self._folder, job=self._job)
+        leading = Leading(cells, where=self._where(), duration_s=self._settings.lease_s)
+        for number in _signals():
+            asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
+        while True:
+            try:
+                end = await self._lead(cells, leading)
+            except SteppedDown as error:
+                log.warning("%s: this scheduler leads no longer, and stands by", error)
+            except Over:
+                log.info("the cluster has ended: this scheduler need not stand by any more")
+                return 0
+            else:
+                await leading.give_back(over=True)
+                return end.code
+
+    async def _lead(self, cells: Cells, leading: Leading) -> End:
+        token = await leading.win()
+        log.info("this scheduler leads, by token %d", token)
+        sockets = self._copies() if self._sockets is not None else await self._bind(leading.predecessor)
+        journal = await self._leaders_journal(cells, token, leading.predecessor)
+        try:
+            return await self._run(sockets, journal, Term(token, leading.leads, self._settings.lease_s / PULSES))
+        finally:
+            journal.close()
+            for sock in (*sockets.cluster, *sockets.manage):
+                sock.close()
+
+    async def _bind(self, predecessor: str) -> Sockets:
+        try:
+            return bind(self._settings, manage_given=self._manage_given)
+        except UsageError as error:
+            if error.exit_code is not ExitCode.PORT_IN_USE or not end_predecessor(predecessor):
+                raise
+            await asyncio.sleep(0.1)
+            return bind(self._settings, manage_given=self._manage_given)
+
+    def _copies(self) -> Sockets:
+        """Descriptors of the same sockets: what is closed when this scheduler steps down is needed when it leads again."""
+        assert self._sockets is not None
+        return Sockets([sock.dup() for sock in self._sockets.cluster], [sock.dup() for sock in self._sockets.manage])
+
+    async def _leaders_journal(self, cells: Cells, token: int, predecessor: str) -> Journal | SharedJournal:
+        settings = self._settings
+        try:
+            if isinstance(cells, FileCells):
+                try:
+                    return self._local_journal(token)
+                except StoreError as error:
+                    if isinstance(error, Fenced) or not end_predecessor(predecessor):
+                        raise
+                    return self._local_journal(token)
+            size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
+            return await open_shared(cells, token=token, job=self._job, **size)
+        except Fenced as error:
+            raise SteppedDown(str(error)) from None
+
+    def _local_journal(self, token: int = 0) -> Journal:
+        settings, folder = self._settings, self._folder or self._settings.recovery_path
+        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
+        return open_journal(folder, job=self._job, token=token, **size)
+
+    def _where(self) -> str:
+        """This scheduler's REST port, for those who ask another."""
+        settings = self._settings
+        host = next(iter(address.several(settings.sched_host, 0)))[0]
+        port = self._sockets.manage_port if self._sockets is not None else settings.manage_port
+        return address.join(host, port) if port else ""
+
+    async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
+        settings, kept = self._settings, self._kept
+        guard = security.find(settings, listens_at=address.split(sockets.address)[0])
+        place = Place(
+            address=sockets.address,
+            host=socket.gethostname(),
+            node_id=settings.node_id or "sched",
+            manage_port=sockets.manage_port,
+            log_dir=kept.log_dir if kept is not None else "",
+            job=self._job,
+        )
+        scheduler = Scheduler(
+            cluster_settings(
+                settings,
+                kept.max_restarts if kept is not None else 0,
+                agents_return=kept is None or kept.agents_return,
+            ),
+            place,
+            cluster_id=self._cluster_id,
+            secret=guard.secret,
+            context=guard.server,
+            journal=journal,
+            term=term,
+        )
+        loop = asyncio.get_running_loop()
+        comes_back = settings.recovery or kept is not None or term is not None
+        for number in _signals():
+            loop.add_signal_handler(number, on_signal, scheduler, number, comes_back)
+        serving = loop.create_task(scheduler.run(sockets.cluster))
+        await asyncio.sleep(0)  # let it take over the journal: the cluster id may come from there
+        entry = self._enter(scheduler, sockets, guard)
+        manage = manage_words(sockets, tls=guard.encrypts)
+        log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage)
+        console = loop.create_task(_serve_console(scheduler, sockets, self._token, guard)) if sockets.manage else None
+        try:
+            return await serving
+        finally:
+            entry.unlink(missing_ok=True)
+            if console is not None:
+                console.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await console
+
+    def _enter(self, scheduler: Scheduler, sockets: Sockets, guard: security.Security) -> Path:
+        """Into the registry, where commands on this host find their cluster."""
+        return registry.add(
+            registry.Entry(
+                cluster_id=scheduler.cluster_id,
+                address=sockets.address,
+                pid=os.getpid(),
+                created=registry.process_started(os.getpid()),
+                secret=guard.secret,
+                token=self._token,
+                manage=address.join("127.0.0.1", sockets.manage_port) if sockets.manage else "",
+                job=scheduler.place.job,
+                log_dir=scheduler.place.log_dir,
+                tls=self._settings.tls_config,
+            )
+        )
+
+
+def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:
+    """What the core needs of the effective settings."""
+    return ClusterSettings(
+        worker_num=settings.worker_num,
+        server_num=settings.server_num,
+        recovery=settings.recovery,
+        agents_return=agents_return,
+        topo_timeout_s=settings.topo_timeout_s,
+        node_timeout_s=settings.node_timeout_s,
+        beats=not settings.disable_heartbeat,
+        max_restarts=max_restarts,
+        replacements_max=max_restarts or REPLACEMENTS_MAX,
+        strategies=ladder(settings.strategy.split(",")),
+        stuck_s=settings.stuck_s,
+        extra_ranks=settings.extra_ranks,
+        grace_s=settings.grace_s,
+        copies=settings.ps_copies,
+        worker_max=settings.worker_max,
+        last_call_s=settings.last_call_s,
+        shrink_after_s=settings.shrink_after_s,
+    )
+
+
+def _signals() -> tuple[signal.Signals, ...]:
+    """Those that end a scheduler; in a thread they belong to the program that runs it there."""
+    return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+
+async def _serve_console(scheduler: Scheduler, sockets: Sockets, token: str, guard: security.Security) -> None:
+    """The REST port. Its imports take longer than forming a small cluster, so they happen beside the loop."""
+    training, console = await asyncio.to_thread(_console_modules)
+    server = console.Server(training.make_app(scheduler, token=token), sockets.manage, guard.server)
+    try:
+        await server.start()
+    except OSError as error:
+        log.error("the REST port cannot be served (%s): the cluster goes on without it", error)
+        return
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()
+
+
+def _console_modules() -> tuple[Any, Any]:
+    from covey.console import server, training
+
+    return training, server

@@ -1,0 +1,74 @@
+"""Where a scheduler listens: the cluster's port and the REST port."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from covey.errors import ExitCode, UsageError
+from covey.node.log import log
+from covey.settings import Settings
+from covey.wire import address
+
+
+class Sockets(msgspec.Struct, frozen=True):
+    """Where the cluster and the REST API listen; no REST sockets: it is off."""
+
+    cluster: list[socket.socket]
+    manage: list[socket.socket]
+
+    @property
+    def address(self) -> str:
+        host, port, *_ = self.cluster[0].getsockname()
+        return address.join(host, port)
+
+    @property
+    def manage_port(self) -> int:
+        return int(self.manage[0].getsockname()[1]) if self.manage else 0
+
+
+def bind(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> Sockets:
+    """Listen at the scheduler's host and port (`what` says which), and at the REST port on loopback and on the same host. Where
+    there are several addresses it is the first that is this host's and free."""
+    addresses = address.several(settings.sched_host, settings.sched_port)
+    for number, (host, port) in enumerate(addresses, start=1):
+        try:
+            cluster = address.listen(host, port, what)
+        except UsageError as error:
+            if number < len(addresses) and (isinstance(error, address.NotLocal) or error.exit_code is ExitCode.PORT_IN_USE):
+                continue
+            if not isinstance(error, address.NotLocal) or address.family(host) is not None:
+                raise
+            log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
+            host = "0.0.0.0"
+            cluster = address.listen(host, port, what)
+        break
+    return Sockets(cluster, bind_manage(settings.manage_port, host, strict=manage_given and number == 1))
+
+
+def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
+    """The REST port: always on loopback, and on the cluster's own address if that is another one."""
+    if port == 0:
+        return []
+    try:
+        found = address.listen("127.0.0.1", max(port, 0), "MS_SCHED_MANAGE_PORT")
+    except UsageError as error:
+        if strict:
+            raise
+        log.warning("%s; the REST port was not given by you, so a free one is used", error)
+        return bind_manage(-1, host, strict=True)
+    port = found[0].getsockname()[1]
+    if host in ("0.0.0.0", "::"):
+        found[0].close()
+        return address.listen(host, port, "MS_SCHED_MANAGE_PORT")
+    if not address.is_loopback(host):
+        found += address.listen(host, port, "MS_SCHED_MANAGE_PORT")
+    return found
+
+
+def manage_words(sockets: Sockets, *, tls: bool) -> str:
+    """Where the REST port is, for the first line a person reads."""
+    if not sockets.manage:
+        return ""
+    return f", REST at {'https' if tls else 'http'}://127.0.0.1:{sockets.manage_port}"

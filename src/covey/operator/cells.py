@@ -1,0 +1,90 @@
+"""Cells in Kubernetes, for schedulers that agree there who leads: the lease is a Lease, everything else a ConfigMap.
+
+The object's resourceVersion is the cell's version, which Kubernetes compares at each change. A Lease shows its holder to
+`kubectl get leases`; the cell itself is in an annotation.
+"""
+
+from __future__ import annotations
+
+import base64
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from covey.core.leadership import Cell
+from covey.errors import StoreError
+from covey.operator.api import CONFIG_MAP, LEASE, Api, ApiError, Kind, connect
+
+ANNOTATION = "covey.io/cell"
+
+
+class KubernetesCells:
+    """Objects named NAME-KEY in a namespace."""
+
+    def __init__(self, api: Api, namespace: str, name: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+
+    @classmethod
+    def named(cls, where: str) -> KubernetesCells:
+        """From `[NAMESPACE/]NAME`, in the cluster this process is in or that its kubeconfig names."""
+        namespace, _, name = where.rpartition("/")
+        api = connect()
+        return cls(api, namespace or api.namespace, name)
+
+    async def get(self, key: str) -> tuple[bytes, int]:
+        try:
+            thing = await self._api.get(_kind(key), self._namespace, self._object(key))
+        except ApiError as error:
+            if error.code == 404:
+                return b"", 0
+            raise self._unreachable(error) from None
+        return _value(key, thing), int(thing["metadata"]["resourceVersion"])
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        thing = self._thing(key, value, version)
+        try:
+            if version:
+                written = await self._api.replace(_kind(key), self._namespace, thing)
+            else:
+                written = await self._api.create(_kind(key), self._namespace, thing)
+        except ApiError as error:
+            if error.code in (404, 409):
+                return None
+            raise self._unreachable(error) from None
+        return int(written["metadata"]["resourceVersion"])
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    def _thing(self, key: str, value: bytes, version: int) -> dict[str, Any]:
+        kind = _kind(key)
+        metadata: dict[str, Any] = {"name": self._object(key), "namespace": self._namespace}
+        if version:
+            metadata["resourceVersion"] = str(version)
+        if kind is CONFIG_MAP:
+            data = {key: base64.b64encode(value).decode()}
+            return {"apiVersion": "v1", "kind": kind.name, "metadata": metadata, "binaryData": data}
+        cell = msgspec.json.decode(value, type=Cell)
+        metadata["annotations"] = {ANNOTATION: value.decode()}
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {"holderIdentity": cell.holder, "renewTime": now, "leaseTransitions": cell.token}
+        return {"apiVersion": "coordination.k8s.io/v1", "kind": kind.name, "metadata": metadata, "spec": spec}
+
+    def _object(self, key: str) -> str:
+        return f"{self._name}-{key}"
+
+    def _unreachable(self, error: ApiError) -> StoreError:
+        return StoreError(f"the lease {self._name} in namespace {self._namespace} cannot be used: {error}")
+
+
+def _kind(key: str) -> Kind:
+    return LEASE if key == "lease" else CONFIG_MAP
+
+
+def _value(key: str, thing: dict[str, Any]) -> bytes:
+    if key == "lease":
+        return str((thing["metadata"].get("annotations") or {}).get(ANNOTATION, "")).encode()
+    return base64.b64decode((thing.get("binaryData") or {}).get(key, ""))

@@ -1,0 +1,156 @@
+"""Cells: named values that several processes may change, each change only in the place of the version it was made from.
+
+On one host, or on a disk that several hosts share, a cell is a file. Between hosts it is a key of etcd, spoken to
+through its JSON gateway: two requests are all that is needed, so there is no client library. (`operator.cells` keeps them in
+Kubernetes.) Who cannot reach its store gets a `StoreError`, and does not know whether its last write arrived.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from covey.errors import StoreError, UsageError
+
+TIMEOUT_S: Final = 2.0  # of one request
+OLD_VERSIONS: Final = 8  # that may have been left behind by somebody who ended in between
+VALUE_MAX: Final = 1_000_000  # bytes; etcd takes a request of 1.5 MiB, in base64
+
+
+class Cells(Protocol):
+    """A store of cells. The version of a cell that is not there is 0."""
+
+    async def get(self, key: str) -> tuple[bytes, int]:
+        """A cell's value and its version."""
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        """Change a cell from a version; returns the new one, or None if it is not that version any more."""
+
+    async def close(self) -> None: ...
+
+
+class FileCells:
+    """Cells in a folder, a file per version: its name can be taken once, and no lock is held by somebody who is stopped."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    async def get(self, key: str) -> tuple[bytes, int]:
+        try:
+            while version := self._newest(key):
+                with contextlib.suppress(FileNotFoundError):  # a newer one came, and this one was removed
+                    return self._path(key, version).read_bytes(), version
+        except OSError as error:
+            raise self._unusable(error) from None
+        return b"", 0
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        draft = self._folder / f"{key}-{os.getpid()}.draft"
+        try:
+            with draft.open("wb") as file:
+                file.write(value)
+                file.flush()
+                os.fsync(file.fileno())
+            done = self._claim(draft, key, version)
+            draft.unlink()
+        except OSError as error:
+            raise self._unusable(error) from None
+        return version + 1 if done else None
+
+    async def close(self) -> None:
+        """Nothing is held between two calls."""
+
+    def _claim(self, draft: Path, key: str, version: int) -> bool:
+        """Give the draft the next version's name. A version that came and went long ago leaves its name free again, for one who
+        was stopped meanwhile: but then there is a newer one."""
+        if self._newest(key) != version:
+            return False
+        mine = self._path(key, version + 1)
+        try:
+            mine.hardlink_to(draft)
+        except FileExistsError:
+            return False
+        if self._newest(key) > version + 1:
+            mine.unlink()
+            return False
+        for old in range(max(1, version - OLD_VERSIONS), version + 1):
+            self._path(key, old).unlink(missing_ok=True)
+        return True
+
+    def _newest(self, key: str) -> int:
+        names = (path.name for path in self._folder.glob(f"{key}.*"))
+        return max((int(name.rpartition(".")[2]) for name in names), default=0)
+
+    def _path(self, key: str, version: int) -> Path:
+        return self._folder / f"{key}.{version}"
+
+    def _unusable(self, error: OSError) -> StoreError:
+        return StoreError(f"the lease in {self._folder} cannot be read or written ({error.strerror}): make the folder usable")
+
+
+class EtcdCells:
+    """Cells as keys of etcd, below a prefix."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        import httpx2  # takes longer to import than a small cluster to form, and only this store needs it
+
+        self._url = url
+        self._prefix = prefix
+        self._client = httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False)
+        self._broken = httpx2.HTTPError
+
+    async def get(self, key: str) -> tuple[bytes, int]:
+        answer = await self._ask("range", {"key": self._key(key)})
+        found = answer.get("kvs") or [{}]
+        return base64.b64decode(found[0].get("value", "")), int(found[0].get("mod_revision", 0))
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        if len(value) > VALUE_MAX:
+            raise StoreError(f"{key} has {len(value)} bytes, and etcd takes {VALUE_MAX}: this cluster is too large for it")
+        name, encoded = self._key(key), base64.b64encode(value).decode()
+        compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": str(version)}
+        change = {"request_put": {"key": name, "value": encoded}}
+        answer = await self._ask("txn", {"compare": [compare], "success": [change]})
+        return int(answer["header"]["revision"]) if answer.get("succeeded") else None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _key(self, key: str) -> str:
+        return base64.b64encode(f"{self._prefix}/{key}".encode()).decode()
+
+    async def _ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            reply = await self._client.post(f"/v3/kv/{what}", content=msgspec.json.encode(body))
+            answer = msgspec.json.decode(reply.content)
+        except (self._broken, msgspec.MsgspecError) as error:
+            why = str(error) or type(error).__name__
+            raise StoreError(f"etcd at {self._url} does not answer as it should ({why}): check that it runs") from None
+        if reply.status_code != 200 or not isinstance(answer, dict):
+            raise StoreError(f"etcd at {self._url} refused: {str(answer)[:200]}")
+        return answer
+
+
+def open_cells(where: str, *, folder: str, job: str) -> Cells:
+    """The store that COVEY_LEASE names: `file`, `etcd://HOST:PORT[/PREFIX]`, or `kubernetes://[NAMESPACE/]NAME`."""
+    scheme, _, rest = where.partition("://")
+    if scheme == "file":
+        return FileCells(Path(rest or folder) / "lease")
+    if scheme in ("etcd", "etcds"):
+        authority, _, prefix = rest.partition("/")
+        return EtcdCells(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
+    if scheme == "kubernetes":
+        from covey.operator.cells import KubernetesCells
+
+        return KubernetesCells.named(rest)
+    raise UsageError(f"COVEY_LEASE={where} is no store: file, etcd://HOST:PORT or kubernetes://NAME is")

@@ -1,0 +1,120 @@
+"""What TaskD's calls have in common: how a config is judged, how a mistake is said, and where the manager is."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec
+
+import msgspec
+
+from covey.errors import CoveyError, UsageError
+from covey.node.log import configure, log
+from covey.settings import HOST, NODES_MAX, Loaded, Settings, load, shown
+from covey.wire import address
+
+LOOPBACK = "127.0.0.1"
+GIVEN = "MS_SCHED_HOST"
+SAYS_HOST = ("MASTER_ADDR", "POD_IP")  # who says where the manager is, the first one first
+
+Given = ParamSpec("Given")
+
+
+def answers(call: Callable[Given, None]) -> Callable[Given, bool]:
+    """A call as TaskD has them: True, or a sentence in the log and False."""
+
+    @functools.wraps(call)
+    def asked(*args: Given.args, **options: Given.kwargs) -> bool:
+        speak()
+        try:
+            call(*args, **options)
+        except CoveyError as error:
+            log.error("%s: %s", call.__name__, error)
+            return False
+        return True
+
+    return asked
+
+
+def speak() -> None:
+    """See that a sentence reaches somebody, in a program that has not set up covey's log."""
+    if not log.handlers:
+        configure(Settings(), "taskd")
+
+
+def judge(config: object, kinds: Mapping[str, Callable[[object], str]]) -> dict[str, Any]:
+    """The config, if it is a dict of known keys whose values are of their kind. A kind answers "" or what would be allowed."""
+    if not isinstance(config, dict):
+        raise UsageError(f"the config is of type {type(config).__name__}: give a dict")
+    for key, value in config.items():
+        if key not in kinds:
+            raise UsageError(f"the config has the key {shown(str(key))}, which is not known: {', '.join(kinds)} are")
+        if allowed := kinds[key](value):
+            raise UsageError(f"{key}={shown(repr(value))} is not allowed: {allowed} is")
+    return config
+
+
+def text(value: object) -> str:
+    return "" if isinstance(value, str) else "a text"
+
+
+def count(value: object) -> str:
+    fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= NODES_MAX
+    return "" if fits else f"a whole number from 1 to {NODES_MAX}"
+
+
+def switch(value: object) -> str:
+    return "" if value in ("on", "off") else '"on" or "off"'
+
+
+def clusters(value: object) -> str:
+    """One address or a list of them, each a dict with ip, port, name and role."""
+    listed = value if isinstance(value, list) else [value]
+    keys = {"ip", "port", "name", "role"}
+    fits = all(isinstance(one, dict) and one.keys() <= keys and all(isinstance(v, str) for v in one.values()) for one in listed)
+    return "" if fits else "a dict, or a list of dicts, of the texts ip, port, name and role"
+
+
+def loaded() -> Loaded:
+    """The settings, if TaskD is on."""
+    found = load(os.environ)
+    if found.settings.taskd == "off":
+        raise UsageError("TASKD_PROCESS_ENABLE=off switches TaskD off: nothing is done")
+    return found
+
+
+class Place(NamedTuple):
+    """Where the job's scheduler is, and who said so. With MS_SCHED_HOST and MS_SCHED_PORT somebody else starts it there."""
+
+    host: str
+    port: int
+    said_by: str
+
+    @property
+    def given(self) -> bool:
+        return self.said_by == GIVEN
+
+    @property
+    def name(self) -> str:
+        return address.join(self.host, self.port)
+
+
+def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> Place:
+    """Where manager and agents meet. `endpoint` is a host that a launcher was told, which may be no more than "here"."""
+    if settings.sched_host and settings.sched_port:
+        return Place(address.bare(settings.sched_host), settings.sched_port, GIVEN)
+    if endpoint and not address.is_loopback(endpoint):
+        return Place(endpoint, settings.taskd_port, "--rdzv-endpoint")
+    for variable in SAYS_HOST:
+        if value := environ.get(variable):
+            try:
+                return Place(HOST.read(value), settings.taskd_port, variable)
+            except ValueError:
+                raise UsageError(f"{variable}={shown(value)} is not allowed: {HOST.allowed}") from None
+    return Place(LOOPBACK, settings.taskd_port, "default")
+
+
+def at(settings: Settings, where: Place) -> Settings:
+    """The settings of a process whose scheduler is there."""
+    return msgspec.structs.replace(settings, sched_host=where.host, sched_port=where.port)

@@ -1,0 +1,137 @@
+"""`import taskd.python.adaptor.patch`: what torchrun becomes.
+
+The seed puts that line into torch/distributed/run.py, so it runs in the launcher, before a worker exists. There torchrun's last
+step, which starts an elastic agent, is replaced: the process becomes `covey run` with what torchrun was asked for. It joins the
+manager's scheduler, or starts one where no manager came first. Workers are then covey's: it replaces one that dies, or starts
+all anew where the script never calls `covey.init()`.
+
+In a worker that torchrun itself started, the same line lets `covey.init()` join the manager. But torchrun ends all workers when
+one dies; covey cannot change that from within, and says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from covey.core.taskd import RESTARTS_MAX
+from covey.errors import CoveyError
+from covey.node.log import log
+from covey.node.worker import INCARNATION_VARIABLE
+from covey.settings import load
+from covey.taskd.config import place, speak
+from covey.taskd.parts import attach
+from covey.taskd.scheduling import FOLDER, FOLDER_VARIABLE
+from covey.wire import address
+
+LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
+LOCAL_RANK: Final = "${local_rank}"  # torch's macro in the arguments of a command
+NOBODY: Final = "none"  # torchrun's --rdzv-id where none was given
+OFF: Final = "off"
+
+
+class CannotTakeOver(CoveyError):
+    """torchrun was asked for something that covey does not have."""
+
+
+def patch() -> None:
+    """In a launcher: take its last step over. In a worker that torchrun started: let covey.init() find the manager."""
+    if INCARNATION_VARIABLE in os.environ or os.environ.get("TASKD_PROCESS_ENABLE") == OFF:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        speak()
+        log.warning(
+            "torchrun started this worker and restarts all when one dies: the line belongs into torch/distributed/run.py"
+        )
+        attach()
+    elif importlib.util.find_spec("torch") is not None:
+        _take_over()
+
+
+def _take_over() -> None:
+    from torch.distributed.launcher import api
+
+    theirs: Callable[..., dict[int, Any]] = api.launch_agent
+
+    def launch(config: Any, entrypoint: Any, args: list[Any], **options: Any) -> Any:
+        speak()
+        try:
+            if Path(sys.argv[0]).name not in LAUNCHERS:
+                raise CannotTakeOver(f"{sys.argv[0]} is not torchrun, and may have more to do when its workers have ended")
+            words = command(config, entrypoint, args, os.environ)
+        except CannotTakeOver as error:
+            log.warning("torchrun keeps its workers and restarts all when one dies: %s", error)
+            config.max_restarts = config.max_restarts or RESTARTS_MAX
+            return theirs(config, entrypoint, args, **options)
+        except CoveyError as error:
+            log.error("%s", error)
+            sys.exit(int(error.exit_code))
+        return _become(words)
+
+    api.launch_agent = launch
+
+
+def _become(words: list[str]) -> NoReturn:
+    """Go on as `covey run`: the same process, to whoever started and watches it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "covey.cli.main", "run", *words])
+
+
+def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str, str]) -> list[str]:
+    """The words after `covey run` for what torchrun was asked for."""
+    for wish in ("virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters", "numa_options"):
+        if getattr(config, wish, None):
+            raise CannotTakeOver(f"covey has no {wish}")
+    settings = load(environ).settings
+    endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
+    where = place(settings, environ, address.bare(endpoint))
+    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", config.min_nodes, "--master", where.name, "--or-join"]
+    if config.rdzv_backend == "static" and config.max_nodes > 1:
+        words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
+    words += ["--max-restarts", config.max_restarts or RESTARTS_MAX, "--role", config.role, "--no-live"]
+    if config.shutdown_timeout is not None:
+        words += ["--grace", config.shutdown_timeout]
+    if config.local_addr:
+        words += ["--local-addr", config.local_addr]
+    if not settings.job and config.run_id not in ("", NOBODY):
+        words += ["--rdzv-id", config.run_id]
+    return [str(word) for word in [*words, *_logs(config.logs_specs, environ), *_program(entrypoint, args)]]
+
+
+def _logs(specs: Any, environ: Mapping[str, str]) -> list[Any]:
+    """Where output goes. Without a word on it torchrun shows all ranks, so that is what happens."""
+    own = str(specs.root_log_dir or "")
+    temporary = Path(own).name.startswith("torchelastic_")  # what torch makes where no folder was given
+    words: list[Any] = ["--log-dir", environ.get(FOLDER_VARIABLE) or FOLDER if temporary or not own else own]
+    said = {"--tee": _streams(specs._tee), "--redirects": _streams(specs._redirects)}
+    for option, streams in said.items():
+        words += [option, streams] if streams else []
+    if specs._local_ranks_filter:
+        return [*words, "--local-ranks-filter", ",".join(str(rank) for rank in sorted(specs._local_ranks_filter))]
+    return words if any(said.values()) else [*words, "--tail_worker_log", -1]
+
+
+def _streams(streams: Any) -> str:
+    if isinstance(streams, dict):
+        return ",".join(f"{rank}:{int(stream)}" for rank, stream in streams.items())
+    return str(int(streams)) if int(streams) else ""
+
+
+def _program(entrypoint: Any, args: list[Any]) -> list[str]:
+    """The script, module or program, after options that say which of them it is."""
+    if any(LOCAL_RANK in str(word) for word in args):
+        raise CannotTakeOver("the script is to be given --local-rank, and covey gives LOCAL_RANK in the environment")
+    if getattr(entrypoint, "__name__", "") == "run_script_path":
+        return [str(word) for word in args]
+    if not isinstance(entrypoint, str):
+        raise CannotTakeOver("the workers are to run a function of this process, and covey starts scripts")
+    words = [str(word) for word in args]
+    if entrypoint == sys.executable and words[:1] == ["-u"]:
+        return words[1:]
+    return ["--no-python", entrypoint, *words]

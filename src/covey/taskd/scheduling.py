@@ -1,0 +1,213 @@
+"""TaskD's manager: a covey scheduler in this process, or one who watches the scheduler that is there already.
+
+Whoever binds the port first decides, and nobody else does. The journal lies in TASKD_LOG_PATH (./taskd_log), so a manager that
+was killed goes on where it was when it is started again; its workers train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.messages import Ask, Told
+from covey.core.model import Phase, Role
+from covey.core.taskd import RESTARTS_MAX
+from covey.core.view import ClusterView
+from covey.errors import CoveyError, ExitCode, PeerError, UsageError
+from covey.node import security
+from covey.node.log import configure, log
+from covey.node.office import Kept
+from covey.node.runtime import Door
+from covey.node.serve import serve
+from covey.node.sockets import Sockets, bind
+from covey.settings import NODES_MAX, Given, Loaded, Settings, load
+from covey.store import registry
+from covey.taskd.config import Place, answers, at, clusters, count, judge, loaded, place, switch, text
+from covey.wire.link import NobodyListens, connect
+
+FOLDER_VARIABLE: Final = "TASKD_LOG_PATH"
+FOLDER: Final = "./taskd_log"
+CALL: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
+AGAIN_S: Final = 0.5  # between two calls to a scheduler that does not answer
+
+KINDS: Final = {
+    "job_id": text,
+    "node_nums": count,
+    "proc_per_node": count,
+    "plugin_dir": text,
+    "fault_recover": switch,
+    "taskd_enable": switch,
+    "cluster_infos": clusters,
+}
+REQUIRED: Final = ("job_id", "node_nums", "proc_per_node")
+WITHOUT_EFFECT: Final = {
+    "plugin_dir": "what covey does after a failure is a strategy, not a plugin",
+    "cluster_infos": "covey needs no ClusterD",
+}
+_ready: list[Loaded] = []  # what init_taskd_manager settled, at most one
+
+
+@answers
+def init_taskd_manager(config: dict[str, Any]) -> None:
+    """Settle the job's name and size; `start_taskd_manager` follows."""
+    _ready.clear()
+    _ready.append(settle(config))
+
+
+@answers
+def start_taskd_manager() -> None:
+    """Decide for the job until it has ended; False if it failed, or if this process cannot decide."""
+    if not _ready:
+        raise UsageError("nothing is settled: call init_taskd_manager first, and see that it answers True")
+    wanted = _ready.pop()
+    settings = wanted.settings
+    where = place(settings, os.environ)
+    configure(settings, "scheduler")
+    while True:
+        sockets, why = _bind(wanted, where)
+        if sockets is not None:
+            return _decide(wanted, where, sockets)
+        if asyncio.run(_watch(where, settings, why)):
+            return None
+        log.warning("the manager at %s is gone: this one goes on in its place, from its journal", where.name)
+
+
+def _bind(wanted: Loaded, where: Place) -> tuple[Sockets | None, str]:
+    """The manager's sockets; or none, and why another decides."""
+    if where.given:
+        return None, "MS_SCHED_HOST and MS_SCHED_PORT say that it is there"
+    try:
+        manage_given = wanted.origins["manage_port"] != "default"
+        return bind(at(wanted.settings, where), manage_given=manage_given, what=where.said_by), ""
+    except UsageError as error:
+        if error.exit_code != ExitCode.PORT_IN_USE:
+            raise
+        return None, f"{error}, with COVEY_TASKD_PORT"
+
+
+def settle(config: dict[str, Any]) -> Loaded:
+    """The settings of the scheduler that a config asks for."""
+    if isinstance(config, dict) and config.get("job_id", "") is None:
+        raise UsageError("job_id is None: give the job's name, or set MINDX_TASK_ID where it is taken from there")
+    judge(config, KINDS)
+    if missing := [key for key in REQUIRED if config.get(key) in (None, "")]:
+        raise UsageError(f"the config has no {', '.join(missing)}: {', '.join(REQUIRED)} are needed")
+    world = config["node_nums"] * config["proc_per_node"]
+    if world > NODES_MAX:
+        raise UsageError(f"node_nums times proc_per_node is {world}: at most {NODES_MAX} workers can be")
+    environment = loaded()
+    if config.get("taskd_enable") == "off" and environment.origins["taskd"] == "default":
+        raise UsageError("taskd_enable is off: nothing is done")
+    flags = {"job": Given(config["job_id"], CALL), "worker_num": Given(world, CALL)}
+    if config.get("fault_recover") == "off" and environment.origins["strategy"] == "default":
+        flags["strategy"] = Given("exit", f"{CALL}'s fault_recover")
+    for key in WITHOUT_EFFECT.keys() & config.keys():
+        log.info("%s is accepted without effect: %s", key, WITHOUT_EFFECT[key])
+    return load(os.environ, flags=flags)
+
+
+def _folder(settings: Settings) -> Path:
+    """Where the journal of this job lies."""
+    return Path(settings.recovery_path or Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) / settings.job)
+
+
+def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
+    # Workers that torchrun itself starts again may come back; an agent may only where MS_ENABLE_RECOVERY says so.
+    settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)
+    kept = Kept(
+        sockets=([], []),
+        journal=str(_folder(settings)),
+        max_restarts=RESTARTS_MAX,
+        agents_return=wanted.settings.recovery,
+    )
+    code = serve(Loaded(settings, wanted.origins), sockets=sockets, kept=kept)
+    if code:
+        raise CoveyError(f"the job {settings.job} ended with code {code}", code)
+
+
+# -- watching another scheduler --------------------------------------------------------------------------------------
+
+
+async def _watch(where: Place, settings: Settings, why: str) -> bool:
+    """Stay until the job has ended, as a manager does. False: the manager there is gone, and left us its journal and port."""
+    loop = asyncio.get_running_loop()
+    door = _door(where, settings)
+    heard = False
+    limit = loop.time() + (_patience(settings.topo_timeout_s) if where.given else 0)
+    while True:
+        try:
+            view = await _follow(door, first=not heard)
+        except PeerError as error:
+            if heard and isinstance(error, NobodyListens) and not where.given and _journal_is_left(settings):
+                return False
+            if loop.time() > limit:
+                raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
+        else:
+            heard = True
+            limit = loop.time() + _patience(settings.node_timeout_s)
+            if view.phase is Phase.ENDED:
+                _judge_end(view)
+                return True
+        await asyncio.sleep(AGAIN_S)
+
+
+def _patience(seconds: float) -> float:
+    return seconds if seconds > 0 else float("inf")
+
+
+def _journal_is_left(settings: Settings) -> bool:
+    return (_folder(settings) / "scheduler.journal").exists()
+
+
+def _door(where: Place, settings: Settings) -> Door:
+    """How to get in: by what a scheduler of this user on this host has left for us, else by the settings."""
+    known = next((entry for entry in registry.running() if entry.address == where.name), None)
+    if known is not None:
+        settings = msgspec.structs.replace(
+            settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
+        )
+    guard = security.find(settings, reaches=where.host)
+    return Door(where.host, where.port, guard.secret, context=guard.client)
+
+
+async def _follow(door: Door, *, first: bool) -> ClusterView:
+    """The last view before the scheduler fell silent. Raises PeerError if there was none."""
+    closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    seen: list[ClusterView] = []
+
+    def hear(link: Any, message: Any) -> None:
+        if isinstance(message, Told):
+            seen[:] = [msgspec.json.decode(message.view, type=ClusterView)]
+            if first and not announced:
+                announced.append(True)
+                log.info("the scheduler of cluster %s at %s decides: this manager only watches", seen[0].cluster_id, door.name)
+
+    def end(link: Any, reason: str) -> None:
+        if not closed.done():
+            closed.set_result(reason)
+
+    announced: list[bool] = []
+    await connect(
+        door.host,
+        door.port,
+        door.secret,
+        door.context,
+        on_open=lambda link: link.send(Ask(follow=True)),
+        on_message=hear,
+        on_close=end,
+    )
+    reason = await closed
+    if not seen:
+        raise PeerError(reason)
+    return seen[0]
+
+
+def _judge_end(view: ClusterView) -> None:
+    failed = [node.name for node in view.nodes if node.role is Role.WORKER and node.state != "left"]
+    if failed:
+        raise PeerError(f"the job ended: {view.reason}", ExitCode.PEER_FAILED)
+    log.info("the job has ended: %s", view.reason)

@@ -1,0 +1,39 @@
+"""A real etcd for a test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.processes.harness import Process, Processes, free_port, until
+
+ROOT = Path(__file__).parents[2]
+HOW = "no etcd to test on: `make kubernetes` brings it into .kubernetes/, or install Debian's etcd-server"
+
+
+class Etcd:
+    """Its process, and its address."""
+
+    def __init__(self, processes: Processes) -> None:
+        folders = [os.environ.get("KUBEBUILDER_ASSETS", ""), str(ROOT / ".kubernetes"), os.environ.get("PATH", "")]
+        found = shutil.which("etcd", path=os.pathsep.join(filter(None, folders)))
+        if found is None:
+            pytest.skip(HOW)
+        self.address = f"127.0.0.1:{free_port()}"
+        url, peers = f"http://{self.address}", f"http://127.0.0.1:{free_port()}"
+        data = Path(processes.folder) / "etcd"
+        words = [found, "--data-dir", str(data), "--listen-client-urls", url, "--advertise-client-urls", url]
+        words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
+        self.process: Process = processes.start(words, name="etcd")
+        until(self._healthy, "etcd", story=self.process.tail)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/health", timeout=2) as answer:
+                return b"true" in answer.read()
+        except (urllib.error.URLError, OSError):
+            return False

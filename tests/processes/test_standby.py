@@ -1,0 +1,185 @@
+"""A scheduler that cannot be lost: its standby takes over when it is killed or stopped, and an old leader is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.etcd import Etcd
+from tests.processes.harness import Process, free_port, until
+from tests.processes.healing import LONG_S, outcome, reached, release, start
+from tests.processes.recovering import Recovering, recovering
+from tests.processes.test_scheduler_restart import TRAIN_TOGETHER
+
+from covey.core.model import Phase
+
+pytestmark = pytest.mark.timeout(300)
+LEADS = r"this scheduler leads, by token (\d+)"
+LEASE_S = "2"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Recovering]:
+    yield from recovering(tmp_path)
+
+
+def leader(shell: Shell) -> int:
+    return int(next(n["pid"] for n in shell.nodes() if n["role"] == "scheduler"))
+
+
+def worker(shell: Shell, rank: int) -> int:
+    return int(next(n["pid"] for n in shell.nodes() if n["role"] == "worker" and n["rank"] == rank))
+
+
+def token(shell: Shell) -> int:
+    """The newest leader's."""
+    return max((int(number) for number in re.findall(LEADS, schedulers(shell))), default=0)
+
+
+def schedulers(shell: Shell) -> str:
+    """What all of them have logged."""
+    return "".join(path.read_text() for path in shell.folder.rglob("scheduler*.log"))
+
+
+def led_by(shell: Shell, number: int) -> None:
+    until(lambda: token(shell) >= number, f"a leader with token {number}", story=shell.tails)
+
+
+def test_leaders_are_killed_and_stopped_and_the_training_has_the_same_bits(shell: Shell, undisturbed: str) -> None:
+    killed, stopped = "1:4:forward:hold", "1:12:forward:hold"
+    run = start(shell, "--standbys", "1", FAULTS=f"{killed} {stopped}", COVEY_LEASE_TIME=LEASE_S)
+    reached(shell, killed)
+    pids = [worker(shell, 2), leader(shell)]  # a death that nobody is there to hear of
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    led_by(shell, 2)
+    release(shell, killed)
+    reached(shell, stopped)
+    victim, old = worker(shell, 0), leader(shell)
+    os.kill(old, signal.SIGSTOP)
+    os.kill(victim, signal.SIGKILL)
+    led_by(shell, 3)
+    os.kill(old, signal.SIGCONT)
+    until(lambda: "leads no longer, and stands by" in schedulers(shell), "the old one to step down", story=shell.tails)
+    release(shell, stopped)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert outcome(shell) == undisturbed
+    assert "step 0\nstep 0" not in run.text()
+    shell.nobody()
+
+
+def test_a_standby_that_dies_is_started_again_and_nobody_else_notices(shell: Shell) -> None:
+    run = shell.covey("run", "-n", "1", "--standbys", "2", "train.py", str(shell.go), env={"COVEY_LEASE_TIME": LEASE_S})
+    shell.heard(0, "rank=0")
+    until(lambda: schedulers(shell).count("stands by") == 2, "two standbys", story=shell.tails)
+    lead = leader(shell)
+    next(p for p in shell.mine() if "covey.node.serve" in p.cmdline() and p.pid != lead).kill()
+    until(lambda: sum("covey.node.serve" in p.cmdline() for p in shell.mine()) == 3, "three schedulers", story=shell.tails)
+    assert token(shell) == 1
+    shell.release()
+    assert run.wait() == 0
+    shell.nobody()
+
+
+class Pair:
+    """Two schedulers at addresses of their own, which agree in etcd, and their workers."""
+
+    def __init__(self, cluster: Recovering) -> None:
+        self.cluster = cluster
+        self.etcd = Etcd(cluster)
+        cluster.host = f"127.0.0.1:{cluster.port},127.0.0.1:{free_port()}"
+        cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None, "COVEY_LEASE_TIME": LEASE_S}
+        cluster.env |= {"COVEY_LEASE": f"etcd://{self.etcd.address}/test", "COVEY_JOB": "pair"}
+        cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
+        self.first = cluster.scheduler()
+        self.first.wait_for(LEADS)
+        self.second = cluster.scheduler()
+        self.second.wait_for("stands by")
+        self.workers = [cluster.worker(number) for number in range(cluster.workers)]
+        for node in self.workers:
+            node.wait_for("begins")
+
+    def ready(self, leader: Process) -> None:
+        """Wait until this scheduler says that the cluster is whole."""
+        port = leader.wait_for(r"scheduler of cluster \w+ at 127.0.0.1:(\d+)")[1]
+        self.cluster.host, self.cluster.port = "127.0.0.1", int(port)
+        self.cluster.until(lambda view: view.phase is Phase.READY, "the cluster to be ready again")
+
+    def end(self, *schedulers: Process) -> None:
+        self.cluster.release()
+        assert [node.wait() for node in (*schedulers, *self.workers)] == [0] * (len(schedulers) + len(self.workers))
+
+
+def test_between_hosts_the_standby_knows_from_the_store_what_the_leader_promised(cluster: Recovering) -> None:
+    pair = Pair(cluster)
+    cluster.trains_on(0, 1)
+    pair.first.kill()
+    cluster.trains_on(0, 1)
+    pair.second.wait_for(LEADS)
+    for node in pair.workers:
+        node.wait_for("found again")
+    pair.ready(pair.second)
+    view = cluster.view()
+    assert view.generation == 1 and [node.rank for node in view.nodes if node.role == "worker"] == [0, 1]
+    pair.end(pair.second)
+
+
+def test_a_leader_that_wakes_up_is_refused_and_stands_by(cluster: Recovering) -> None:
+    pair = Pair(cluster)
+    pair.first.stop()
+    pair.second.wait_for(LEADS)
+    for node in pair.workers:
+        node.wait_for("found again")
+    cluster.trains_on(0, 1)
+    pair.first.resume()
+    pair.first.wait_for("leads no longer, and stands by")
+    pair.ready(pair.second)
+    cluster.trains_on(0, 1)
+    pair.end(pair.first, pair.second)
+
+
+def test_when_nobody_can_reach_the_store_nobody_leads_and_the_training_goes_on(cluster: Recovering) -> None:
+    pair = Pair(cluster)
+    pair.etcd.process.stop()
+    pair.first.wait_for("training goes on, but nobody leads")
+    pair.first.wait_for("leads no longer, and stands by")
+    cluster.trains_on(0, 1)
+    pair.etcd.process.resume()
+    until(lambda: len(re.findall(LEADS, pair.first.text() + pair.second.text())) == 2, "a new leader", story=cluster.tails)
+    for node in pair.workers:
+        node.wait_for("found again")
+    cluster.trains_on(0, 1)
+    pair.end(pair.first, pair.second)
+
+
+def test_a_standby_at_the_same_address_ends_a_leader_that_is_stopped(cluster: Recovering) -> None:
+    cluster.env |= {"COVEY_LEASE": "file", "COVEY_LEASE_TIME": LEASE_S}
+    cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
+    first, workers = cluster.formed()
+    second = cluster.scheduler()
+    second.wait_for("stands by")
+    first.stop()
+    second.wait_for("is stopped or stuck, and was killed")
+    for node in workers:
+        node.wait_for("found again")
+    cluster.trains_on(0, 1)
+    cluster.release()
+    assert [node.wait() for node in (second, *workers)] == [0, 0, 0]
+
+
+def test_several_schedulers_without_a_store_are_refused(cluster: Recovering) -> None:
+    cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None}
+    cluster.host = f"127.0.0.1:{cluster.port},127.0.0.1:{free_port()}"
+    lonely = cluster.scheduler()
+    assert lonely.wait() == 10
+    assert "several schedulers must agree who leads: set COVEY_LEASE" in lonely.text()

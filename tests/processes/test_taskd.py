@@ -1,0 +1,191 @@
+"""TaskD's flow with real processes: manager.py beside torchrun, whose workers covey keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.processes.command import Shell
+from tests.processes.harness import STAY, Process, nodes_of
+
+from covey.core.model import Phase
+from covey.core.view import ClusterView
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+WORKERS = 3
+DEADLINE_S = 100.0  # for any one event: torch is imported by torchrun and by the template
+
+# The seed's file to the letter, with a number for each XX.
+MANAGER = """\
+from taskd.api import init_taskd_manager, start_taskd_manager
+import os
+ 
+job_id=os.getenv("MINDX_TASK_ID")
+node_nums=1         # Total number of nodes (set by yourself)
+proc_per_node=3     # Number of training processes on each node (set by yourself)
+ 
+init_taskd_manager({"job_id":job_id, "node_nums": node_nums, "proc_per_node": proc_per_node})
+start_taskd_manager()
+"""  # noqa: W293
+
+
+class Flow(Shell):
+    """A folder with manager.py, on a port of its own, and the compatible package on PYTHONPATH."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.script(MANAGER, "manager.py")
+        self.compat = self.ask("compat").text().strip()
+        self.path = self.environ().get("PYTHONPATH")
+        path = ":".join(filter(None, [self.compat, self.path]))
+        self.env |= {"COVEY_TASKD_PORT": self.port, "MINDX_TASK_ID": "job7", "PYTHONPATH": path}
+
+    def manager(self, **env: str | int | None) -> Process:
+        return self.start([sys.executable, "manager.py"], name="manager", env=self.env | env)
+
+    def kill(self, node: str, role: str = "worker") -> None:
+        """kill -9 of a node, as soon as its process is known."""
+        view = self.until(lambda view: nodes_of(view, role)[node].pid > 0, f"the process of {role} {node}")
+        psutil.Process(nodes_of(view, role)[node].pid).kill()
+
+    def torchrun(self, *words: str, patched: bool = True, **env: str | int | None) -> Process:
+        """torchrun with the seed's line in its run.py, or as it is."""
+        if not patched:
+            return self.start(["torchrun", *words], env=self.env | env)
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.submodule_search_locations
+        theirs = Path(spec.submodule_search_locations[0]) / "distributed" / "run.py"
+        line = "/import os/i import taskd.python.adaptor.patch"  # as the seed's Dockerfile has it
+        copied = shutil.copy(theirs, self.folder / "run.py")
+        assert self.run(["sed", "-i", line, copied]).code == 0
+        return self.start([sys.executable, copied, *words], name="torchrun", env=self.env | env)
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Iterator[Flow]:
+    flow = Flow(tmp_path)
+    try:
+        yield flow
+    finally:
+        flow.end()
+
+
+def back(rank: str, restarts: int = 1) -> Callable[[ClusterView], bool]:
+    """Whether a rank was started again and all go on."""
+    return lambda view: view.phase is Phase.READY and nodes_of(view)[rank].restarts == restarts
+
+
+def test_the_example_heals_its_workers_and_survives_its_manager(flow: Flow) -> None:
+    shutil.copytree(EXAMPLES, flow.folder / "examples")
+    folder = flow.folder / "examples" / "process_rescheduling"
+    (folder / "manager.py").write_text(MANAGER)
+    wishes = {"GPUS_PER_NODE": WORKERS, "STEPS": 1500, "LD_PRELOAD": "/nowhere/libtaskd.so"}
+    run = flow.start(["bash", "train_start.sh"], cwd=folder, env=flow.env | wishes | {"PYTHONPATH": flow.path})
+    run.wait_for("step  100 ", deadline_s=DEADLINE_S)
+
+    flow.kill("1")
+    flow.until(back("1"), "rank 1 to be back")
+    flow.kill("sched", "scheduler")
+    again = flow.start([sys.executable, "manager.py"], name="again", cwd=folder, env=flow.env)
+    again.wait_for("every member is here again")
+    flow.kill("0")
+    flow.until(back("0"), "rank 0 to be back")
+
+    assert run.wait(DEADLINE_S) == 0, run.tail()
+    assert again.wait() == 0, again.tail()
+    assert len({run.wait_for(rf"rank {rank} done, test (accuracy \S+)")[1] for rank in range(WORKERS)}) == 1
+    flow.nobody()
+
+
+# Its first life dies on rank 1; the others never end by themselves in theirs.
+MORTAL = """
+import os, time
+{before}
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+print("rank", os.environ["RANK"], "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if first and os.environ["RANK"] == "1":
+    os._exit(3)
+while first:
+    time.sleep(0.02)
+"""
+
+
+def test_a_script_without_covey_is_started_anew(flow: Flow) -> None:
+    flow.script(MORTAL.format(before=""), "mortal.py")
+    manager = flow.manager()
+    run = flow.torchrun("--nproc_per_node", "3", "mortal.py")
+    assert run.wait(DEADLINE_S) == 0, run.tail()
+    assert manager.wait() == 0
+    assert "restart 1 of 32767: all workers start anew" in manager.text()
+    for rank in range(WORKERS):
+        assert f"rank {rank} restarts 1" in run.text()
+
+
+def test_torchruns_own_limit_of_restarts_holds(flow: Flow) -> None:
+    flow.script(MORTAL.format(before='os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"'), "mortal.py")
+    manager = flow.manager()
+    run = flow.torchrun("--nproc_per_node", "3", "--max_restarts", "1", "mortal.py")
+    assert run.wait(DEADLINE_S) == 3, run.tail()
+    assert manager.wait() == 0  # the seed's manager.py does not look at the answer
+    assert "start_taskd_manager: the job job7 ended with code 3" in manager.text()
+
+
+def test_in_a_worker_of_torchruns_own_the_line_lets_init_find_the_manager(flow: Flow) -> None:
+    """torchrun restarts all, and they take their places again."""
+    before = "import taskd.python.adaptor.patch, covey; covey.init(); assert covey.get_group_size() == 3"
+    flow.script(MORTAL.format(before=before), "mortal.py")
+    manager = flow.manager()
+    run = flow.torchrun("--nproc_per_node", "3", "--max_restarts", "1", "mortal.py", patched=False)
+    assert run.wait(DEADLINE_S) == 0, run.tail()
+    assert "the line belongs into torch/distributed/run.py" in run.text()
+    assert manager.wait() == 0
+    assert manager.text().count("returned: incarnation 2") == WORKERS, manager.tail()
+
+
+# A worker with TaskD's calls, started by hand with the variables a launcher sets.
+CALLS = (
+    """
+import os
+from taskd.api.taskd_worker_api import init_taskd_worker, start_taskd_worker
+assert init_taskd_worker(int(os.environ["RANK"]), 5000, "pt")
+print("attached", start_taskd_worker(), flush=True)
+"""
+    + STAY
+)
+
+
+def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -> None:
+    script = flow.script(CALLS, "calls.py")
+    words = [sys.executable, script, flow.go]
+    lonely = flow.run(words[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
+    assert "attached False" in lonely.text() and "start manager.py there first" in lonely.text()
+
+    first = flow.manager()
+    first.wait_for("scheduler of cluster")
+    second = flow.manager()
+    second.wait_for("this manager only watches")
+    workers = [flow.start(words, name=f"w{rank}", env=flow.env | {"RANK": rank, "WORLD_SIZE": 3}) for rank in range(3)]
+    for rank, worker in enumerate(workers):
+        worker.wait_for(f"attached True\n(.*\n)*rank={rank} world=3")
+    first.kill()
+    second.wait_for("this one goes on in its place")
+    second.wait_for("every member is here again")
+    flow.release()
+    assert [worker.wait() for worker in workers] == [0, 0, 0]
+    assert second.wait() == 0
+    assert "ended: all 3 workers finished" in second.text()
+
+
+def test_a_port_that_is_not_coveys_is_a_sentence(flow: Flow) -> None:
+    with socket.create_server(("127.0.0.1", flow.port)) as theirs:
+        manager = flow.manager()
+        theirs.accept()[0].sendall(b"220 mail.example.org ready\r\n" * 10)
+        assert manager.wait() == 0
+    [line] = manager.text().splitlines()
+    assert "start_taskd_manager: no covey scheduler answers" in line and "COVEY_TASKD_PORT" in line

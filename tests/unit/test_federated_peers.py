@@ -1,0 +1,80 @@
+"""Links between federated servers: two of them over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from covey.core.federation import Copy, Peer
+from covey.errors import PeerError
+from covey.federated.peers import PIECE_MAX, Bytes, Peers
+from covey.node.security import Security
+from covey.wire.frames import FRAME_MAX
+from covey.wire.link import UNREAD_MAX
+
+LOG = bytes(range(256)) * (PIECE_MAX // 256) + b"rest"
+
+
+@asynccontextmanager
+async def two() -> AsyncIterator[tuple[Peers, list[Copy]]]:
+    """One that keeps copies and gives a log, and one that knows it."""
+    kept: list[Copy] = []
+
+    def give(what: str, round_number: int) -> Bytes | None:
+        return LOG if what == "log0" else None
+
+    def peers() -> Peers:
+        return Peers(
+            Security("secret", None, None),
+            heard=lambda node_id, message: None,
+            reached=lambda node_id: None,
+            give=give,
+            copy=lambda node_id, message: kept.append(message),
+        )
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    keeper, sender = peers(), peers()
+    await keeper.open([sock])
+    sender.follow("a", (Peer("a", 0), Peer("b", 1, f"127.0.0.1:{sock.getsockname()[1]}")))
+    try:
+        yield sender, kept
+    finally:
+        sender.close()
+        keeper.close()
+
+
+def test_a_copy_larger_than_a_frame_arrives_whole() -> None:
+    record = bytes(range(256)) * ((FRAME_MAX + PIECE_MAX) // 256) + b"x"
+
+    async def play() -> None:
+        async with two() as (sender, kept):
+            await asyncio.gather(*(sender.copy("b", "life", 1, piece) for piece in (record, b"small", record)))
+            assert sorted((copy.record for copy in kept), key=len) == [b"small", record, record]
+
+    asyncio.run(play())
+
+
+def test_many_copies_at_once_do_not_cut_the_link() -> None:
+    record = bytes(PIECE_MAX)
+
+    async def play() -> None:
+        async with two() as (sender, kept):
+            await asyncio.gather(*(sender.copy("b", "life", 1, record) for _ in range(UNREAD_MAX // PIECE_MAX + 4)))
+            assert len(kept) == UNREAD_MAX // PIECE_MAX + 4
+
+    asyncio.run(play())
+
+
+def test_a_log_comes_in_pieces() -> None:
+    async def play() -> None:
+        async with two() as (sender, _):
+            pieces = [piece async for piece in sender.pieces("b", "log0", 1)]
+            assert b"".join(pieces) == LOG and max(map(len, pieces)) == PIECE_MAX
+            with pytest.raises(PeerError, match="has no log1"):
+                await sender.fetch("b", "log1", 1)
+
+    asyncio.run(play())

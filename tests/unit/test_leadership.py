@@ -1,0 +1,144 @@
+"""Leadership: one at a time, whoever is stopped or cut off, and however late the store answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.core.leadership import BELIEVES, Candidate, Cell, Look, Write
+
+D = 3.0
+
+
+class Store:
+    """A cell with versions, and what is on its way to it."""
+
+    def __init__(self) -> None:
+        self.cell, self.version = Cell(), 0
+
+    def put(self, cell: Cell, version: int) -> bool:
+        if version != self.version:
+            return False
+        self.cell, self.version = cell, self.version + 1
+        return True
+
+
+class Replica:
+    """A candidate, and the version of the cell as it knows it."""
+
+    def __init__(self, name: str, store: Store, now: float = 0.0) -> None:
+        self.candidate = Candidate(name, f"http://{name}", duration_s=D, now=now)
+        self.store, self.version = store, 0
+
+    def act(self, began: float, written: bool, answered: float | None) -> None:
+        """One round trip: whether it reaches the store, and when its answer arrives, if it does."""
+        wish = self.candidate.next(began)
+        if isinstance(wish, Look):
+            if answered is None:
+                return self.candidate.failed()
+            self.version = self.store.version
+            return self.candidate.looked(self.store.cell, answered)
+        done = written and self.store.put(wish.cell, self.version)
+        if answered is None or not written:
+            return self.candidate.failed()
+        self.version = self.store.version if done else self.version
+        return self.candidate.wrote(wish.cell, done)
+
+    def settle(self, now: float, times: int = 3) -> None:
+        for _ in range(times):
+            self.act(now, True, now)
+
+
+def pair() -> tuple[Store, Replica, Replica]:
+    store = Store()
+    first, second = Replica("a", store), Replica("b", store)
+    first.settle(0.0)
+    second.settle(0.0)
+    return store, first, second
+
+
+def test_the_first_leads_and_the_second_waits() -> None:
+    store, first, second = pair()
+    assert first.candidate.leads(0.0) and not second.candidate.leads(0.0)
+    assert store.cell.holder == "a" and store.cell.where == "http://a" and first.candidate.token == 1
+
+
+def test_a_leader_that_stops_is_followed_and_believes_no_longer_when_it_wakes() -> None:
+    _, first, second = pair()
+    second.settle(D - 0.1)
+    assert not second.candidate.leads(D - 0.1)
+    second.settle(D + 0.1)
+    assert second.candidate.leads(D + 0.1) and second.candidate.token == 2
+    assert not first.candidate.leads(D + 0.1)
+    first.settle(D + 0.2)
+    assert not first.candidate.leads(D + 0.2) and first.candidate.token == 0
+
+
+def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
+    store, first, second = pair()
+    wish = first.candidate.give_back()
+    assert isinstance(wish, Write) and store.put(wish.cell, first.version)
+    second.settle(0.1)
+    assert second.candidate.leads(0.1) and not first.candidate.leads(0.1)
+
+
+def test_both_cut_from_the_store_lead_nothing_and_the_last_one_takes_it_up_again() -> None:
+    _, first, second = pair()
+    for now in (1.0, 2.0, 2.5):
+        first.act(now, False, None)
+        second.act(now, False, None)
+    assert not first.candidate.leads(D * BELIEVES) and not second.candidate.leads(D * BELIEVES)
+    first.settle(4.0)
+    assert first.candidate.leads(4.0) and first.candidate.token == 2, "a new term: what it did before may be half known"
+
+
+def test_a_renewal_whose_answer_was_lost_does_not_end_a_leadership() -> None:
+    store, first, _ = pair()
+    first.act(0.5, True, None)
+    assert store.cell.beat > first.candidate.seen.beat
+    first.settle(0.6)
+    assert first.candidate.leads(1.0) and first.candidate.token == 1
+
+
+rounds = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # who
+        st.floats(0.0, 1.2),  # seconds until it acts
+        st.booleans(),  # its write reaches the store
+        st.one_of(st.none(), st.floats(0.0, 4.0)),  # seconds until it is answered
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rounds)
+def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, bool, float | None]]) -> None:
+    store = Store()
+    replicas = [Replica(name, store) for name in "abc"]
+    busy_until = [0.0, 0.0, 0.0]
+    spans: list[tuple[int, float, float, int]] = []
+    now, newest = 0.0, 0
+
+    def believed(candidate: Any) -> float:
+        return float(candidate._sure_until)
+
+    for who, pause, reaches, answer in script:
+        now += pause
+        if now < busy_until[who]:
+            continue
+        replica = replicas[who]
+        at = now + (answer or 0.0)
+        busy_until[who] = at
+        replica.act(now, reaches, None if answer is None else at)
+        if replica.candidate.leads(at):
+            spans.append((who, at, believed(replica.candidate), replica.candidate.token))
+        assert store.cell.token >= newest
+        newest = store.cell.token
+    for one, begin, end, token in spans:
+        for other, other_begin, other_end, other_token in spans:
+            if one != other:
+                assert end <= other_begin or other_end <= begin, "two believed at once"
+                assert token != other_token
