@@ -22,10 +22,11 @@ from typing import Any
 from bench import bandwidth, peers
 from bench.formation import BIN, SCRIPTS
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from bench.training import PHASES, Death, deaths
+from bench.training import PHASES, Death, deaths, training
 
 WORLD = 4
 SPARE_MEDIAN_S = {0: 0.1, 100: 0.25}  # the aims with a spare, by megabytes
+SPARE_LOAD = 0.02
 SLOW_S = 3.0  # what a script with a slow start takes before its loop
 COVEY, LOADERS = "covey", "covey, num_workers=2"
 TORCHRUN, TORCHRUN_LOADERS, TORCHFT = "torchrun --max-restarts", "torchrun --max-restarts, num_workers=2", "torchft 0.2.0"
@@ -79,6 +80,12 @@ def measure_spares(kills: int) -> dict[str, list[Death]]:
     return found
 
 
+def measure_standing_by(for_s: float) -> float:
+    with training(covey("--spares", "1"), ["0", "0", "0"], WORLD) as run:
+        run.await_spare(1)
+        return run.spare_load(for_s)
+
+
 def measure_hangs(kills: int) -> list[Death]:
     command = covey("--node-timeout", f"{SILENCE_S:g}")
     return deaths(
@@ -90,8 +97,8 @@ def seconds(found: list[Death]) -> Spread:
     return spread(death.again for death in found)
 
 
-def aims(kills: Found, moved: list[dict[str, Any]], spares: Found) -> list[Aim]:
-    found = []
+def aims(kills: Found, moved: list[dict[str, Any]], spares: Found, load: float) -> list[Aim]:
+    found = [Aim("a spare that stands by: part of a core", f"at most {SPARE_LOAD:.0%}", f"{load:.2%}", load <= SPARE_LOAD)]
     for megabytes, limit_s in SPARE_MEDIAN_S.items():
         mine = seconds(spares[f"{f'{megabytes} MB' if megabytes else 'small'}, a spare"]).scaled(1000)
         what = f"a spare, {megabytes} MB more state: kill to next step"
@@ -198,15 +205,17 @@ def main() -> None:
     kills = measure_kills(options.kills or (6 if options.quick else 24), 2 if options.quick else 5)
     sizes = measure_sizes(1 if options.quick else 3)
     spares = measure_spares(options.kills or (3 if options.quick else 24))
+    load = measure_standing_by(10.0 if options.quick else 60.0)
     hangs = measure_hangs(2 if options.quick else 6)
     moved = [bandwidth.measure(size, 5 if options.quick else 15) for size in SIZES_MB]
-    found = aims(kills, moved, spares)
+    found = aims(kills, moved, spares, load)
     data = {
         "machine": about,
         "quick": options.quick,
         "kills": {way: [death._asdict() for death in rows] for way, rows in kills.items()},
         "sizes": {size: [death._asdict() for death in rows] for size, rows in sizes.items()},
         "spares": {way: [death._asdict() for death in rows] for way, rows in spares.items()},
+        "spare_load": load,
         "hangs": [death._asdict() for death in hangs],
         "bandwidth": moved,
         "aims": [aim._asdict() for aim in found],

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from bench.formation import running
 
 LOOK_S = 0.02
@@ -80,6 +82,14 @@ class Training:
         while (self._folder / "scheduler.log").read_text().count(" stands by: ") < count:
             self._pause(deadline, f"a spare that stands by for the {count}th time")
 
+    def spare_load(self, seconds: float) -> float:
+        """What part of a core a spare that stands by uses."""
+        log = str(self._folder / "spare_0.log")
+        [spare] = [p for p in psutil.Process(self._process.pid).children() if _output(p.pid) == log]
+        before, at = sum(spare.cpu_times()[:2]), time.monotonic()
+        time.sleep(seconds)
+        return (sum(spare.cpu_times()[:2]) - before) / (time.monotonic() - at)
+
     def strike(self, how: signal.Signals = signal.SIGKILL) -> Death:
         """Signal a random rank, and watch until the training is ahead of where it was."""
         rank = random.randrange(len(self.stamps))
@@ -113,6 +123,13 @@ class Training:
             raise SystemExit(f"{self._process.args!r} (code {self._process.poll()}) did not reach {awaited}:\n{said}")
         time.sleep(LOOK_S)
         self.look()
+
+
+def _output(pid: int) -> str:
+    """The file that a process prints to."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    return ""
 
 
 def _after(stamps: list[Stamp], at: float) -> set[int]:
