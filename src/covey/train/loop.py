@@ -75,15 +75,12 @@ class Loop:
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        course = data.course(seed=seed, world=group.world, accumulate=accumulate)
         self._epochs, self._steps = epochs, steps
-        self._course = self._until_the_end(course)
         self._following: Course | None = None  # the course after this step, once its reduction is complete
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._share: Share | None = None  # of the course, for this rank
         self._index = 0
         self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
-        self._cut = course.cut(0, 0, self._limit)
         self._state = State(model, optimizer)
         self._stepping = self._applied = False  # the optimizer runs; has run in this step
         self._again, self._repeats = False, 0
@@ -92,9 +89,11 @@ class Loop:
         from covey.train.served import Served  # which imports torch: a program without a loop does without it
 
         self._served = Served(model, optimizer, group)
-        # Up to here nothing asks for the rank: a spare has done all of it when it is needed.
+        # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
         self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        self._course = self._until_the_end(data.course(seed=seed, world=group.world, accumulate=accumulate))
+        self._cut = self._course.cut(0, 0, self._limit)
         self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
         self._before = 0
         self._checked = self._received = False
