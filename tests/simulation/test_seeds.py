@@ -35,7 +35,7 @@ def test_the_worlds_are_not_boring() -> None:
     """The seeds are worth running: between them they meet everything the core can decide."""
     counts: Counter[str] = Counter()
     plans = set()
-    for seed in range(60):
+    for seed in range(80):
         world = live(seed)
         counts.update(world.counts)
         plans.add((world.plan.cluster.recovery, world.plan.cluster.server_num > 0, any(p.slots for p in world.plan.places)))
