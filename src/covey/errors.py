@@ -23,6 +23,7 @@ class ExitCode(IntEnum):
     PEER_FAILED = 30
     SCHEDULER_LOST = 31
     STOPPED = 32
+    ROWS_LOST = 33
     BAD_JOURNAL = 40
     DISK = 41
 
@@ -38,6 +39,7 @@ HELP: dict[ExitCode, str] = {
     ExitCode.PEER_FAILED: "another node failed first: the report names it",
     ExitCode.SCHEDULER_LOST: "the scheduler is gone and did not come back",
     ExitCode.STOPPED: "the cluster was asked to stop",
+    ExitCode.ROWS_LOST: "a parameter server and the holder of its copy died together",
     ExitCode.BAD_JOURNAL: "the journal is damaged, or belongs to another job",
     ExitCode.DISK: "the disk is full or read-only",
 }

@@ -248,6 +248,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Annotated[str, Var("COVEY_STRATEGY", LADDER, "what may be done after a failure, of the ladder's rungs")] = (
         STRATEGY
     )
+    supervise: Annotated[
+        bool, Var("COVEY_SUPERVISE", SWITCH, "1: covey.init() stays behind, starts a worker that dies again")
+    ] = False
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
     spares: Annotated[int, Var("COVEY_SPARES", COUNT_OR_NONE, "how many spares each host has, beside its workers")] = 0
@@ -418,6 +421,11 @@ def _family(text: str) -> int:
 
 
 # -- joining by variables alone --------------------------------------------------------------------------------------
+
+
+def serving_said(settings: Settings) -> dict[str, str]:
+    """How parameters are served, in the variables by which it is said: workers, servers and scheduler must agree."""
+    return {"COVEY_PS_MODE": settings.ps_mode, "COVEY_PS_COPIES": str(settings.ps_copies), "COVEY_PS_NAN": settings.ps_nan}
 
 
 def require_raw(settings: Settings) -> None:

@@ -12,7 +12,7 @@ from covey.errors import CoveyError, UsageError
 from covey.node.ending import say_plainly
 from covey.node.log import configure, log
 from covey.node.spare import is_spare
-from covey.node.worker import Node, door, wait_for_the_end
+from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
 from covey.settings import load, require_raw, suspects
 from covey.train.group import Group
 
@@ -49,6 +49,8 @@ def init() -> None:
                 from covey.node.serve import run_in_this_process
 
                 run_in_this_process(loaded)
+            if settings.supervise and settings.role is Role.WORKER:
+                _stay_behind()
             role = Role.SPARE if is_spare() else settings.role
             configure(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
             for sentence in suspects(os.environ):
@@ -75,6 +77,14 @@ def init() -> None:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
     _world.ready = True
+
+
+def _stay_behind() -> None:
+    """Once: not in a life of this process's own, nor under an agent, which does the same."""
+    from covey.node import supervise
+
+    if INCARNATION_VARIABLE not in os.environ and supervise.MARK_VARIABLE not in os.environ:
+        supervise.stay_behind()
 
 
 def get_rank() -> int:

@@ -190,7 +190,7 @@ def test_suspend_and_resume(held: Kubernetes) -> None:
 
 
 def test_the_scale_subresource(held: Kubernetes) -> None:
-    """A running job without elastic training says so; with dynamic workers it grows and shrinks."""
+    """A world of one says that it cannot; with dynamic workers it grows and shrinks."""
     held.apply(job("fixed", roles={"Worker": (1, STAY)}))
     held.apply(job("grow", roles={"Worker": (1, STAY)}, enableDynamicWorker=True, successPolicy="AllWorkers"))
     up(held, "fixed-worker-0", "grow-worker-0")
@@ -200,7 +200,7 @@ def test_the_scale_subresource(held: Kubernetes) -> None:
     for name in ("fixed", "grow"):
         held.patch(name, {"spec": {"replicas": 2}}, sub="scale")
     up(held, "grow-worker-1")
-    assert "elastic training is not supported" in held.told("fixed", "ScaleUnsupported")
+    assert "cannot change live" in held.told("fixed", "ScaleUnsupported")
     assert "fixed-worker-1" not in held.pods()
     held.patch("grow", {"spec": {"replicas": 1}}, sub="scale")
     held.wait(lambda: "grow-worker-1" not in held.pods(), "the extra worker to be gone")

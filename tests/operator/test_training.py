@@ -81,10 +81,12 @@ def _uid(kubernetes: Kubernetes, name: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes) -> None:
+@pytest.mark.parametrize("command", [["covey", "run", "--no-live", "--tail_worker_log", "-1"], ["python"]], ids=["run", "init"])
+def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes, command: list[str]) -> None:
+    """With `covey run` in the container, or a script whose covey.init() stays behind."""
     script = scripts(kubernetes)["loop"]
     kubernetes.operator()
-    worker = ["covey", "run", "--no-live", "--tail_worker_log", "-1", script]
+    worker = [*command, script]
     kubernetes.apply(training("place", ["python", "-c", "import covey; covey.init()"], worker, "recover-in-place"))
     for index in range(WORKERS):
         kubernetes.heard(f"place-worker-{index}", "step 4", SLOW_S)

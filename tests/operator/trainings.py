@@ -50,3 +50,27 @@ for x, y in loop:
     print(f"step {loop.step}", flush=True)
 print("HASH", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest(), flush=True)
 """
+
+# A loop that goes on, a step every few hundredths of a second, until the file GO exists; it says how large its world is.
+LONG = """
+import os, pathlib, time
+import covey, numpy, torch
+from torch import nn
+
+covey.init()
+torch.set_num_threads(1)
+print(f"began pid={os.getpid()}", flush=True)
+net = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(64, 8) / 512, torch.arange(64) % 2)
+loop = covey.Loop(net, optimizer, covey.Data(data, 4), steps=100000, seed=7)
+for x, y in loop:
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {loop.step} world {covey.get_group_size()}", flush=True)
+    time.sleep(0.03)
+    if covey.all_reduce(numpy.array([float(pathlib.Path(os.environ["GO"]).exists())]), "sum")[0]:
+        break
+print("done", flush=True)
+"""

@@ -17,7 +17,6 @@ import pty
 import re
 import select
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,51 +172,3 @@ def shells(folder: Path) -> Iterator[Shell]:
         yield shell
     finally:
         shell.end()
-
-
-class Hosts:
-    """Two hosts: network namespaces tied by a cable. Both have this machine's one host name."""
-
-    def __init__(self, name: str) -> None:
-        self._names = [f"{name}-{index}" for index in range(2)]
-        self._ends = [f"{name[:10]}v{index}" for index in range(2)]
-        self.addresses = ["10.91.7.1", "10.91.7.2"]
-
-    def __enter__(self) -> Hosts:
-        try:
-            for name in self._names:
-                _ip("netns", "add", name)
-            _ip("link", "add", self._ends[0], "type", "veth", "peer", "name", self._ends[1])
-            for name, end, address in zip(self._names, self._ends, self.addresses, strict=True):
-                _ip("link", "set", end, "netns", name)
-                _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-                _ip("-n", name, "link", "set", end, "up")
-                _ip("-n", name, "link", "set", "lo", "up")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._names:
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
-
-    def cut(self) -> None:
-        """Pull the cable: nothing arrives any more, and nobody is told."""
-        _ip("-n", self._names[1], "link", "set", self._ends[1], "down")
-
-    def mend(self) -> None:
-        _ip("-n", self._names[1], "link", "set", self._ends[1], "up")
-
-    def on(self, index: int) -> list[str]:
-        """The words in front of a command that runs on that host."""
-        return ["ip", "netns", "exec", self._names[index]]
-
-
-def hosts_possible() -> bool:
-    """Namespaces need root."""
-    return os.geteuid() == 0
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)

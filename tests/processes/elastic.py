@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ def fault(step, phase):
     if key in wanted and not mark.exists():
         mark.touch()
         FAULTS[wanted[key]](mark)
+
+
+def pace(step):
+    """Where a test sets a limit, no rank begins a step beyond it."""
+    path = folder / "limit"
+    while path.exists() and step >= int(path.read_text() or 0):
+        time.sleep(0.005)
 
 
 def write(**line):
@@ -88,6 +96,7 @@ optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
 print("BEGINS at", loop.step, flush=True)
 ids = []
 for x in loop:
+    pace(loop.step)
     fault(loop.step, "forward")
     ids += [int(i) for i in x]
     if loop.boundary:
@@ -109,13 +118,13 @@ write(kind="end", value=net.value.item(), rank=covey.get_rank(), world=covey.get
 '''
 
 
-def start(shell: Shell, *options: str, **env: str) -> Process:
-    """Begin the training."""
+def start(shell: Shell, *options: str, before: Sequence[str] = (), **env: str) -> Process:
+    """Begin the training. `before` are words in front of the command."""
     (shell.folder / "marks").mkdir(exist_ok=True)
     shell.script(SCRIPT, "train.py")
     sized = "-n" in options or "--nnodes" in options
     words = ["run", *(options if sized else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
-    return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
+    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def train(shell: Shell, *options: str, **env: str) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Hosts, Shell, hosts_possible, shells
+from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
 from tests.processes.healing import LONG_S, outcome, reached, release, start
+from tests.processes.network import Hosts, hosts_possible
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes.command import Hosts
 from tests.processes.harness import Process, Processes
+from tests.processes.network import Hosts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINED_S = 240.0  # for up to eight interpreters that import torch and train, beside other tests

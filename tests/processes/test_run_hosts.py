@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.command import SAY, Hosts, Shell, hosts_possible, shells
+from tests.processes.command import SAY, Shell, shells
 from tests.processes.harness import Process
+from tests.processes.network import Hosts, hosts_possible
 
 SAY_PLACE = SAY.format('{"place": place, "env": dict(os.environ), "pid": os.getpid()}')
 SOON_S = 20.0  # much less than the half hour for which a cluster may form

@@ -8,14 +8,17 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Cluster, Process, until
 
+from covey.errors import ExitCode
+
 LADDER = "retry,recover-in-place,recover,dump,exit"
 LONG_S = 100.0
 
-# KIND: which parameters are served. HOLD: rank 0 waits in that step, with a gradient that is not pushed yet.
+# KIND: which parameters are served. HOLD: rank 0 waits in these steps, with a gradient that is not pushed yet.
 SCRIPT = """
 import hashlib, os, pathlib, sys, time
 import torch
@@ -47,7 +50,9 @@ class Clicks(torch.utils.data.Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table = covey.Embedding(500, 8, scale=0.1) if kind == "hybrid" else nn.Embedding(500, 8)
+        self.table = nn.Embedding(500, 8, device="meta" if kind == "begin" else "cpu")
+        if kind == "hybrid":
+            self.table = covey.Embedding(500, 8, scale=0.1, vocab_cache_size=int(os.environ.get("CACHE", "0")))
         self.wide, self.deep = nn.Linear(20, 32), nn.Linear(40, 4)
 
     def forward(self, x, ids):
@@ -59,6 +64,8 @@ if kind == "all":
     covey.set_param_ps(net)
 elif kind == "hybrid":
     covey.set_param_ps(net.wide)
+elif kind == "begin":
+    covey.set_param_ps(net, init_in_server=True)
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 saved = covey.Checkpoint(str(folder / "ckpt"), every=10) if "SAVE" in os.environ else None
 loop = covey.Loop(net, optimizer, covey.Data(Clicks(), 8), steps=30, seed=7, checkpoint=saved)
@@ -67,13 +74,15 @@ for x, ids, y in loop:
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x, ids), y).backward()
     mark = folder / f"held-{loop.step}"
-    if os.environ.get("HOLD") == str(loop.step) and covey.get_rank() == 0 and not mark.exists():
+    if str(loop.step) in os.environ.get("HOLD", "").split(",") and covey.get_rank() == 0 and not mark.exists():
         mark.touch()
-        while not (folder / "go").exists():
+        while not (folder / f"go-{loop.step}").exists():
             time.sleep(0.01)
+    if "CACHE" in os.environ:
+        net.table.prefetch((ids + 3) % 500)
     optimizer.step()
 values = [p.detach() for p in net.parameters()]
-if kind == "hybrid":
+if kind in ("hybrid", "begin"):
     with torch.no_grad():
         values.append(net.table(torch.arange(500)))
 print("HASH", hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest(), flush=True)
@@ -109,8 +118,8 @@ def held(shell: Shell, step: int) -> None:
     until((shell.folder / "marks" / f"held-{step}").exists, f"rank 0 to be held in step {step}", story=shell.tails)
 
 
-def go(shell: Shell) -> None:
-    (shell.folder / "marks" / "go").touch()
+def go(shell: Shell, step: int) -> None:
+    (shell.folder / "marks" / f"go-{step}").touch()
 
 
 def test_served_and_reduced_training_agree(shell: Shell) -> None:
@@ -129,17 +138,70 @@ def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell) -> Non
     run.wait_for(r"recover-in-place of pserver:1 .* resumed\n")
     kill(shell, "worker_1")  # its gradients of this step are on the servers already, or not yet: both are right
     shell.heard(1, r"PID", count=2)
-    go(shell)
+    go(shell, 12)
     assert outcome(shell, run) == undisturbed
 
 
-def test_without_copies_all_start_anew_from_the_checkpoint(shell: Shell) -> None:
-    env = {"SAVE": "1", "COVEY_PS_COPIES": "0"}
+def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(shell: Shell) -> None:
+    undisturbed = outcome(shell, start(shell, KIND="hybrid"))
+    run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # nor does the cache change any
+    held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
+    asked = shell.ask("scale", "--servers", "4")
+    assert "operation 1: the parameter servers become more, from 2 to 4, as asked" in asked.text()
+    shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed")
+    go(shell, 6)
+    held(shell, 12)
+    address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
+    assert address is not None
+    with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
+        assert "is illegal" in rest.post("/scalein", json={"node_ids": ["7"]}).json()["error_message"]
+        asked = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # no server is special
+        assert asked["reason"] == "the parameter servers become fewer, from 4 to 2, as asked"
+        shell.heard("scheduler", r"scale-in of servers \(asked for\): .* resumed")
+        assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "resumed"
+        assert sorted(n["nodeId"] for n in rest.get("/nodes").json()["nodeIds"] if n["role"] == "PSERVER") == ["1", "3"]
+        go(shell, 12)
+        held(shell, 18)
+        assert rest.post("/scaleout", json={"worker_num": 0, "server_num": 1}).json()["code"] == "0"
+        kill(shell, "server_3")  # a death meanwhile is folded in
+        shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed", count=2)
+    go(shell, 18)
+    assert outcome(shell, run) == undisturbed
+
+
+def test_a_model_whose_values_begin_on_the_servers(shell: Shell) -> None:
+    """Its table, on the meta device, is nowhere else."""
+    assert outcome(shell, start(shell, KIND="begin")) == outcome(shell, start(shell, "-n", "3", "--servers", "3", KIND="begin"))
+
+
+def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    cluster.env |= {"MS_SERVER_NUM": 1}
+    cluster.workers = 1
+    cluster.scheduler()
+    server = cluster.node("MS_PSERVER", 0, script=script, args=[tmp_path], COVEY_PS_MODE="async")
+    assert server.wait() == ExitCode.REFUSED
+    assert "COVEY_PS_MODE is async there and sync here" in server.text()
+
+
+@pytest.mark.parametrize(
+    ("copies", "dying", "sentence"),
+    [
+        ("0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy"),
+        ("1", ["server_0", "server_1"], "were lost, for the holder of their copy died as well"),
+    ],
+)
+def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
+    shell: Shell, copies: str, dying: list[str], sentence: str
+) -> None:
+    env = {"SAVE": "1", "COVEY_PS_COPIES": copies}
     run = start(shell, HOLD="15", **env)
     held(shell, 15)
-    kill(shell, "server_1")
-    run.wait_for(r"the rows of pserver:1 were lost with it, for they had no copy: all start anew, from the last checkpoint")
-    go(shell)
+    for server in dying:
+        kill(shell, server)
+    run.wait_for(f"{sentence}: all start anew, from the last checkpoint")
+    go(shell, 15)
     shell.heard(0, r"BEGINS at 10\n")
     again = outcome(shell, run)
     for old in (shell.folder / "marks" / "ckpt").rglob("*.json"):
@@ -153,7 +215,7 @@ def test_in_loose_modes_a_worker_dies_and_returns_to_its_step(shell: Shell, mode
     held(shell, 5)
     kill(shell, "worker_0")
     shell.heard(0, r"BEGINS at 5\n")
-    go(shell)
+    go(shell, 5)
     assert run.wait(LONG_S) == 0, run.tail()
     assert len(re.findall("^HASH", "".join(shell.log(rank) for rank in range(3)), re.MULTILINE)) == 3
 
@@ -172,7 +234,7 @@ def test_by_hand_with_one_worker_and_a_server_that_is_started_again(cluster: Clu
     worker = cluster.node("MS_WORKER", 0, script=script, args=[marks])
     until((marks / "held-12").exists, "the worker to be held", story=cluster.tails)
     server.kill()
-    (marks / "go").touch()
+    (marks / "go-12").touch()
     cluster.node("MS_PSERVER", 0, script=script, args=[marks], name="server-again").wait_for("took 5 parameters back")
     worker.wait_for("HASH")
     assert worker.wait() == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,9 +103,10 @@ class Pair:
         cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None, "COVEY_LEASE_TIME": LEASE_S}
         cluster.env |= {"COVEY_LEASE": f"etcd://{self.etcd.address}/test", "COVEY_JOB": "pair"}
         cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
-        self.first = cluster.scheduler()
+        self.manage = [free_port(), free_port()]
+        self.first = cluster.scheduler(MS_SCHED_MANAGE_PORT=self.manage[0])
         self.first.wait_for(LEADS)
-        self.second = cluster.scheduler()
+        self.second = cluster.scheduler(MS_SCHED_MANAGE_PORT=self.manage[1])
         self.second.wait_for("stands by")
         self.workers = [cluster.worker(number) for number in range(cluster.workers)]
         for node in self.workers:
@@ -118,6 +121,16 @@ class Pair:
     def end(self, *schedulers: Process) -> None:
         self.cluster.release()
         assert [node.wait() for node in (*schedulers, *self.workers)] == [0] * (len(schedulers) + len(self.workers))
+
+
+def state_at(port: int) -> dict[str, str] | None:
+    """What the REST port there says of the cluster, or who it names."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=5) as answer:
+            found: dict[str, str] = json.load(answer)
+            return found
+    except OSError:
+        return None
 
 
 def test_between_hosts_the_standby_knows_from_the_store_what_the_leader_promised(cluster: Recovering) -> None:
@@ -144,6 +157,9 @@ def test_a_leader_that_wakes_up_is_refused_and_stands_by(cluster: Recovering) ->
     pair.first.resume()
     pair.first.wait_for("leads no longer, and stands by")
     pair.ready(pair.second)
+    asked, told = pair.manage
+    state = until(lambda: state_at(asked), "the leader's answer by way of the standby", story=cluster.tails)
+    assert state["cluster_state"] == "CLUSTER_READY" and state_at(told) == state
     cluster.trains_on(0, 1)
     pair.end(pair.first, pair.second)
 

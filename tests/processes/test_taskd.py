@@ -85,15 +85,21 @@ def test_the_example_heals_its_workers_and_survives_its_manager(flow: Flow) -> N
     shutil.copytree(EXAMPLES, flow.folder / "examples")
     folder = flow.folder / "examples" / "process_rescheduling"
     (folder / "manager.py").write_text(MANAGER)
-    wishes = {"GPUS_PER_NODE": WORKERS, "STEPS": 1500, "LD_PRELOAD": "/nowhere/libtaskd.so"}
-    run = flow.start(["bash", "train_start.sh"], cwd=folder, env=flow.env | wishes | {"PYTHONPATH": flow.path})
+    wishes: dict[str, str | int | float | None] = {
+        "GPUS_PER_NODE": WORKERS,
+        "STEPS": 1500,
+        "LD_PRELOAD": "/nowhere/libtaskd.so",
+        "PYTHONPATH": flow.path,
+    }
+    run = flow.start(["bash", "train_start.sh"], cwd=folder, env=flow.env | wishes)
     run.wait_for("step  100 ", deadline_s=DEADLINE_S)
 
     flow.kill("1")
     flow.until(back("1"), "rank 1 to be back")
     flow.kill("sched", "scheduler")
+    run.wait_for("this host goes on in its place, from its journal")  # torchrun's own process
     again = flow.start([sys.executable, "manager.py"], name="again", cwd=folder, env=flow.env)
-    again.wait_for("every member is here again")
+    again.wait_for("this manager only watches")
     flow.kill("0")
     flow.until(back("0"), "rank 0 to be back")
 
@@ -162,7 +168,7 @@ print("attached", start_taskd_worker(), flush=True)
 
 def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -> None:
     script = flow.script(CALLS, "calls.py")
-    words = [sys.executable, script, flow.go]
+    words: list[str | Path] = [sys.executable, script, flow.go]
     lonely = flow.run(words[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
     assert "attached False" in lonely.text() and "start manager.py there first" in lonely.text()
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.processes.command import Hosts, Shell, hosts_possible, shells
+from tests.processes.command import Shell, shells
 from tests.processes.harness import Process, free_port, until
+from tests.processes.network import Hosts, hosts_possible
 
 TALKS = """
 import pathlib, sys, time

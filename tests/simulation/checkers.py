@@ -41,8 +41,9 @@ class Violation(AssertionError):
 class Checker:
     """Watches every promise, every write and every delivery."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, *, resizes: bool = False) -> None:
         self._disk = disk
+        self._resizes = resizes  # ranks may change with the world
         self._holders: dict[Place, str] = {}  # the life that was told this rank in this generation
         self._runs: dict[Place, int] = {}  # the incarnation that was started for this rank in this generation
         self._ranks: dict[str, tuple[str, int]] = {}  # by life: cluster and rank, once told
@@ -106,7 +107,8 @@ class Checker:
         if isinstance(record, MemberRecord):
             told = self._ranks.get(record.life)
             kept = self._disk.cluster
-            if told and kept and told[0] == kept.cluster_id and told[1] != record.rank:
+            moved = told and kept and told[0] == kept.cluster_id and told[1] != record.rank
+            if told and moved and not self._resizes:
                 raise Violation(f"{record.life} was told rank {told[1]}, the journal is to hold {record.rank}", record.life)
         elif isinstance(record, ClusterRecord):
             before = self._disk.cluster
@@ -120,9 +122,10 @@ class Checker:
         cluster = scheduler.machine.cluster
         if len(cluster.members) > 50:
             return
-        places = cluster.settings.worker_num + cluster.settings.server_num
-        if cluster.phase not in (Phase.FORMING, Phase.ENDED) and len(cluster.placed()) != places:
-            raise Violation(f"{cluster.phase} with {len(cluster.placed())} of {places} places", scheduler.name)
+        workers = len(cluster.of(Role.WORKER))
+        right = 1 <= workers <= cluster.settings.most if self._resizes else workers == cluster.settings.worker_num
+        if cluster.phase not in (Phase.FORMING, Phase.ENDED) and not right:
+            raise Violation(f"{cluster.phase} with {workers} workers", scheduler.name)
         taken: set[tuple[str, int]] = set()
         lives = [member.life for member in cluster.members.values() if member.life]
         if len(set(lives)) < len(lives):
@@ -136,8 +139,9 @@ class Checker:
             taken.add(place)
             if member.link and member.link not in scheduler.links and cluster.phase is not Phase.ENDED:
                 raise Violation(f"{member.name} is spoken for by link {member.link}, which is closed", member.name)
-            if cluster.phase not in (Phase.FORMING, Phase.ENDED) and member.rank < 0:
-                raise Violation(f"{member.name} is a member of a formed cluster without a rank", member.name)
+            size = cluster.size(member.role)
+            if cluster.phase not in (Phase.FORMING, Phase.ENDED) and not 0 <= member.rank < size:
+                raise Violation(f"{member.name} is a member of a formed cluster with rank {member.rank} of {size}", member.name)
         if cluster.phase is Phase.READY:
             absent = [m.name for m in cluster.members.values() if m.state is NodeState.DEAD]
             if absent:
@@ -160,7 +164,9 @@ class Checker:
             return
         if isinstance(message, Formed) and message.rank >= 0:
             told = self._ranks.setdefault(wish.life, (node.cluster, message.rank))
-            if told[1] != message.rank:
+            if self._resizes:
+                self._ranks[wish.life] = (node.cluster, message.rank)
+            elif told[1] != message.rank:
                 raise Violation(f"{node.name} was told rank {told[1]} and now {message.rank}", node.name)
         if wish.rank >= 0 and node.cluster:  # a reordered Welcome has not named the cluster yet
             place = (node.cluster, message.generation, group_of(wish.role), wish.rank)

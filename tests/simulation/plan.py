@@ -46,6 +46,7 @@ class Place:
     spares: int = 0
     welcome: bool = True  # False: this one is meant to be refused
     restarts: int = 0
+    late_s: float = 0.0
 
 
 @dataclass
@@ -64,6 +65,11 @@ class Plan:
     arrive_within_s: float = 10.0
     attach: float = 0.7  # how probable it is that a worker's program calls covey.init()
     harmless: bool = False  # nothing that goes wrong is a node's fault: once formed, the cluster must end well
+
+
+def resizes(settings: ClusterSettings) -> bool:
+    """Whether the world may change its size, and ranks with it."""
+    return Strategy.ELASTIC in settings.strategies or settings.worker_max > 0
 
 
 def draw(random: Random) -> Plan:
@@ -119,11 +125,16 @@ def draw(random: Random) -> Plan:
     plan.faults = tuple(random.sample(FAULTS, random.randint(1, len(FAULTS))))
     plan.chaos_s = random.choice((60.0, 240.0, 600.0)) if world < 50 else 60.0
     if agents and world <= TRAINING_MAX and random.random() < 0.7:
-        rungs = tuple(s for s in Strategy if s is not Strategy.ELASTIC and random.random() < 0.8)
+        often = random.choice((0.4, 0.8, 0.8, 0.9))
+        rungs = tuple(s for s in Strategy if random.random() < (0.5 if s is Strategy.ELASTIC else often))
         plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
         plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
+        plan.faults = (*plan.faults, "kill node", "preempt")
         stuck = random.choice((5.0, 60.0))
         plan.cluster = structs.replace(cluster, strategies=rungs, stuck_s=stuck, dump_s=10.0, extra_ranks=random.randint(0, 8))
+        plan.cluster = structs.replace(plan.cluster, shrink_after_s=random.choice((0.0, 5.0, 30.0)))
+        if random.random() < 0.5:
+            _more_hosts(random, plan)
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
     if plan.cluster.strategies and Strategy.RECOVER in plan.cluster.strategies:
@@ -142,6 +153,18 @@ def _raw(random: Random, count: int, role: Role) -> list[Place]:
         node_id = {"digits": str(number), "words": f"node-{number}", "none": ""}[kind]
         places.append(Place(f"{role.value[0]}{number}", f"h{number // per_host}", role, node_id))
     return places
+
+
+def _more_hosts(random: Random, plan: Plan) -> None:
+    """Some of the hosts are more than it takes: they come at first, or later, or are too many."""
+    most = least = plan.cluster.worker_num
+    for place in plan.places[1:]:
+        if random.random() < 0.6:
+            least -= place.slots
+            place.late_s = random.choice((0.0, 20.0, 60.0))
+    plan.cluster = structs.replace(plan.cluster, worker_num=least, worker_max=most, last_call_s=random.choice((0.0, 3.0)))
+    for place in plan.places:
+        place.first_rank = -1
 
 
 def _agents(random: Random, world: int) -> list[Place]:

@@ -224,7 +224,7 @@ class NodeProcess(Process):
         trains = isinstance(wish, Register) and wish.role is Role.WORKER and world.plan.cluster.worker_num <= TRAINING_MAX
         self.trainer = Trainer(self) if trains else None
         self.preempted: Callable[[], None] | None = None  # how its program goes when it was asked to; None: it does not
-        self._generation = 0
+        self._generation = self._world = 0
         self._link: Link | None = None
         self._tick_at = -1.0
         self._schedule()
@@ -277,6 +277,8 @@ class NodeProcess(Process):
         """The program hears this: in every generation the ranks of a group find each other over the board."""
         if isinstance(message, Formed) and message.node_id and self.trainer is None:
             self.trainer = Trainer(self)  # a spare no more
+        if isinstance(message, Formed):
+            self._world = message.world
         if isinstance(message, Formed | Regrouped):
             self._meet(message.generation)
         elif isinstance(message, Value) and message.generation == self._generation:
@@ -290,10 +292,9 @@ class NodeProcess(Process):
         if generation != self._generation:
             self._generation = generation
             self.met.clear()
-        world = self.world.plan.cluster.wanted(wish.role)
-        if wish.role is not Role.SPARE and world <= TRAINING_MAX:
+        if wish.role is not Role.SPARE and self._world <= TRAINING_MAX:
             self.say(Put(f"{wish.role.group}/{wish.rank}", b"here", generation))
-            for rank in range(world):
+            for rank in range(self._world):
                 self.say(Get(f"{wish.role.group}/{rank}", generation))
 
     def finished(self, code: int, reason: str) -> None:
@@ -475,7 +476,7 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
         running = all(settled(child, scheduler) for child in node.children.values() if child.alive and child.attaches)
         return running and wish.agent in cluster.agents
     member = cluster.members.get((wish.role, wish.node_id))
-    if scheduler.world.meets and len(node.met) < cluster.settings.wanted(wish.role):
+    if scheduler.world.meets and len(node.met) < cluster.size(wish.role):
         return False
     if wish.role is Role.SPARE:
         spare = member is not None and member.present and (member.life, member.incarnation) == (wish.life, wish.incarnation)

@@ -44,7 +44,7 @@ class Fabric:
     def issue(self, trainer: Trainer, index: int) -> None:
         group = self._groups.setdefault((trainer.node.cluster, trainer.generation, index), {})
         for other, step in group.values():
-            if step != trainer.step:
+            if step != trainer.step and other.generation == trainer.generation:  # else it has left this group behind
                 both = f"{other.node.name} is in step {step}, and {trainer.node.name} in step {trainer.step}"
                 raise Violation(f"in generation {trainer.generation} {both}", other.node.name, trainer.node.name)
         group[trainer.rank] = (trainer, trainer.step)
@@ -93,7 +93,7 @@ class Trainer:
                 self.node.say(said)
         if first:
             self.generation = formed.generation
-            self._newcomer = formed.restarts > 0
+            self._newcomer = formed.restarts > 0 or formed.since > FIRST
             if formed.generation == FIRST and not self._newcomer:
                 self._agreed = self._resumed = FIRST
             self._compute()

@@ -18,12 +18,13 @@ from tests.simulation.chaos import Chaos
 from tests.simulation.checkers import Checker, Violation
 from tests.simulation.disk import Disk
 from tests.simulation.net import LINK_DEAD_S, Net
-from tests.simulation.plan import TRAINING_MAX, Place, Plan, draw
+from tests.simulation.plan import TRAINING_MAX, Place, Plan, draw, resizes
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 from tests.simulation.training import Fabric, Trainer
 
 from covey.core.messages import Register, RegisterAgent
 from covey.core.model import Host, NodeState, Phase, Role
+from covey.core.scaling import ARRIVE_S
 
 STORY_MAX = 20_000  # events remembered
 RESTARTS_MAX = 20  # per place, while there is chaos
@@ -41,7 +42,7 @@ class World:
         self.net = Net(self)
         self.net.weather = self.plan.weather
         self.disk = Disk()
-        self.checker = Checker(self.disk)
+        self.checker = Checker(self.disk, resizes=resizes(self.plan.cluster))
         self.fabric = Fabric(self)
         self.counts: Counter[str] = Counter()
         self.scheduler: SchedulerProcess | None = None
@@ -82,7 +83,7 @@ class World:
         """One seed from its first to its last event."""
         self.start_scheduler()
         for place in self.plan.places:
-            self.after(self.random.uniform(0.0, self.plan.arrive_within_s), self.start, place)
+            self.after(place.late_s + self.random.uniform(0.0, self.plan.arrive_within_s), self.start, place)
         chaos = Chaos(self)
         if self.plan.faults:
             chaos.begin()
@@ -125,7 +126,7 @@ class World:
         """Where every rank of a READY cluster runs a program, all of them must get on with it."""
         assert self.scheduler is not None
         trainers = [t for t in self.trainers() if t.rank >= 0]
-        if not self.meets or len(trainers) < self.plan.cluster.worker_num:
+        if not self.meets or len(trainers) < self.scheduler.machine.cluster.size(Role.WORKER):
             return
         goal = max(t.step for t in trainers) + 3
         if not self.run(self.now + 60.0, lambda: all(t.step >= goal for t in trainers)):
@@ -168,7 +169,8 @@ class World:
         """Links die, members are judged, places are waited for: each at most twice in a row; then there is an answer."""
         c, n = self.plan.cluster, self.plan.node
         limits = 3 * max(c.topo_timeout_s, 30.0) + 3 * max(c.node_timeout_s, 0.0) + 2 * n.receive_timeout_s
-        return 2 * LINK_DEAD_S + limits + (3 * c.stuck_s if c.strategies else 0.0) + 60
+        resizing = c.shrink_after_s + ARRIVE_S if resizes(c) else 0.0
+        return 2 * LINK_DEAD_S + limits + (3 * c.stuck_s if c.strategies else 0.0) + resizing + 60
 
     def awake(self) -> list[NodeProcess]:
         return [node for node in [*self.nodes.values(), *self.past] if node.alive]

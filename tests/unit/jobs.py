@@ -11,6 +11,7 @@ import msgspec
 from covey.core.job import Observed, Plan, plan
 from covey.core.job.actions import Adopt, CreatePod, CreateService, DeletePod, DeleteService, EndPod, Label
 from covey.core.job.clock import stamp
+from covey.core.job.live import Live
 from covey.core.job.spec import pod_name
 
 NOW = 1_800_000_000.0
@@ -92,6 +93,7 @@ class World:
         self.pods: dict[str, Thing] = {}
         self.services: dict[str, Thing] = {}
         self.nodes: dict[str, Thing] | None = None
+        self.live: Live | None = None
         self.now = NOW
         self._lives = itertools.count(2)
 
@@ -128,7 +130,8 @@ class World:
         return made if made.status is not None else msgspec.structs.replace(made, status=self.status)
 
     def _plan(self) -> Plan:
-        observed = Observed(pods=list(self.pods.values()), services=list(self.services.values()), nodes=self.nodes)
+        pods, services = list(self.pods.values()), list(self.services.values())
+        observed = Observed(pods=pods, services=services, nodes=self.nodes, live=self.live)
         return plan(copy.deepcopy(self.job), observed, self.now)
 
     def crash_after(self, effects: int) -> None:

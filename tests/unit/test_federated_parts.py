@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from covey.federated import Device, Task, fit, openapi, strategies
 from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout, take
 from covey.federated.protocol import Answer, FlPlan
+from covey.federated.relay import PATHS
 from covey.federated.simulate import CLASSES, deal, digits, simulate
 from covey.federated.store import ModelStore
 from covey.federated.updates import Folder, Update, UpdateLog, read
@@ -211,8 +214,8 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
     sent: dict[str, object] = {}
 
     class Recording(Device):
-        def update(self, layout: Layout, flat: Floats, fields: dict[str, str], iteration: int) -> bool:
-            sent.update(fields, flat=flat, iteration=iteration)
+        def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+            sent.update(fields, flat=arrays[""])
             return True
 
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -226,7 +229,7 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
     assert float(str(sent["upload_loss"])) == first
     learned = Task(task._device, answer, layout, np.asarray(sent["flat"], np.float32))
     assert fit(learned, module, torch.eye(4), torch.arange(4))
-    assert float(str(sent["upload_loss"])) < first and sent["iteration"] == 3
+    assert float(str(sent["upload_loss"])) < first and sent["iteration"] == "3"
 
 
 # -- simulation and schema ---------------------------------------------------------------------------------------------
@@ -249,6 +252,6 @@ def test_a_federation_learns(name: str) -> None:
 
 def test_the_document_describes_every_field() -> None:
     document = openapi.document("/x")
-    assert set(document["paths"]) == {"/x/startFLJob", "/x/updateModel", "/x/getModel"}
+    assert set(document["paths"]) == {f"/x/{name}" for name in ("startFLJob", "updateModel", "getModel", *PATHS)}
     fields = document["components"]["schemas"]["UpdateFields"]["properties"]
     assert {"fl_id", "iteration", "timestamp", "data_size", "ticket", "upload_loss"} <= set(fields)

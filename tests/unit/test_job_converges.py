@@ -32,6 +32,7 @@ labels = st.fixed_dictionaries(
         "pod-rescheduling": st.sampled_from(["on", "off"]),
         "fault-retry-times": st.sampled_from(["0", "1", "3"]),
         "process-recover-enable": st.sampled_from(["on", "pause"]),
+        "subHealthyStrategy": st.sampled_from(["ignore", "graceExit", "forceExit"]),
     },
 )
 notes = st.fixed_dictionaries({}, optional={"recover-strategy": st.sampled_from(["recover", "recover-in-place", "retry,dump"])})
@@ -69,7 +70,7 @@ def pods(draw: st.DrawFn) -> Thing:
     }
     made["status"] = states[phase]
     if draw(st.booleans()):
-        made["spec"]["nodeName"] = draw(st.sampled_from(["good", "lost", "none"]))
+        made["spec"]["nodeName"] = draw(st.sampled_from(["good", "lost", "ill", "none"]))
     if draw(st.integers(0, 3)) == 0:
         made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     return made
@@ -119,7 +120,8 @@ def turn(world: World) -> bool:
 @given(jobs(), st.lists(pods(), max_size=6), st.lists(moves, max_size=8))
 def test_it_comes_to_rest(asked: Thing, there: list[Thing], story: list[tuple[str, Any]]) -> None:
     world = World(asked)
-    world.nodes = {"good": node("good"), "lost": node("lost", ready="Unknown", since=NOW)}
+    world.nodes = {"good": node("good"), "lost": node("lost", ready="Unknown", since=NOW), "ill": node("ill")}
+    world.nodes["ill"]["status"]["conditions"].append({"type": "KernelDeadlock", "status": "True"})
     world.pods = {p["metadata"]["name"]: p for p in there}
     for move in story:
         turn(world)

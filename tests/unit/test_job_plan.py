@@ -433,15 +433,6 @@ def test_suspend_takes_pods_away_and_resume_brings_them_back() -> None:
     assert len(of(made, CreatePod)) == 3 and states(made)["Suspended"] == "False" and world.status.get("restarts", 0) == 0
 
 
-def test_scaling_a_running_job_is_told_to_be_unsupported() -> None:
-    world = World(job()).start()
-    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 4
-    made = world.look()
-    assert "elastic training is not supported" in told(made)["ScaleUnsupported"] and not of(made, CreatePod)
-    assert world.status["workers"] == "2/4"
-    assert "ScaleUnsupported" not in told(world.look())
-
-
 def test_dynamic_workers_scale_while_they_run() -> None:
     world = World(job(enableDynamicWorker=True)).start()
     world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3
@@ -491,3 +482,50 @@ def test_an_invalid_change_does_not_end_a_running_job() -> None:
     made = world.look()
     assert "spec.successPolicy" in told(made)["InvalidSpec"] and "Failed" not in states(made)
     assert world.look().actions == ()
+
+
+# -- nodes that are not well -----------------------------------------------------------------------------------------
+
+
+def ill(name: str) -> dict[str, Any]:
+    made = node(name)
+    made["status"]["conditions"].append({"type": "KernelDeadlock", "status": "True"})
+    made["status"]["conditions"].append({"type": "DiskPressure", "status": "False"})
+    return made
+
+
+def on_ill_node(strategy: str, **more: Any) -> World:
+    world = World(job(labels={"fault-scheduling": "grace", "subHealthyStrategy": strategy}, **more)).start()
+    for name, where in (("train-scheduler-0", "good"), ("train-worker-0", "good"), ("train-worker-1", "ill")):
+        world.pods[name]["spec"]["nodeName"] = where
+    world.nodes = {"good": node("good"), "ill": ill("ill")}
+    return world
+
+
+def test_a_node_that_is_not_well_is_ignored_by_default() -> None:
+    assert on_ill_node("ignore").look().actions == ()
+
+
+def test_pods_leave_a_node_that_is_not_well() -> None:
+    world = on_ill_node("graceExit", annotations={"recover-strategy": "recover"})
+    made = world.look()
+    assert [(a.name, a.grace) for a in of(made, DeletePod)] == [("train-worker-1", None)]
+    assert "not well (KernelDeadlock)" in told(made)["MSJobRestarting"]
+    world.carry_out(made)
+    assert [a.excluded for a in of(world.look(), CreatePod)] == [("ill",)]
+    assert "faults" not in world.status, "the program did not fail"
+
+
+def test_force_exit_waits_for_nobody_and_all_start_anew_elsewhere() -> None:
+    world = on_ill_node("forceExit")
+    made = world.look()
+    assert {(a.name, a.grace) for a in of(made, DeletePod)} == {(name, 0) for name in world.pods}
+    world.carry_out(made)
+    assert {a.excluded for a in of(world.look(), CreatePod)} == {("ill",)}
+
+
+def test_hot_switch_is_done_as_grace_exit_and_says_so() -> None:
+    made = plan(job(labels={"fault-scheduling": "grace", "subHealthyStrategy": "hotSwitch"}), Observed(), NOW)
+    assert "hotSwitch is done as graceExit" in told(made)["Remark"]
+    made = plan(job(labels={"subHealthyStrategy": "sometimes"}), Observed(), NOW)
+    assert "metadata.labels[subHealthyStrategy]" in told(made)["InvalidSpec"]

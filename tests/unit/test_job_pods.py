@@ -161,7 +161,8 @@ def test_a_template_that_says_another_policy_is_remarked() -> None:
     [
         (["covey", "run", "train.py"], True),
         (["bash", "-c", "cd /data && covey run --local 2 train.py"], True),
-        (["python", "train.py"], False),
+        (["python", "train.py"], True),  # its covey.init() stays behind
+        (["./train"], False),
     ],
 )
 def test_recover_in_place_needs_somebody_in_the_container(command: list[str], supported: bool) -> None:

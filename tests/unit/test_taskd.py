@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from covey import taskd
+from covey.core.model import ClusterRecord, Phase
 from covey.core.taskd import Wish, wishes
 from covey.errors import UsageError
 from covey.node.log import log
 from covey.settings import STRATEGY, Settings, load
+from covey.store.journal import has_journal, open_journal
 from covey.taskd.config import place
 from covey.taskd.launcher import CannotTakeOver, command
 from covey.taskd.scheduling import settle
@@ -89,6 +92,7 @@ def test_coveys_own_variable_mends_a_wrong_one() -> None:
         ({}, {"MASTER_ADDR": "fd00::1"}, "", "[fd00::1]:9601"),
         ({"taskd_port": 9700}, {}, "", "127.0.0.1:9700"),
         ({"sched_host": "10.0.0.2", "sched_port": 8118}, {"MASTER_ADDR": "10.0.0.1"}, "node1", "10.0.0.2:8118"),
+        ({"sched_host": "10.0.0.2:7000,10.0.0.3", "sched_port": 8118}, {}, "", "10.0.0.2:7000"),
         ({"sched_host": "10.0.0.2"}, {"MASTER_ADDR": "10.0.0.1"}, "", "10.0.0.1:9601"),
     ],
 )
@@ -186,6 +190,22 @@ def test_the_other_parts(sentences: list[str]) -> None:
     assert len(sentences) == 14, sentences
 
 
+def test_whose_journal_can_be_taken_up(tmp_path: Path) -> None:
+    def written(phase: Phase, job: str = "j") -> Path:
+        folder = tmp_path / f"{phase}-{job}"
+        journal = open_journal(folder, job=job, worker_num=1, server_num=0)
+        journal.commit([ClusterRecord("c", job, 1, 0, phase, 1)])
+        journal.close()
+        return folder
+
+    assert has_journal(written(Phase.READY), "j")
+    assert not has_journal(written(Phase.ENDED), "j")
+    assert not has_journal(written(Phase.READY, "k"), "j")
+    assert not has_journal(tmp_path, "j")
+    (tmp_path / "scheduler.journal").write_text("no database at all")
+    assert not has_journal(tmp_path, "j")
+
+
 # -- torchrun --------------------------------------------------------------------------------------------------------
 
 
@@ -205,17 +225,18 @@ def asked(**more: Any) -> SimpleNamespace:
         "max_restarts": 0,
         "local_addr": None,
         "shutdown_timeout": 30,
+        "numa_options": None,
     }
     return SimpleNamespace(**{**wishes, **more})
 
 
-PYTHON = [sys.executable, ["-u", "train.py", "--lr", "1"]]
+PYTHON: tuple[str, list[str]] = (sys.executable, ["-u", "train.py", "--lr", "1"])
 
 
 def test_torchruns_wishes_are_covey_runs() -> None:
     assert " ".join(command(asked(), *PYTHON, {})) == (
-        "--nproc-per-node 3 --nnodes 1 --master 127.0.0.1:9601 --or-join --max-restarts 32767 --role default --no-live"
-        " --grace 30 --log-dir ./taskd_log --tail_worker_log -1 train.py --lr 1"
+        "--nproc-per-node 3 --nnodes 1 --master 127.0.0.1:9601 --or-join taskd_log --max-restarts 32767 --role default"
+        " --no-live --grace 30 --log-dir taskd_log --tail_worker_log -1 train.py --lr 1"
     )
 
 
@@ -226,11 +247,15 @@ def test_torchruns_wishes_are_covey_runs() -> None:
         ({"rdzv_endpoint": "node1:29500"}, {}, "--master node1:9601"),
         ({"rdzv_endpoint": "[fd00::1]:29500"}, {}, "--master [fd00::1]:9601"),
         ({"rdzv_endpoint": "127.0.0.1:29500"}, {"MASTER_ADDR": "10.0.0.1"}, "--master 10.0.0.1:9601"),
-        ({"min_nodes": 2, "max_nodes": 4}, {}, "--nnodes 2"),
+        ({"min_nodes": 2, "max_nodes": 4}, {}, "--nnodes 2:4 "),
+        ({"min_nodes": 2, "max_nodes": 2}, {}, "--nnodes 2 "),
         ({"max_nodes": 2, "rdzv_backend": "static", "rdzv_configs": {"rank": 1}}, {}, "--node-rank 1"),
+        ({"numa_options": SimpleNamespace(affinity_mode=SimpleNamespace(value="node"))}, {}, "--numa-binding node"),
         ({"run_id": "r7"}, {}, "--rdzv-id r7"),
         ({"local_addr": "10.0.0.3"}, {}, "--local-addr 10.0.0.3"),
         ({}, {"TASKD_LOG_PATH": "/logs"}, "--log-dir /logs"),
+        ({}, {"TASKD_LOG_PATH": "/logs", "MINDX_TASK_ID": "j"}, "--or-join /logs/j"),
+        ({}, {"MS_RECOVERY_PATH": "/kept", "MINDX_TASK_ID": "j"}, "--or-join /kept"),
     ],
 )
 def test_each_wish(config: dict[str, Any], environ: dict[str, str], words: str) -> None:

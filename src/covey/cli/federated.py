@@ -18,6 +18,7 @@ from covey.cli.look import door_of
 from covey.cli.visit import look
 from covey.cli.visit import stop as ask_to_stop
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
+from covey.federated.compress import KINDS, NONE
 from covey.federated.context import Value, check, from_text
 from covey.federated.updates import DURABILITIES
 from covey.store import registry
@@ -25,6 +26,7 @@ from covey.store.registry import Entry
 from covey.wire import address
 
 STARTED = b"Server started successfully."
+SIMULATED_DELTA = 1e-5
 WAIT_S = 10.0  # until a command that waits says so
 BARS = "▁▂▃▄▅▆▇█"
 MASTER = click.option(
@@ -57,6 +59,7 @@ def federated() -> None:
 @click.option(
     "--durability", type=click.Choice(DURABILITIES), default="process", show_default=True, help="What an update survives."
 )
+@click.option("--secure", is_flag=True, help="Mask updates: servers learn their sum only (encrypt_type=PW_ENCRYPT).")
 @click.option("--name", default="", help="The job's name, which devices may check.")
 @click.option("--dir", "folder", default="", help="Where state and logs lie; else ./federated_PORT.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other key of set_fl_context; may be repeated.")
@@ -73,6 +76,7 @@ def up(
     threshold: int,
     iterations: int,
     durability: str,
+    secure: bool,
     name: str,
     folder: str,
     settings: tuple[str, ...],
@@ -102,6 +106,7 @@ def up(
         "durability": durability,
         "fl_name": name,
         "checkpoint_dir": str(Path(folder or ".").absolute()),
+        **({"encrypt_type": "PW_ENCRYPT"} if secure else {}),
         **dict(_setting(pair) for pair in settings),
     }
     for key, value in shared.items():
@@ -212,24 +217,61 @@ def _query(entry: Entry) -> dict[str, Any]:
 @click.option("--sample", default=1.0, show_default=True, help="The share of devices in each round.")
 @click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
 @click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
+@click.option("--secure", is_flag=True, help="Mask every update: slow, because all devices share this machine.")
+@click.option("--compress", type=click.Choice(KINDS), default=NONE, show_default=True, help="How small uploads are.")
+@click.option("--sparse-rate", default=0.1, show_default=True, help="The share of values in them, where not all are sent.")
+@click.option(
+    "--noise", default=0.0, show_default=True, help="On the servers, in units of one device's influence (a norm of --clip)."
+)
+@click.option("--clip", default=1.0, show_default=True, help="The greatest norm of an update, where there is noise.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
 def simulate(
-    devices: int, rounds: int, strategy: str, alpha: float, sample: float, epochs: int, lr: float, seed: int, picture: str
+    devices: int,
+    rounds: int,
+    strategy: str,
+    alpha: float,
+    sample: float,
+    epochs: int,
+    lr: float,
+    secure: bool,
+    compress: str,
+    sparse_rate: float,
+    noise: float,
+    clip: float,
+    seed: int,
+    picture: str,
 ) -> None:
     """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from covey.core.dp import Noise
+    from covey.core.federation import Plan
+    from covey.federated import private
     from covey.federated import simulate as simulation
+    from covey.federated.private_trial import Treatment
     from covey.federated.strategies import named
 
-    for name, value in (("--devices", devices), ("--rounds", rounds), ("--epochs", epochs), ("--alpha", alpha), ("--lr", lr)):
+    for name, value in (
+        ("--devices", devices),
+        ("--rounds", rounds),
+        ("--epochs", epochs),
+        ("--alpha", alpha),
+        ("--lr", lr),
+        ("--sparse-rate", sparse_rate),
+        ("--clip", clip),
+    ):
         if not value > 0:
             raise UsageError(f"{name} {value} is not possible: give a number above 0")
     if not 0 < sample <= 1:
         raise UsageError(f"--sample {sample} is not possible: give a number above 0, up to 1")
-    run = simulation.simulate(devices, rounds, named(strategy), alpha=alpha, sample=sample, epochs=epochs, rate=lr, seed=seed)
+    gauss = Noise(False, clip, noise, SIMULATED_DELTA) if noise else None
+    plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
+    private.check(plan, named(strategy))
+    treatment = Treatment(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NONE else None
+    how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
+    run = simulation.simulate(devices, rounds, named(strategy), **how)
     columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     found = []
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -241,6 +283,11 @@ def simulate(
     last = found[-1]
     framework = sum(one.framework_s for one in found) / len(found)
     click.echo(f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})")
+    if compress != NONE:
+        click.echo(f"{last.sent_bytes:.0f} bytes of values per upload")
+    if gauss is not None:
+        spent = gauss.epsilon(last.number * gauss.spends)
+        click.echo(f"epsilon {spent:.3g} at delta {SIMULATED_DELTA:g}, for a device that took part in every round")
     click.echo(f"{1000 * framework:.0f} ms of each round were the framework's")
     try:
         simulation.plot(found, Path(picture))

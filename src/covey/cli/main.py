@@ -48,7 +48,7 @@ def verbs() -> None:
     covey run -n 4 train.py          four workers and a scheduler, on this host
     covey status                     the clusters of this user, or the one there is
     covey logs 2 -f                  what rank 2 prints
-    covey scale --workers 6          change the number of its workers
+    covey scale --workers 6          change the number of its workers (or of its --servers)
     covey stop                       end it in order
     covey submit train.py -n 4 --image IMAGE      the same on Kubernetes
     """
@@ -98,13 +98,16 @@ def stop(master: str, reason: str) -> None:
 
 @verbs.command()
 @MASTER
-@click.option("--workers", required=True, type=click.IntRange(1), help="How many there are to be.")
-def scale(master: str, workers: int) -> None:
-    """Change the number of workers of a running cluster."""
+@click.option("--workers", type=click.IntRange(1), help="How many there are to be.")
+@click.option("--servers", type=click.IntRange(1), help="How many parameter servers there are to be.")
+def scale(master: str, workers: int | None, servers: int | None) -> None:
+    """Change the number of workers or of parameter servers of a running cluster."""
     from covey.cli import look
     from covey.cli.visit import scale as ask_to_scale
 
-    said = asyncio.run(ask_to_scale(look.find(master), workers))
+    if (workers is None) == (servers is None):
+        raise click.UsageError("say how many there are to be: --workers N or --servers N")
+    said = asyncio.run(ask_to_scale(look.find(master), workers or -1, servers or -1))
     click.echo(f"operation {said.operation}: {said.reason}")
 
 

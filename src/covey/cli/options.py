@@ -167,7 +167,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--master", "HOST:PORT", "master", "where the scheduler is; on that host it is started", ENDPOINT),
         Option("--master-addr", "HOST", "sched_host", "the same, host and port apart"),
         Option("--master-port", "PORT", "sched_port", "(default: a free one; 8118 for several hosts)"),
-        Option("--or-join", "", "or_join", "where a scheduler listens at the master's port already, join it"),
+        Option("--or-join", "DIR", "or_join", "join the scheduler at --master if it runs; DIR has its journal", PATH),
         Option("--node-rank", "N", "node_rank", "which host this is (default: the scheduler decides)", HOST_RANK),
         Option("--start", "fork|exec", "start", "fork workers from a template (default), or start each anew", START),
         Option("--preload", "A,B", "preload", "modules the template imports beside those it finds", MODULES),

@@ -37,7 +37,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     nnodes: tuple[int, int] | None = None
     node_rank: int = -1
     standalone: bool = False
-    or_join: bool = False
+    or_join: str = ""
     logs: str = ""
     join: bool = True
     bind_core: Cores = False
@@ -68,7 +68,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0  # which host this is; -1 where the scheduler decides
     master_host: str = LOOPBACK
     master_port: int = FREE
-    or_join: bool = False  # a taken master port is no error: whoever listens there is joined
+    or_join: str = ""  # a taken master port is no error: whoever listens there is joined, and keeps its journal in this folder
     manage_port: int = ANY_FREE
     start: Literal["fork", "exec"] = "fork"
     preload: list[str] = []

@@ -28,17 +28,19 @@ from covey.errors import ExitCode, UsageError
 from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
 from covey.node.host import address_towards
-from covey.node.log import configure
+from covey.node.log import configure, log
 from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import Schedulers
 from covey.node.sockets import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered
+from covey.store.journal import has_journal
 from covey.wire import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
 STDOUT: Final = 1
 STDERR: Final = 2
+STAND_BY_S: Final = 0.5  # between two looks whether the scheduler that was joined is gone
 SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
 
 
@@ -69,42 +71,73 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
-        if plan.or_join and sockets is None:
-            settings = msgspec.structs.replace(settings, recovery=True)
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
         await agent.prepare()  # the template's imports are the longest part: begin with them
-        scheduler = None
+        host = _SchedulerHost(plan, agent, environ, log_dir)
         if sockets is not None:
             folder = plan.recovery_path or undo.enter_context(
                 tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
             )
-            scheduler = Schedulers(
-                1 + settings.standbys,
-                sockets,
-                _scheduler_environment(plan, environ),
-                journal=folder,
-                log_path=log_dir / "scheduler.log",
-                max_restarts=plan.max_restarts,
-                over=lambda: agent.over,
-                gave_up=lambda code, reason: agent.settle(Outcome(code, reason)),
-            )
-            await scheduler.start()
-            agent.keeps_scheduler = True
+            await host.start(sockets, folder)
             print(
                 f"covey: scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}",
                 flush=True,
             )
+        standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Show(door, live=plan.live)
         agent.on_start = lambda start: _echo(plan, show, agent, start)
         interrupted = _take_signals(agent, show)
         show.open()
         outcome = await agent.run()
         await show.close()
-        if scheduler is not None:
-            await scheduler.stop(SCHEDULER_S)
+        if standing_by is not None:
+            standing_by.cancel()
+            await asyncio.gather(standing_by, return_exceptions=True)
+        await host.stop()
     return _report(outcome, interrupted)
+
+
+class _SchedulerHost:
+    """The scheduler of a run, where it is this host's: from the start, or after the one that was joined is gone."""
+
+    def __init__(self, plan: RunPlan, agent: Agent, environ: Mapping[str, str], log_dir: Path) -> None:
+        self._plan = plan
+        self._agent = agent
+        self._environ = _scheduler_environment(plan, environ)
+        self._log_path = log_dir / "scheduler.log"
+        self._schedulers: Schedulers | None = None
+
+    async def start(self, sockets: Sockets, folder: str) -> None:
+        self._schedulers = Schedulers(
+            1 + self._plan.loaded.settings.standbys,
+            sockets,
+            self._environ,
+            journal=folder,
+            log_path=self._log_path,
+            max_restarts=self._plan.max_restarts,
+            over=lambda: self._agent.over,
+            gave_up=lambda code, reason: self._agent.settle(Outcome(code, reason)),
+        )
+        await self._schedulers.start()
+        self._agent.keeps_scheduler = True
+
+    async def stand_by(self) -> None:
+        """If the scheduler that was joined dies, and could be this host's, go on from its journal. Whoever binds decides."""
+        folder = Path(self._plan.or_join)
+        while True:
+            await asyncio.sleep(STAND_BY_S)
+            if not self._agent.cut_off or not has_journal(folder, self._plan.job):
+                continue
+            sockets = _listen(self._plan)
+            if sockets is not None:
+                log.warning("the scheduler at %s is gone: this host goes on in its place, from its journal", sockets.address)
+                return await self.start(sockets, str(folder))
+
+    async def stop(self) -> None:
+        if self._schedulers is not None:
+            await self._schedulers.stop(SCHEDULER_S)
 
 
 def _report(outcome: Outcome, interrupted: list[int]) -> int:
@@ -159,8 +192,6 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
         environ["COVEY_SECRET"] = secret
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
-    if plan.or_join and sockets is None:  # it may be started again by whoever started it: nobody gives it up
-        environ |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": plan.log_dir or "."}
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
     return Door(host, port, secret, context=guard.client, others=tuple(others)), environ, guard
@@ -259,10 +290,13 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
 
 def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
-    if start.generation > 1 or not start.assignments:
+    if not start.assignments:
         return
     ranks = {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER}
-    streams = echoed(plan, ranks) if ranks else {}
+    if not ranks:
+        return
+    agent.on_start = lambda start: None  # once: restarts go on in the same logs, and a scheduler that is back says it again
+    streams = echoed(plan, ranks)
     for rank, stream in streams.items():
         prefix = f"[{rank}] " if len(streams) > 1 else ""
         if stream & STDOUT or not agent.separates_stderr:

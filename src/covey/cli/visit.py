@@ -118,10 +118,10 @@ async def stop(door: Door, reason: str) -> None:
             raise PeerError(f"{door.name} gave an answer that makes no sense")
 
 
-async def scale(door: Door, workers: int) -> Scaling:
-    """Ask for another number of workers, and hear what was decided."""
+async def scale(door: Door, workers: int, servers: int = -1) -> Scaling:
+    """Ask for another number of workers or parameter servers (-1: of the other), and hear what was decided."""
     async with Visit(door) as visit:
-        answer = await visit.ask(ScaleAsked(workers))
+        answer = await visit.ask(ScaleAsked(workers, servers=servers))
         if isinstance(answer, Refused):
             raise PeerError(f"the cluster at {door.name} stays as it is: {answer.reason}", ExitCode.REFUSED)
         if not isinstance(answer, Scaling):

@@ -14,6 +14,7 @@ from covey.core.incidents import Incident, Outcome
 from covey.core.messages import NODE_ID_MAX, ScaleAsked
 from covey.core.model import Role
 from covey.core.scaling import WORLD_MAX
+from covey.core.shards import SLOTS
 from covey.core.view import SEED_STATES, ClusterView, NodeView
 from covey.errors import UsageError
 
@@ -84,11 +85,12 @@ class ScaleOutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many more of each there are to be."""
 
     worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # in JSON 2.0 is a whole number too
-    server_num: Annotated[float, Meta(ge=0, le=0, description="Servers cannot become more.")]
+    server_num: Annotated[float, Meta(ge=0, le=SLOTS, multiple_of=1)]
 
 
 class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is to go: node ids, with or without "worker:" in front."""
+    """Who is to go: node ids, with or without "worker:" or "pserver:" in front. Where there are parameter servers, they are
+    meant."""
 
     node_ids: Annotated[list[NodeId], Meta(min_length=1, max_length=WORLD_MAX)]
 
@@ -135,7 +137,8 @@ def operation(kept: list[Incident], number: str) -> Incident | None:
 
 def scale_out(body: bytes) -> ScaleAsked:
     """The wish in the body of POST /scaleout, with the seeds' words where it is none."""
-    return ScaleAsked(more=int(_decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}').worker_num))
+    asked = _decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
+    return ScaleAsked(more=int(asked.worker_num), more_servers=int(asked.server_num))
 
 
 def scale_in(body: bytes) -> ScaleAsked:
@@ -154,7 +157,6 @@ def stop_reason(body: bytes) -> str:
 _SEEDS = {  # what the seeds say where a body is wrong, by what msgspec says
     "missing required field": "The json is not contain the key:{}. ",
     "`float` >= 0": "The value should not be less than 0. ",
-    "`float` <= 0": "The Server does not currently support scale out. ",
     "`array` of length >= 1": "The node ids should not be empty. ",
 }
 

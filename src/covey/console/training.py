@@ -19,8 +19,10 @@ from covey.errors import PeerError
 RECOVERIES = Operation(
     "recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply
 )
-SCALE_OUT = Operation("scaleout", "POST", "/scaleout", "Ask for more workers.", ScaleReply, ScaleOutBody)
-SCALE_IN = Operation("scalein", "POST", "/scalein", "Ask workers to go.", ScaleReply, ScaleInBody)
+SCALE_OUT = Operation(
+    "scaleout", "POST", "/scaleout", "Ask for more workers, or for more parameter servers.", ScaleReply, ScaleOutBody
+)
+SCALE_IN = Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody)
 ROLL_BACK = Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply)
 OPERATION = Operation("operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident)
 OPERATIONS = (*COMMON, RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION)

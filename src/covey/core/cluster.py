@@ -19,6 +19,7 @@ from covey.core.model import (
     Record,
     Role,
 )
+from covey.core.shards import Servers, Sharing, first
 
 Key = tuple[Role, str]  # role and node id
 
@@ -38,6 +39,11 @@ class Cluster(msgspec.Struct):
     heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
     asked: int = 0  # the number of workers that was asked for last, if any was
     trains: bool = False  # a loop has finished a step in this start of everyone: from then on the world may change its size
+    sharing: Sharing | None = None  # of the parameter servers' rows, once it has changed
+    coming: Servers = ()  # parameter servers that rows are not yet shared with
+    moved: bool = True  # every row is where the sharing says
+    copied: bool | None = None  # whether a server's rows outlive it, once servers have come or gone
+    next_server: int = -1  # for who comes after formation; -1: the first
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -83,12 +89,32 @@ class Cluster(msgspec.Struct):
                 agent = record.agent()
                 agent.beat_at = now
                 self.agents[agent.id] = agent
-            elif isinstance(record, MemberRecord) and (record.role is not Role.WORKER or world < 0 or record.rank < world):
+            elif isinstance(record, MemberRecord) and self._counts(record, world):
                 member = record.member()
                 member.beat_at = now
                 if member.present:
                     member.state = NodeState.SUSPECT
                 self.add(member)
+
+    def _counts(self, record: MemberRecord, world: int) -> bool:
+        """Whether a member of the journal is one still."""
+        if record.role is Role.WORKER:
+            return world < 0 or record.rank < world
+        return record.role is not Role.PSERVER or record.rank in {*self.sharing_now.servers, *self.coming}
+
+    @property
+    def sharing_now(self) -> Sharing:
+        return self.sharing or first(self.settings.server_num)
+
+    @property
+    def moving(self) -> bool:
+        """Whether parameter servers come or go."""
+        return bool(self.coming) or not self.moved
+
+    @property
+    def rows_outlive(self) -> bool:
+        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
+        return self.settings.copies > 0 and self.settings.server_num > 1 if self.copied is None else self.copied
 
     def of(self, role: Role) -> list[Member]:
         """The members that count towards the number of this role."""
@@ -111,7 +137,8 @@ class Cluster(msgspec.Struct):
         found = {}
         for agent in self.agents.values():
             places = agent.slots if role is Role.WORKER else agent.servers
-            free = places - sum(m.role.group is role.group for m in self.children(agent.id))
+            held = [m for m in self.children(agent.id) if m.role.group is role.group and m.state is not NodeState.DEAD]
+            free = places - len(held)
             if agent.link and not agent.leaving and free > 0:
                 found[agent.id] = free
         return found
@@ -141,4 +168,9 @@ class Cluster(msgspec.Struct):
             self.next_seat,
             self.trains,
             self.asked,
+            self.sharing,
+            self.coming,
+            self.moved,
+            self.copied,
+            self.next_server,
         )

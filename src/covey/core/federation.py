@@ -18,10 +18,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from covey.core.dp import Noise
 from covey.core.messages import Ask, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
 from covey.core.model import Host
+from covey.core.secure import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders
 
-DEVICE_ID_MAX = 200
 BATCH_MAX = 10_000  # ids in one message
 SERVERS_MAX = 128  # whose sums together fit into an int64
 ROUND_DIGITS = 20  # an update of an asynchronous round is known by its device and the round it began with
@@ -35,6 +36,7 @@ class Stage(StrEnum):
     FORMING = "forming"
     OPEN = "open"
     SEALING = "sealing"  # enough updates: every server fixes its part
+    UNMASKING = "unmasking"  # of a secure round: devices are asked for what takes the masks off the sum
     SUMMING = "summing"  # one server adds the parts and makes the model
 
 
@@ -64,6 +66,15 @@ class Plan(msgspec.Struct, frozen=True):
     patience: int = 0  # rounds without a better loss until the instance finishes; 0: never
     eval_every: int = 0  # in every so-many-th iteration devices are asked to evaluate; 0: never
     eval_share: float = 1.0  # the share of an iteration's devices that is asked
+    secure: bool = False  # updates are masked, and only their sum is ever known
+    cipher_window_s: float = 300.0  # for each phase of a secure round
+    share_ratio: float = 1.0  # of those that came to one such phase, how many must come to the next
+    reconstruct: int = 0  # devices needed to take masks off; 0: more than two thirds
+    compress: str = "NO_COMPRESS"  # how small uploads are
+    sparse_rate: float = 1.0  # the share of values in them, where not all are sent
+    signed: bool = False  # devices have certificates: in a secure round they sign their keys and the list for each other
+    noise: Noise | None = None  # differential privacy
+    reach: float = 16.0  # how far a value of an update may be from the model
 
     @property
     def needed(self) -> int:
@@ -150,6 +161,8 @@ class Standing(Message, frozen=True):
     unable: tuple[Name, ...] = ()  # lives whose logs it could not
     drained: bool = False  # it has stopped taking updates and let go of its log
     metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, where this server made it
+    devices: Ids = ()  # whose updates are in it, in a secure round, once it is sealed
+    spoiled: Sentence = ""  # why this server cannot make the model of this round
 
 
 class Orders(Message, frozen=True):
@@ -171,6 +184,10 @@ class Orders(Message, frozen=True):
     leaving: tuple[Name, ...] = ()
     missing: tuple[Name, ...] = ()  # whose part the round goes without
     full: bool = False  # no more devices are taken into this round
+    phase: Phase | None = None  # of a secure round
+    unmasking: Unmasking | None = None  # for the summer
+    void: bool = False  # the round is abandoned: its model is the one before
+    voided: tuple[int, Sentence] = (-1, "")  # the last round that was, and why
 
 
 class Joining(Message, frozen=True):
@@ -274,8 +291,8 @@ class Copied(Message, frozen=True):
     serial: int
 
 
-FromServer = Enlist | Standing | Joining | Alive | Ask | StopAsked
-ToServer = Admitted | Orders | Joined | Alive | Refused | Stop | Told | Goodbye
+FromServer = Enlist | Standing | Joining | Secure | Alive | Ask | StopAsked
+ToServer = Admitted | Orders | Joined | Secured | Alive | Refused | Stop | Told | Goodbye
 BetweenServers = Hello | Claim | Verdict | Release | Held | Fetch | Piece | Copy | Copied
 
 
@@ -315,6 +332,9 @@ class FederationRecord(msgspec.Struct, frozen=True):
     next_plan: Plan | None = None  # of an instance that begins at the end of the round
     missing: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
+    uploaders: Uploaders | None = None  # of a secure round: the list that was given out, or is about to be
+    voided: tuple[int, str] = (-1, "")
+    spent: float = 0.0  # on privacy: the sum of mu squared
 
 
 def owner(device: str, members: Sequence[Peer]) -> str:

@@ -9,6 +9,7 @@ from covey.core.cluster import Cluster
 from covey.core.membership import names
 from covey.core.messages import Assignment, Formed, Start
 from covey.core.model import Agent, Member, Role
+from covey.core.shards import Sharing
 
 COUNTED = (Role.WORKER, Role.PSERVER)  # a federated server counts with the parameter servers
 
@@ -64,14 +65,23 @@ class Layout:
         """What a node is told about its place."""
         if member.role is Role.SPARE:
             beside = self._local_worlds.get((Role.WORKER, member.host.id), 0)
-            return Formed(self._cluster.generation, -1, len(self._workers), -1, beside)
-        world = len(self._workers) if member.role is Role.WORKER else self._cluster.settings.wanted(member.role)
+            return Formed(self._cluster.generation, -1, len(self._workers), -1, beside, sharing=self._cluster.sharing)
+        world = len(self._workers) if member.role is Role.WORKER else self._cluster.size(member.role)
         local_world = self._local_worlds[(member.role.group, member.host.id)]
         seat = member.seat if member.seat != member.rank else -1
-        place = (member.rank, world, member.local_rank, local_world, member.restarts, seat, member.since)
-        workers = len(self._workers) if member.role is Role.PSERVER else 0
+        server = member.role is Role.PSERVER
+        lives = member.lives if server else member.restarts
+        place = (member.rank, world, member.local_rank, local_world, lives, seat, member.since)
         taken = (member.node_id, member.incarnation) if member.process else ("", 0)
-        return Formed(self._cluster.generation, *place, workers, *taken)
+        return Formed(self._cluster.generation, *place, len(self._workers) if server else 0, self._sharing(member), *taken)
+
+    def _sharing(self, member: Member) -> Sharing | None:
+        """One that is coming learns with whom it will share rows, and the others when it is here."""
+        cluster = self._cluster
+        if member.role is Role.PSERVER and member.rank in cluster.coming:
+            now = cluster.sharing_now
+            return msgspec.structs.replace(now, ring=tuple(sorted({*now.ring, *cluster.coming})))
+        return cluster.sharing
 
     def start(self, agent: Agent) -> Start:
         """What an agent is told to let run."""

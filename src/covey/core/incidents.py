@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+SERVERS = "servers"  # the node of an incident that is about all parameter servers, and goes its own way
 KEPT_MAX = 1000  # incidents; the journal keeps as many
 
 
@@ -111,14 +112,18 @@ class Incidents:
         for clock in self._clocks.values():
             clock.marks[stage] = now
 
-    def close(self, outcome: Outcome, now: float) -> list[Incident]:
-        """The open ones are over; returns them."""
+    def close(self, outcome: Outcome, now: float, node: str = "") -> list[Incident]:
+        """The open ones are over; returns them. Until the run ends, servers' moves are apart."""
+        over = [incident for incident in self.kept if incident.number in self._clocks]
+        if outcome not in (Outcome.ENDED, Outcome.FINISHED):
+            over = [incident for incident in over if (incident.node == SERVERS) == (node == SERVERS)]
         if outcome is Outcome.RESUMED:
-            self.mark(Stage.RESUMED, now)
-        still_open = [incident for incident in self.kept if incident.number in self._clocks]
-        closed = {incident.number: self._closed(incident, outcome) for incident in still_open}
+            for incident in over:
+                self._clocks[incident.number].marks[Stage.RESUMED] = now
+        closed = {incident.number: self._closed(incident, outcome) for incident in over}
         self.kept = [closed.get(incident.number, incident) for incident in self.kept]
-        self._clocks.clear()
+        for number in closed:
+            del self._clocks[number]
         return list(closed.values())
 
     def _closed(self, incident: Incident, outcome: Outcome) -> Incident:

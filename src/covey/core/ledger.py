@@ -5,8 +5,8 @@ place may be filled again), to a new generation of everyone (torchrun's restarts
 RETURNING until its members have re-attached or are overdue. The table `PHASES` lists the moves that exist; any other is a bug.
 
 The machine is one object, cut into rooms that each know only those before them: the `Ledger` here, `resizing` (the world
-changes its size), `spares` (who waits to stand in), `lifecycle` (forming, dying, healing, coming back, ending), `watch` (what
-follows from time alone) and `machine` (who says what over which link).
+changes its size), `sharing` (parameter servers come and go), `spares` (who waits to stand in), `lifecycle` (forming, dying,
+healing, coming back, ending), `watch` (what follows from time alone) and `machine` (who says what over which link).
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Ledger:
         self._grouped = False  # a group has met: only then will ranks say that they have gone on
         self._arriving: set[str] = set()  # node ids of those whom a growth waits for
         self._arrive_by = float("inf")
+        self._settled: set[int] = set()  # parameter servers where all is in its place, by the sharing of now
+        self._come_by = float("inf")
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
         self._stop: Stop | None = None
@@ -94,6 +96,7 @@ class Ledger:
         self._speakers.pop(member.link, None)
         member.incarnation += 1
         member.restarts += 1
+        member.lives += 1
         member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
         member.process = ""
         here = self.cluster.agents[member.agent].link
@@ -133,16 +136,24 @@ class Ledger:
     # -- incidents and the end ---------------------------------------------------------------------------------------
 
     def _open_incident(
-        self, strategy: str, reason: str, cause: str, *, since: float, known: float, member: Member | None = None
+        self,
+        strategy: str,
+        reason: str,
+        cause: str,
+        *,
+        since: float,
+        known: float,
+        member: Member | None = None,
+        node: str = "cluster",
     ) -> None:
-        node, rank = (member.name, member.rank) if member is not None else ("cluster", -1)
+        node, rank = (member.name, member.rank) if member is not None else (node, -1)
         incident = self.incidents.open(
             self._now, since=since, known=known, node=node, rank=rank, cause=cause, strategy=strategy, reason=reason
         )
         self._persist(incident)
 
-    def _close_incidents(self, outcome: Outcome) -> None:
-        for incident in self.incidents.close(outcome, self._now):
+    def _close_incidents(self, outcome: Outcome, node: str = "") -> None:
+        for incident in self.incidents.close(outcome, self._now, node):
             self._persist(incident)
             self._publish("cluster", "recovery", str(incident))
 

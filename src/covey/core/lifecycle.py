@@ -101,7 +101,12 @@ class Lifecycle(Spared):
             if member.role is Role.WORKER:
                 self._dump.waiting.discard(member.rank)
             return self._end_dump()
-        if member.node_id in self._arriving:
+        self._settled -= {member.rank} if member.role is Role.PSERVER else set()
+        if member.role is Role.PSERVER and member.rank in self.cluster.coming:
+            return self._turn_servers_back(f"{member.name} did not come: {failure.reason}")
+        if not scaling.can_turn_back(self.cluster, self._arriving):
+            self._arriving = set()
+        if member.role is Role.WORKER and member.node_id in self._arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member, failure.code)
         self._publish("cluster", str(after), reason, Level.WARNING)
@@ -251,9 +256,11 @@ class Lifecycle(Spared):
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         self.cluster.trains = False
+        self._settled = set()
         children = [member for member in self.cluster.placed() if member.agent]
         for member in children:
             self._next_life(member)
+            member.lives = 0  # a server begins from nothing, as the workers do
             member.seat = member.rank  # nobody is left who knows it by another
         self._regroup(reason, *children)
         self._tell_places()
@@ -292,6 +299,9 @@ class Lifecycle(Spared):
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
         self.cluster.asked = kept.asked
+        self.cluster.sharing, self.cluster.coming, self.cluster.moved = kept.sharing, kept.coming, kept.moved
+        self.cluster.copied, self.cluster.next_server = kept.copied, kept.next_server
+        self._come_by = self._now + scaling.ARRIVE_S
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None

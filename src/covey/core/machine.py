@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core import ranks, scaling
+from covey.core import ranks, scaling, sharing
 from covey.core.effects import Close, Level, SchedulerEffect
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
@@ -41,6 +41,7 @@ from covey.core.messages import (
     Resumed,
     ScaleAsked,
     Scaling,
+    Settled,
     Started,
     StopAsked,
     Value,
@@ -76,6 +77,7 @@ class Machine(Watch):
             Dumped: self._dumped,
             StopAsked: self._stop_asked,
             ScaleAsked: self._scale_asked,
+            Settled: self._settled_said,
         }
 
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
@@ -177,6 +179,7 @@ class Machine(Watch):
         member.life, member.host, member.pid = wish.life, wish.host, wish.pid
         member.incarnation += 1
         member.restarts += 1
+        member.lives += 1
         member.state = NodeState.ALIVE
         self.cluster.add(member)
         self._layout = None
@@ -336,6 +339,11 @@ class Machine(Watch):
                 self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
 
+    def _settled_said(self, link: int, said: Settled) -> None:
+        member = self._speakers.get(link)
+        if isinstance(member, Member) and member.role is Role.PSERVER:
+            self._server_settled(member, said)
+
     def _drain(self, link: int, drain: Drain) -> None:
         speaker = self._speakers.get(link)
         if isinstance(speaker, Member):
@@ -412,11 +420,18 @@ class Machine(Watch):
         self._send(link, self.scaled)
 
     def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
+        if asked.roll_back and self.cluster.coming:
+            number = self.incidents.kept[-1].number
+            self._turn_servers_back("asked to")
+            return Scaling(number, "the servers that were to come do not")
         if asked.roll_back:
-            if not self._arriving:
+            if not scaling.can_turn_back(self.cluster, self._arriving):
                 return Refused("no growth is under way that could be taken back")
             self._turn_back("asked to")
             return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
+        if sharing.meant(self.cluster, asked):
+            change, reason = sharing.decide(self.cluster, self._settled, asked)
+            return Scaling(self._scale_servers(change, reason), reason) if change is not None else Refused(reason)
         plan, reason = scaling.decide(self.cluster, asked)
         return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)
 

@@ -1,6 +1,7 @@
 """What people may ask of a federated cluster: scale it out and in, begin again, rest; and the one word for how it is.
 
-The whole machine: `roster` knows the servers, `rounds` moves them, and this is what a management port and a shell hold.
+The whole machine: `roster` knows the servers, `rounds` moves them, `masked` makes rounds secure, and
+this is what a management port and a shell hold.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from covey.core.federation import SERVERS_MAX, Instance, Plan, Stage
+from covey.core.masked import Masked
 from covey.core.roster import Effect
-from covey.core.rounds import Rounds
+from covey.core.rounds import over_budget
 from covey.errors import UsageError
 
 
-class Managed(Rounds):
+class Managed(Masked):
     """The machine with the doors for people. Each raises `UsageError` for what cannot be."""
 
     def scale_out(self, more: int, now: float) -> list[Effect]:
@@ -61,6 +63,9 @@ class Managed(Rounds):
         """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round."""
         self._ask(now)
         self._need_ready()
+        over = over_budget(plan, self.spent)
+        if over:
+            raise UsageError(f"No new instance can begin: {over}.")
         if self.stage is Stage.OPEN and not self.counted:
             self._begin(plan)
         else:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.model import Failure, Host, Progress, Role
+from covey.core.shards import Sharing
 
 PROTOCOL = 1
 NODE_ID_MAX = 100
@@ -126,11 +127,13 @@ class StopAsked(Message, frozen=True):
 
 
 class ScaleAsked(Message, frozen=True):
-    """Change the world's size: to so many workers, or by so many more, or without these nodes; or take back a growth that is
-    under way."""
+    """Change the world's size: to so many workers or servers, or by so many more, or without these nodes; or take back a growth
+    that is under way."""
 
     workers: int = -1
     more: int = 0
+    servers: int = -1
+    more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
 
@@ -158,6 +161,7 @@ class Formed(Message, frozen=True):
     seat: int = -1  # this member's number for life, where it is not its rank
     since: int = 1  # the generation in which it came
     workers: int = 0  # said to servers: how many push to them
+    sharing: Sharing | None = None  # of the servers' rows, once it has changed
     node_id: Name = ""  # said to a spare that is one no more: whose place it has, in which incarnation
     incarnation: int = 0
 
@@ -187,6 +191,12 @@ class Assignment(msgspec.Struct, frozen=True):
     def number(self) -> int:
         """What it is called by, for life: the rank it had first."""
         return int(self.node_id)
+
+
+class Shared(Message, frozen=True):
+    """The parameters' rows are shared among the servers like this from now on."""
+
+    sharing: Sharing
 
 
 class Start(Message, frozen=True):
@@ -314,6 +324,12 @@ class Dumped(Message, frozen=True):
     path: Sentence
 
 
+class Settled(Message, frozen=True):
+    """A parameter server: by this sharing everything that is mine is here, and my copy is where it belongs."""
+
+    sharing: int
+
+
 class Giver(msgspec.Struct, frozen=True):
     """The rank to fetch from, and how."""
 
@@ -343,8 +359,7 @@ class HealPlan(Message, frozen=True):
 
 
 _Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
-_Healing = Report | Broke | Fetched | Resumed | Dumped
+_Healing = Report | Broke | Fetched | Resumed | Dumped | Settled
 FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
-FromScheduler = (
-    Welcome | Formed | Regrouped | Start | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told
-)
+_Places = Welcome | Formed | Regrouped | Start | Shared
+FromScheduler = _Places | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.incidents import Incident
+from covey.core.shards import Servers, Sharing
 
 PHASE_MAX = 100  # characters
 Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
@@ -67,6 +68,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     dump_s: float = 60.0
     grace_s: float = 10.0
     copies: int = 1  # of each parameter server's rows
+    serving: dict[str, str] = {}  # how parameters are served, as a user types it: all must agree
     worker_max: int = 0  # to which the world may grow; 0: nobody comes beyond those it formed with
     last_call_s: float = 3.0  # after the last who came, for more than `worker_num` to come, before the cluster forms
     shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
@@ -86,12 +88,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
-        return {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
-
-    @property
-    def copied(self) -> bool:
-        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
-        return self.copies > 0 and self.server_num > 1
+        found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
+        return found | self.serving if self.server_num else found
 
     def wanted(self, role: Role) -> int:
         if role is Role.WORKER:
@@ -155,6 +153,7 @@ class Member(msgspec.Struct):
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
     leaving: str = ""  # why this life is about to end without a failure
     pid: int = 0
+    lives: int = 0  # that are over, since everyone last started
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
     process: str = ""  # the spare, in which of its lives, that became this life; "" where a process was started for it
@@ -202,6 +201,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     local_rank: int = -1
     seat: int = -1
     since: int = 1
+    lives: int = 0
     process: str = ""
 
     @classmethod
@@ -252,6 +252,11 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     next_seat: int = -1
     trains: bool = False
     asked: int = 0
+    sharing: Sharing | None = None
+    coming: Servers = ()
+    moved: bool = True
+    copied: bool | None = None
+    next_server: int = -1
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -56,6 +56,8 @@ def decide(cluster: Cluster, dead: Member, code: int = 0) -> tuple[After, str]:
     """Decide what follows the death of one member, which ended with this code."""
     if code in MISTAKES:
         return After.END, f"{dead.name} ended with code {code}: another start does not mend that"
+    if dead.role is Role.PSERVER and code == ExitCode.ROWS_LOST:
+        return _rows_lost(cluster, dead, f"the rows of {dead.name} were lost, for the holder of their copy died as well")
     after, reason = _keep_the_world(cluster, dead)
     if after is not After.END or Strategy.ELASTIC not in cluster.settings.strategies:
         return after, reason
@@ -66,8 +68,8 @@ def decide(cluster: Cluster, dead: Member, code: int = 0) -> tuple[After, str]:
 def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
     """The rungs after which the world is what it was."""
     settings = cluster.settings
-    if dead.role is Role.PSERVER and not settings.copied and (dead.agent or settings.copies == 0):
-        return _without_copy(cluster, dead)
+    if dead.role is Role.PSERVER and not cluster.rows_outlive and (dead.agent or settings.copies == 0):
+        return _rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it, for they had no copy")
     if not dead.agent:
         if settings.recovery:
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
@@ -89,10 +91,9 @@ def allowed(agent: Agent | None, limit: int) -> int:
     return min(limit, agent.max_restarts) if agent is not None and agent.max_restarts >= 0 else limit
 
 
-def _without_copy(cluster: Cluster, dead: Member) -> tuple[After, str]:
+def _rows_lost(cluster: Cluster, dead: Member, lost: str) -> tuple[After, str]:
     """With the server its rows are gone, and what the workers did since the last checkpoint with them."""
     settings = cluster.settings
-    lost = f"the rows of {dead.name} were lost with it, for they had no copy"
     everyone = {m.agent for m in (dead, *cluster.of(Role.WORKER))}
     if not cluster.heals or not everyone <= cluster.agents.keys():
         return After.END, f"{lost}: start the cluster again, it goes on from its last checkpoint"
@@ -123,7 +124,7 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
     if here and spent >= limit:
         return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
     nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
-    if agent is None and (settings.recovery or waits_to_shrink(settings)):
+    if agent is None and (settings.recovery or waits_to_shrink(settings)) and not scaling.some_left(cluster):
         until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_to_shrink(settings) else ""
         return After.WAIT, f"{nobody}: waiting for one to come{until}"
     return After.END, nobody

@@ -32,6 +32,7 @@ from covey.core.federation import (
 )
 from covey.core.messages import Goodbye, Message, Stop, StopAsked
 from covey.core.roster import Effect, Keep, Limits, Roster, Server
+from covey.core.secure import Uploaders
 from covey.core.window import Enough, Missed, Window
 
 ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
@@ -62,6 +63,9 @@ class Rounds(Roster):
         self.window = Window(plan, now)
         self.missed = 0
         self.metrics: dict[str, float] = {}
+        self.uploaders: Uploaders | None = None  # see `masked`
+        self.voided = (-1, "")
+        self.spent = 0.0  # on privacy, over all instances: the data are the same
         self.reason = "waiting for servers"
         self._started_at = now
 
@@ -173,7 +177,7 @@ class Rounds(Roster):
         for server in members:
             server.returned = server.returned and not server.alive
         self.generation += 1
-        if self.stage is Stage.SUMMING:  # the parts may have other holders now
+        if self.stage in (Stage.UNMASKING, Stage.SUMMING):  # the parts may have other holders now
             self.stage, self.summer, self.parts = Stage.SEALING, "", ()
         self._settle_operation()
         self._keep()
@@ -207,6 +211,10 @@ class Rounds(Roster):
             self._say("cluster", "finished", f"all {self.plan.iterations} iterations are done; the model is still served")
         if self.next_plan is not None:
             self._begin(self.next_plan)
+        over = over_budget(self.plan, self.spent)
+        if over and self.instance is not Instance.FINISHED:
+            self.instance = Instance.FINISHED
+            self._say("cluster", "finished", over, Level.WARNING)
         self._keep()
 
     def _begin(self, plan: Plan) -> None:
@@ -233,9 +241,13 @@ class Rounds(Roster):
             return self._finish(done)
         sealed = all(st.round == self.round and st.sealed and st.generation == self.generation for _, st in standings)
         able = [server for server, st in standings if st.model == self.round - 1]
-        if self.stage is Stage.SEALING and sealed and able:
+        return sealed and bool(able) and self._sealed(standings, able)
+
+    def _sealed(self, standings: list[tuple[Server, Standing]], able: list[Server]) -> bool:
+        """Every part is fixed: one server adds them."""
+        if self.stage is Stage.SEALING:
             self.stage, self.summer = Stage.SUMMING, able[self.round % len(able)].node_id
-            self.parts = tuple((server.node_id, st.numbers) for server, st in standings)
+            self.parts = tuple((server.node_id, standing.numbers) for server, standing in standings)
         return False
 
     def _adopting(self, server: Server) -> bool:
@@ -258,6 +270,7 @@ class Rounds(Roster):
         without = f", without the part of server {', '.join(self.missing)}" if self.missing else ""
         self._say("round", "done", f"iteration {self.iteration} with {counted} updates{without}")
         self._judge_loss()
+        self.spent += self.plan.noise.spends if self.plan.noise is not None else 0.0
         self.round += 1
         self._open(f"iteration {self.iteration - 1} is done with {counted} updates{without}")
         return True
@@ -370,6 +383,9 @@ class Rounds(Roster):
                     next_plan=self.next_plan,
                     missing=self.missing,
                     metrics=self.metrics,
+                    uploaders=self.uploaders,
+                    voided=self.voided,
+                    spent=self.spent,
                 )
             )
         )
@@ -388,3 +404,14 @@ class Rounds(Roster):
             server.gone_at = self._now + REATTACH_S
             self.servers[server.node_id] = server
         self.reason = "the scheduler is back"
+
+
+def over_budget(plan: Plan, spent: float) -> str:
+    """Why no further round may begin, if the privacy it would spend is more than there is."""
+    noise = plan.noise
+    if noise is None or not noise.budget:
+        return ""
+    after = noise.epsilon(spent + noise.spends)
+    if after <= noise.budget:
+        return ""
+    return f"another round would spend epsilon {after:.4g} in all, and the budget is {noise.budget:g}"

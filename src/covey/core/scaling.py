@@ -33,12 +33,25 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
     others = [m for m in workers if m is not gone]
     if gone.role is not Role.WORKER or not others:
         return None, f"without {gone.name} nobody is left"
-    if any(m.state is NodeState.LEFT for m in others):
-        return None, "others have finished and left already"
+    if cluster.size(Role.PSERVER):
+        return None, f"the parameter servers count on {len(workers)} workers"
+    if some_left(cluster):
+        return None, "some workers have finished and left already"
     if not cluster.trains:
         return None, f"no step was finished before {gone.name} died, and a world shrinks only in a covey.Loop's steps"
     highest = max(workers, key=lambda m: m.rank)
     return Shrinking(gone, highest if highest is not gone else None), f"the others go on in a world of {len(others)}"
+
+
+def some_left(cluster: Cluster) -> bool:
+    """Whether a worker has ended well before the others: then nobody can be in step with all of them any more."""
+    return any(m.state is NodeState.LEFT for m in cluster.of(Role.WORKER))
+
+
+def can_turn_back(cluster: Cluster, arriving: set[str]) -> bool:
+    """Whether a growth can be taken back: those who were there before must still be, or the newcomers are the world."""
+    before = [m for m in cluster.of(Role.WORKER) if m.node_id not in arriving]
+    return bool(arriving) and any(m.present for m in before) and not some_left(cluster)
 
 
 def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
@@ -60,14 +73,26 @@ class Resizing(msgspec.Struct, frozen=True):
     leavers: list[Member]
 
 
+def why_not(cluster: Cluster) -> str:
+    """Why the world cannot change its size now; "" where it can."""
+    if cluster.phase is not Phase.READY:
+        return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
+    if cluster.size(Role.PSERVER):
+        world = cluster.size(Role.WORKER)
+        return f"the parameter servers count on {world} workers: only the number of servers can change"
+    if cluster.settings.most == 1 or not cluster.trains:
+        return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if some_left(cluster):
+        return "some workers have finished and left already"
+    return ""
+
+
 def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     """May the world change as asked, and how?"""
     workers = sorted(cluster.of(Role.WORKER), key=lambda m: m.rank)
     world = len(workers)
-    if cluster.phase is not Phase.READY:
-        return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
-    if cluster.settings.most == 1 or not cluster.trains:
-        return None, "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+    if reason := why_not(cluster):
+        return None, reason
     if asked.node_ids:
         return _without(workers, asked.node_ids)
     wanted = asked.workers if asked.workers >= 0 else world + asked.more
@@ -78,14 +103,20 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
         return None, f"a world of {wanted} workers is not possible: 1 to {most} are"
     if wanted < world:
         return Resizing([], workers[wanted:]), f"the world shrinks from {world} to {wanted} workers, as asked"
-    load = {agent.id: len(cluster.children(agent.id)) for agent in cluster.agents.values() if agent.link and not agent.leaving}
-    if not load:
+    agents = emptiest(cluster, wanted - world)
+    if not agents:
         return None, "no agent is there that could start a worker: only under covey run can a world grow"
-    agents = []
-    for _ in range(wanted - world):
+    return Resizing(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+
+
+def emptiest(cluster: Cluster, count: int) -> list[str]:
+    """The agents of so many who come: each on the host that has the fewest then. Empty where there is no agent."""
+    load = {agent.id: len(cluster.children(agent.id)) for agent in cluster.agents.values() if agent.link and not agent.leaving}
+    agents: list[str] = []
+    for _ in range(count if load else 0):
         agents.append(min(load, key=lambda agent: (load[agent], agent)))
         load[agents[-1]] += 1
-    return Resizing(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+    return agents
 
 
 def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | None, str]:
@@ -102,8 +133,10 @@ def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | Non
 def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
     """May the world grow by itself, because hosts have come that offer more workers than it has?"""
     world = cluster.size(Role.WORKER)
-    if cluster.phase is not Phase.READY or not cluster.trains or world >= cluster.goal:
-        return None, ""
+    if world >= cluster.goal:
+        return None, f"there are {world} workers, as there should be"
+    if reason := why_not(cluster):
+        return None, reason
     offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
     return (Resizing(offered, []) if offered else None), (

@@ -29,11 +29,6 @@ class Serving(msgspec.Struct, frozen=True):
     refuse_nan: bool = True
     message_max: int = MESSAGE_MAX
 
-    @property
-    def copied(self) -> bool:
-        """Whether each row has a copy: one server alone has nobody to hold it."""
-        return self.copies > 0 and self.servers > 1
-
 
 def parse_mode(text: str) -> tuple[Mode, int]:
     """ "sync", "async" or "bounded:3"; raises ValueError."""

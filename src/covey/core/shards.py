@@ -8,7 +8,7 @@ pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -16,6 +16,26 @@ import msgspec
 SLOTS: Final = 256  # and so at most this many servers
 
 Owners = tuple[int, ...]  # by slot: the server's rank
+Servers = tuple[int, ...]
+
+
+class Sharing(msgspec.Struct, frozen=True):
+    """Who owns which slot. Servers and workers act by the same version: whoever asks by an older one is told the newer."""
+
+    version: int
+    owners: Owners
+    ring: Servers  # who hold each other's copies
+    leaving: Servers = ()  # who own nothing any more, but may still hold what moves
+
+    @property
+    def servers(self) -> set[int]:
+        """Everyone who may be asked for something."""
+        return {*self.owners, *self.ring, *self.leaving}
+
+
+def first(servers: int) -> Sharing:
+    """As a cluster begins, where nothing else was said."""
+    return Sharing(0, form(range(servers)), tuple(range(servers)))
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -50,7 +70,7 @@ def rescale(owners: Owners, servers: Sequence[int]) -> tuple[Owners, list[Move]]
     return tuple(found), moves
 
 
-def holder(server: int, servers: Sequence[int]) -> int | None:
+def holder(server: int, servers: Collection[int]) -> int | None:
     """Who holds the copy of a server's rows: the next in the ring; None for a server that is alone."""
     ring = sorted(servers)
     return ring[(ring.index(server) + 1) % len(ring)] if len(ring) > 1 else None

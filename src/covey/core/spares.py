@@ -14,10 +14,10 @@ from __future__ import annotations
 from covey.core import recovery
 from covey.core.effects import Level
 from covey.core.model import Agent, Member, MemberRecord, NodeState, Progress, Role
-from covey.core.resizing import Resizable
+from covey.core.sharing import Sharable
 
 
-class Spared(Resizable):
+class Spared(Sharable):
     """A cluster that may have spares."""
 
     def _fill_spares(self) -> None:

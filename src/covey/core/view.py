@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from covey.core import scaling
 from covey.core.cluster import Cluster
 from covey.core.incidents import Incident, Incidents, Total
 from covey.core.model import Member, Phase, Role
@@ -42,6 +43,7 @@ class NodeView(msgspec.Struct, frozen=True):
     log: str = ""
     busy_s: float = 0.0  # of a step, without the waiting for others
     straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
+    host_id: str = ""  # what tells hosts apart; COVEY_HOST_ID where that is set
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     gauges: dict[str, float] = {}  # numbers that go up and down
     recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
     recovery_totals: list[Total] = []
+    resizable: bool = False  # the world can change its size now
 
 
 # The seeds' words for the phases, as GET /state says them.
@@ -97,11 +100,12 @@ def show(
         reason=cluster.reason,
         generation=cluster.generation,
         worker_num=cluster.settings.worker_num,
-        server_num=cluster.settings.server_num,
+        server_num=cluster.size(Role.PSERVER) if cluster.generation else cluster.settings.server_num,
         started_at=started_at,
         now=wall,
         nodes=nodes,
         restarts=cluster.restarts,
+        resizable=scaling.why_not(cluster) == "",
         **more,
     )
 
@@ -145,4 +149,5 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         else "",
         busy_s=member.progress.busy_s,
         straggles=straggles(member.progress.busy_s, usual_s),
+        host_id=member.host.id,
     )

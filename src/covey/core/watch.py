@@ -36,8 +36,10 @@ class Watch(Lifecycle):
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
         elif self._now > self._shrink_by:
             self._go_on_without_the_lost()
-        elif self._arriving and self._now > self._arrive_by:
+        elif self._now > self._arrive_by and scaling.can_turn_back(self.cluster, self._arriving):
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
+        elif self.cluster.coming and self._now > self._come_by:
+            self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
         elif settings.judges_silence:

@@ -8,7 +8,7 @@ again: three passes per update, none of which converts.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,10 @@ class Accumulator:
         self._biased += 1
         self.numbers = self.numbers + told + Numbers(1, weight)
 
+    def empty(self) -> Accumulator:
+        """Another one for the same model."""
+        return Accumulator(len(self._sum))
+
     def total(self) -> NDArray[np.int64]:
         """The sum so far."""
         if self._biased:
@@ -72,7 +76,7 @@ class Accumulator:
             self._biased = 0
         return self._sum
 
-    def merge(self, total: NDArray[np.int64], numbers: Numbers) -> None:
+    def merge(self, total: NDArray[Any], numbers: Numbers) -> None:
         """Add another server's part."""
         self.total()
         self._sum += total

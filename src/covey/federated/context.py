@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from covey.core.dp import Noise, multiplier
 from covey.core.federation import SERVERS_MAX, Plan
 from covey.errors import UsageError
+from covey.federated import compress
 from covey.federated.updates import DURABILITIES
 
 VARIABLE = "COVEY_FL_CONTEXT"
@@ -87,7 +89,7 @@ KEYS: Mapping[str, Key] = {
     "client_batch_size": Key(32, _POSITIVE, _COUNT),
     "client_learning_rate": Key(0.001, _number(0, above=True), "a number above 0"),
     "worker_step_num_per_iteration": Key(65, _POSITIVE, _COUNT),
-    "encrypt_type": Key("NOT_ENCRYPT", _one_of(*_CIPHERS), ", ".join(_CIPHERS), _CIPHERS[1:]),
+    "encrypt_type": Key("NOT_ENCRYPT", _one_of(*_CIPHERS), ", ".join(_CIPHERS), ("STABLE_PW_ENCRYPT", "SIGNDS")),
     "dp_eps": Key(50.0, _number(0, above=True), "a number above 0"),
     "dp_delta": Key(0.01, _number(0, 1, above=True, below=True), "a number above 0 and below 1"),
     "dp_norm_clip": Key(1.0, _number(0, above=True), "a number above 0"),
@@ -99,7 +101,7 @@ KEYS: Mapping[str, Key] = {
     "sign_thr_ratio": Key(0.6, _number(0.5, 1), "a number from 0.5 to 1"),
     "sign_global_lr": Key(1.0, _number(0, above=True), "a number above 0"),
     "sign_dim_out": Key(0, _number(0, 50), "a whole number from 0 to 50"),
-    "pki_verify": Key(False, lambda v: not v, "False: device certificates are not built yet"),
+    "pki_verify": Key(False, _any, _FLAG),
     "root_first_ca_path": Key("", _any, _TEXT),
     "root_second_ca_path": Key("", _any, _TEXT),
     "equip_crl_path": Key("", _any, _TEXT),
@@ -110,9 +112,7 @@ KEYS: Mapping[str, Key] = {
     "config_file_path": Key("", _any, _TEXT),
     "http_url_prefix": Key("", lambda v: v == "" or v.startswith("/"), 'a text that begins with "/"'),
     "checkpoint_dir": Key("", _any, _TEXT),
-    "upload_compress_type": Key(
-        "NO_COMPRESS", _one_of("NO_COMPRESS", "DIFF_SPARSE_QUANT"), "NO_COMPRESS or DIFF_SPARSE_QUANT", ("DIFF_SPARSE_QUANT",)
-    ),
+    "upload_compress_type": Key("NO_COMPRESS", _one_of(*compress.KINDS), ", ".join(compress.KINDS)),
     "upload_sparse_rate": Key(0.4, _number(0, 1, above=True), "a number above 0, up to 1"),
     "download_compress_type": Key("NO_COMPRESS", _one_of("NO_COMPRESS", "QUANT"), "NO_COMPRESS or QUANT", ("QUANT",)),
     "instance_name": Key("", _any, _TEXT),
@@ -121,6 +121,10 @@ KEYS: Mapping[str, Key] = {
     # Our own.
     "durability": Key("process", _one_of(*DURABILITIES), ", ".join(DURABILITIES)),
     "update_model_min": Key(0, _number(0), "a whole number, 0 or more"),
+    "device_rate": Key(0.0, _number(0), "requests per second, 0 (any number) or more"),
+    "dp_noise": Key(0.0, _number(0), "a number, 0 (none) or more"),
+    "dp_budget": Key(0.0, _number(0), "a number, 0 (none) or more"),
+    "update_reach": Key(16.0, _number(0, 2**20, above=True), "a number above 0, up to 1048576"),
     "sample_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
     "early_stop_rounds": Key(0, _number(0), "a whole number, 0 or more"),
     "eval_every": Key(0, _number(0), "a whole number, 0 (never) or more"),
@@ -229,7 +233,31 @@ def plan() -> Plan:
         patience=number("early_stop_rounds"),
         eval_every=number("eval_every"),
         eval_share=float(get_fl_context("eval_ratio")),
+        secure=text("encrypt_type") == "PW_ENCRYPT",
+        cipher_window_s=number("cipher_time_window") / 1000,
+        share_ratio=float(get_fl_context("share_secrets_ratio")),
+        reconstruct=number("reconstruct_secrets_threshold"),
+        reach=float(get_fl_context("update_reach")),
+        noise=_noise(),
+        signed=bool(get_fl_context("pki_verify")),
+        compress=text("upload_compress_type"),
+        sparse_rate=float(get_fl_context("upload_sparse_rate")),
     )
+
+
+def _noise() -> Noise | None:
+    """Differential privacy on devices, on servers, or not at all."""
+    clip, delta, budget = (float(get_fl_context(key)) for key in ("dp_norm_clip", "dp_delta", "dp_budget"))
+    on_servers = float(get_fl_context("dp_noise"))
+    if text("encrypt_type") == "DP_ENCRYPT":
+        if on_servers:
+            raise UsageError("dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them")
+        return Noise(True, clip, multiplier(float(get_fl_context("dp_eps")), delta), delta, budget)
+    if on_servers:
+        return Noise(False, clip, on_servers, delta, budget)
+    if budget:
+        raise UsageError("dp_budget needs noise to count: encrypt_type=DP_ENCRYPT (on devices) or dp_noise (on servers)")
+    return None
 
 
 def recovery() -> Path | None:

@@ -11,7 +11,9 @@ counted once.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import random
 import secrets
@@ -25,8 +27,13 @@ import msgspec
 import numpy as np
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated.model import Floats, Layout, raw, read_head
-from covey.federated.protocol import JSON, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob
+from covey.federated import compress, masked_device
+from covey.federated.compress import Compressor
+from covey.federated.model import Floats, Layout, flat_head, raw, read_head
+from covey.federated.privacy.identity import Identity, Trust, request_text
+from covey.federated.privacy.noise import on_device
+from covey.federated.privacy.ring import Told
+from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
 
 WAIT_MS: Final = 20_000  # how long a server may hold a request
 SLACK_S: Final = 20.0
@@ -65,14 +72,49 @@ class Task:
     def send(self, weights: Mapping[str, Any] | Floats, *, loss: float | None = None, accuracy: float | None = None) -> bool:
         """Send the update until a server has counted it; False if the round closed before."""
         flat = weights if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
-        fields = {"fl_id": self._device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
-        fields |= {"data_size": str(self._device.data_size), "fl_name": self._device.fl_name}
-        fields |= self._evaluation
+        noise = self.plan.cipher.noise
+        if self.plan.cipher.encrypt_type == "PW_ENCRYPT":
+            done = masked_device.send(self._device, self, flat - self.flat, self._told(loss, accuracy))
+        elif noise is not None and noise.local:  # a loss would say something too, and has no noise on it
+            done = self._upload(self.flat + on_device(flat - self.flat, noise), self.fields)
+        else:
+            fields = self.fields | self._evaluation
+            if loss is not None:
+                fields["upload_loss"] = repr(float(loss))
+            if accuracy is not None:
+                fields["upload_accuracy"] = repr(float(accuracy))
+            done = self._upload(flat, fields)
+        if done:
+            self._device.counted(self.iteration)
+        return done
+
+    def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
+        """The weights, or what the plan wants sent of their difference to the model."""
+        kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
+        if kind == compress.NONE:
+            return self._device.update({"": flat}, fields, self._layout)
+        arrays = self._device.compressor.encode(flat - self.flat, kind, rate, self.iteration)
+        done = self._device.update(arrays, fields)
+        if done:
+            self._device.compressor.sent()
+        return done
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The metadata of every update."""
+        device = self._device
+        named = {"fl_id": device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
+        return named | {"data_size": str(device.data_size), "fl_name": device.fl_name}
+
+    def _told(self, loss: float | None, accuracy: float | None) -> Told:
+        """What is said about the training where nobody may know whose it is."""
+        said, judged = Told(), self._evaluation
         if loss is not None:
-            fields["upload_loss"] = repr(float(loss))
-        if accuracy is not None:
-            fields["upload_accuracy"] = repr(float(accuracy))
-        return self._device.update(self._layout, flat, fields, self.iteration)
+            said = said._replace(told=1.0, loss=float(loss), accuracy=float(accuracy or 0.0))
+        if judged:
+            found = (float(judged["eval_loss"]), float(judged.get("eval_accuracy", 0.0)))
+            said = said._replace(evaluated=1.0, eval_loss=found[0], eval_accuracy=found[1])
+        return said
 
 
 class Device:
@@ -87,20 +129,27 @@ class Device:
         fl_name: str = "",
         context: ssl.SSLContext | None = None,
         patience_s: float = 60.0,
+        identity: Identity | None = None,
+        trust: Trust | None = None,
     ) -> None:
+        """`identity` signs every request (`pki_verify`); in a secure round `trust` says who vouches for the other devices."""
         listed = servers.split(",") if isinstance(servers, str) else list(servers)
         self._servers = [_split(server.strip()) for server in listed if server.strip()]
         if not self._servers:
             raise UsageError("a device needs the address of at least one server: http://HOST:PORT")
         if data_size < 1:
             raise UsageError(f"data_size={data_size} is not possible: a device needs at least one sample")
-        self.fl_id = fl_id or f"device-{secrets.token_hex(8)}"
+        if identity is not None and fl_id not in ("", identity.name):
+            raise UsageError(f"the certificate is that of {identity.name}, and fl_id={fl_id} is another")
+        self.identity, self.trust = identity, trust
+        self.fl_id = fl_id or (identity.name if identity is not None else f"device-{secrets.token_hex(8)}")
         self.data_size = data_size
         self.fl_name = fl_name
         self._context = context
         self._patience_s = patience_s
         self._at = random.randrange(len(self._servers))
         self._connection: http.client.HTTPConnection | None = None
+        self.compressor = Compressor()
         self._done = 0  # the last iteration in which an update of this device was counted
 
     # -- what a program calls ----------------------------------------------------------------------------------------
@@ -116,7 +165,7 @@ class Device:
     def join(self) -> Task | None:
         """Wait to be admitted to a round; None when the training is disabled or finished."""
         while True:
-            asked = StartJob(self.fl_id, _now_ms(), self.data_size, self.fl_name, self._done, wait=WAIT_MS)
+            asked = StartJob(self.fl_id, now_ms(), self.data_size, self.fl_name, self._done, wait=WAIT_MS)
             answer, body, start = self._ask("startFLJob", [msgspec.json.encode(asked)], JSON)
             if answer.retcode == Code.SUCCEED:
                 layout, flat = _model(body, start)
@@ -130,7 +179,7 @@ class Device:
     def model(self, iteration: int = -1, wait_ms: int = WAIT_MS) -> tuple[int, Weights]:
         """The newest model, or that of an iteration once it is finished; and its iteration."""
         while True:
-            asked = GetModel(_now_ms(), iteration, self.fl_name, wait_ms)
+            asked = GetModel(now_ms(), iteration, self.fl_name, wait_ms)
             answer, body, start = self._ask("getModel", [msgspec.json.encode(asked)], JSON)
             if answer.retcode == Code.SUCCEED:
                 layout, flat = _model(body, start)
@@ -139,14 +188,15 @@ class Device:
                 raise Refused(answer.retcode, answer.reason)
             self._pause(answer)
 
-    def update(self, layout: Layout, flat: Floats, fields: dict[str, str], iteration: int) -> bool:
-        """Send an update until it is counted; False when the round has closed."""
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+        """Send an update until it is counted; False when the round has closed. With a layout it is one array, the model's."""
         limit = time.monotonic() + self._patience_s
         while True:
-            head = layout.head({**fields, "timestamp": str(_now_ms())})
-            answer, _, _ = self._ask("updateModel", [head, raw(np.ascontiguousarray(flat))], SAFETENSORS)
+            said = {**fields, "timestamp": str(now_ms())}
+            head = layout.head(said) if layout is not None else flat_head(arrays, said)
+            pieces: list[bytes | memoryview] = [head, *(raw(np.ascontiguousarray(array)) for array in arrays.values())]
+            answer, _, _ = self._ask("updateModel", pieces, SAFETENSORS)
             if answer.retcode == Code.SUCCEED:
-                self._done = iteration
                 return True
             if answer.retcode == Code.OUT_OF_TIME:
                 return False
@@ -154,6 +204,22 @@ class Device:
                 raise Refused(answer.retcode, answer.reason)
             self._move_on()
             self._pause(answer)
+
+    def counted(self, iteration: int) -> None:
+        """This device's update is in: it wants the next iteration."""
+        self._done = iteration
+
+    def phase(self, path: str, body: bytes) -> SecureAnswer:
+        """One request of a secure round. A server that asks for patience, or for another server, gets both."""
+        answer, _, _ = self._ask(path, [body], MSGPACK)
+        if answer.retcode == Code.REQUEST_ERROR:
+            raise Refused(answer.retcode, answer.reason)
+        if answer.retcode == Code.NOT_READY:
+            if "another" in answer.reason:
+                self._move_on()
+            self._pause(answer)
+        assert isinstance(answer, SecureAnswer)
+        return answer
 
     def close(self) -> None:
         if self._connection is not None:
@@ -181,6 +247,8 @@ class Device:
                     raise PeerError(f"no server answered ({where[1]}:{where[2]}: {error})", ExitCode.UNREACHABLE) from None
                 time.sleep(random.uniform(0.02, 0.1))
                 continue
+            if kind == MSGPACK:
+                return msgspec.msgpack.decode(body, type=SecureAnswer), body, 0
             if kind != SAFETENSORS:
                 return msgspec.json.decode(body, type=Answer), body, 0
             _, metadata, start = read_head(body)
@@ -192,11 +260,25 @@ class Device:
         connection.putrequest("POST", f"{prefix}/{path}")
         connection.putheader("content-type", content_type)
         connection.putheader("content-length", str(sum(len(piece) for piece in pieces)))
+        for name, value in self._proof(f"{prefix}/{path}", pieces).items():
+            connection.putheader(f"x-covey-{name}", value)
         connection.endheaders()
         for piece in pieces:
             connection.send(piece)
         with connection.getresponse() as response:
             return response.headers.get_content_type(), memoryview(response.read())
+
+    def _proof(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
+        """That this device says this, now and once."""
+        if self.identity is None:
+            return {}
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+        nonce, at = secrets.token_hex(16), str(now_ms())
+        signature = self.identity.sign(request_text(path, nonce, at, digest.digest()))
+        chain = ",".join(base64.b64encode(one).decode() for one in self.identity.chain)
+        return {"chain": chain, "nonce": nonce, "time": at, "signature": base64.b64encode(signature).decode()}
 
     def _connected(self) -> http.client.HTTPConnection:
         if self._connection is None:
@@ -232,7 +314,3 @@ def _split(url: str) -> tuple[str, str, int, str]:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url} is not a server's address: http://HOST:PORT is")
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")
-
-
-def _now_ms() -> int:
-    return int(1000 * time.time())

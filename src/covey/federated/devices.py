@@ -9,16 +9,32 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Instance, Joined, Stage, evaluates
-from covey.federated import openapi
+from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
+from covey.federated import openapi, page
+from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
-from covey.federated.protocol import NOT_RUNNING, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob, read_fields, ticket
-from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies, now_ms
+from covey.federated.protocol import (
+    NOT_RUNNING,
+    SAFETENSORS,
+    Answer,
+    Cipher,
+    Code,
+    FlPlan,
+    GetModel,
+    StartJob,
+    now_ms,
+    read_fields,
+    ticket,
+)
+from covey.federated.relay import PATHS, Relay
+from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
@@ -34,15 +50,19 @@ class Devices:
         self._replies = replies
         self._joins: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
         limit = 4 * server.layout.size + HEADER_ROOM
+        self.relay = Relay(server, replies)
+        self._gate = Gate(server.settings.gate)
         self._site = Site(self._receive, self._refusal, body_max=limit)
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = server.settings.prefix
-        self._paths = {
+        self._paths: dict[str, Callable[[Request], None]] = {
             f"{prefix}/startFLJob": self._start_job,
             f"{prefix}/updateModel": server.intake.receive,
             f"{prefix}/getModel": self._get_model,
+            **{f"{prefix}/{name}": partial(self._secure, name) for name in PATHS},
         }
         self._document = openapi.encoded(prefix)
+        self._pages = page.files(prefix)
 
     async def open(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
         await self._site.open(sockets, context)
@@ -55,6 +75,9 @@ class Devices:
     def _receive(self, request: Request) -> None:
         if request.method == "GET" and request.path == f"{self._server.settings.prefix}/openapi.json":
             return request.reply([self._document])
+        if request.method == "GET" and request.path in self._pages:
+            content, kind = self._pages[request.path]
+            return request.reply([content], kind)
         if request.method == "GET" and request.path == "/healthz":
             return request.reply([b'{"message":"ok","code":"0"}'])
         serve = self._paths.get(request.path)
@@ -64,7 +87,11 @@ class Devices:
         if request.method != "POST":
             return request.reply([self._refusal(405, f"{request.path} answers POST")], status=405)
         try:
+            request.device = self._gate.enter(request)
             return serve(request)
+        except Refusal as refusal:
+            code = Code.NOT_READY if refusal.later else Code.REQUEST_ERROR
+            return self._replies.say(request, code, str(refusal), retry_ms=1000 if refusal.later else 0)
         except (ValueError, msgspec.MsgspecError) as error:
             return self._replies.say(request, Code.REQUEST_ERROR, str(error))
 
@@ -77,11 +104,16 @@ class Devices:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _secure(self, name: str, request: Request) -> None:
+        work = self.relay.check(request, name)
+        if work is not None:
+            self._keep(work)
+
     # -- startFLJob --------------------------------------------------------------------------------------------------
 
     def _start_job(self, request: Request) -> None:
         asked: StartJob = read_fields(StartJob, request.body, request.content_type)
-        if self._replies.refused(request, asked.timestamp, asked.fl_name):
+        if self._replies.refused(request, asked.timestamp, asked.fl_name, asked.fl_id):
             return None
         if asked.data_size < 1:
             reason = f"data_size is {asked.data_size}: a device needs at least one sample"
@@ -109,7 +141,7 @@ class Devices:
             left = until - time.monotonic()
             if left <= 0 or request.gone:
                 return self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
-            await _changed(changed, min(left, 1.0))
+            await self._server.until_changed(changed, min(left, 1.0))
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""
@@ -148,6 +180,9 @@ class Devices:
             plan.learning_rate,
             aggregation=name,
             settings=server.strategy.for_devices(round_number - base),
+            cipher=_cipher(plan),
+            upload_compress_type=plan.compress,
+            upload_sparse_rate=plan.sparse_rate,
             evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
@@ -188,12 +223,11 @@ class Devices:
             if left <= 0 or request.gone:
                 reason = f"iteration {asked.iteration} is not finished yet"
                 return self._replies.say(request, Code.NOT_READY, reason, retry_ms=self._replies.pause_ms())
-            await _changed(changed, min(left, 1.0))
+            await self._server.until_changed(changed, min(left, 1.0))
 
 
-async def _changed(event: asyncio.Event, limit_s: float) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            await event.wait()
-    except TimeoutError:
-        return
+def _cipher(plan: Plan) -> Cipher:
+    """What devices are to do with their updates."""
+    if plan.secure:
+        return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)
+    return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

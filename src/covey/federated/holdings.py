@@ -6,13 +6,14 @@ A part is fixed (`settle`) when nothing granted is still being written; then its
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from covey.core.claims import Claims
 from covey.core.federation import Adoption, Copy, Orders, Stage
 from covey.errors import PeerError, StoreError
-from covey.federated.part import Part
+from covey.federated.part import Part, Sum
 from covey.federated.peers import Bytes
 from covey.federated.safekeeping import copies_of, keep_copy
 from covey.federated.updates import Folder, Logged, mapped, read
@@ -24,12 +25,12 @@ LOCK_S: Final = 10.0  # for whoever looks into our folder to let go of it
 class Holdings:
     """One server's. `part` is None until the cluster has given it a folder."""
 
-    def __init__(self, claims: Claims, size: int, durability: str, staleness: int) -> None:
+    def __init__(self, claims: Claims, empty: Callable[[], Sum], durability: str, staleness: int) -> None:
         self.part: Part | None = None
         self.unable: set[str] = set()  # lives whose logs could not be taken over
         self.drained = False
         self._claims = claims
-        self._size = size
+        self._empty = empty
         self._durability = durability
         self._staleness = staleness  # rounds whose devices must be remembered
         self._folder = Folder(Path())
@@ -59,7 +60,7 @@ class Holdings:
         if self.part is not None:
             self.part.close()
             self._claims.held.pop(round_number, None)
-        self.part = Part(self._folder, round_number, self._size, self._durability)
+        self.part = Part(self._folder, round_number, self._empty(), self._durability)
         return self.part
 
     def give_up(self, void: int) -> None:
@@ -103,7 +104,7 @@ class Holdings:
         part, before = self.part, self.drained
         if part is None or orders.round != part.round or not self._claims.settled(part.round):
             return False
-        sealing = orders.stage in (Stage.SEALING, Stage.SUMMING) and not part.sealed
+        sealing = orders.stage in (Stage.SEALING, Stage.UNMASKING, Stage.SUMMING) and not part.sealed
         part.sealed = part.sealed or sealing
         if self._claims.node_id in orders.leaving and not self.drained:
             part.close()

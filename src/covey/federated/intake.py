@@ -16,10 +16,12 @@ from covey.core.claims import Answer, Outcome, Store, Tell, Wish
 from covey.core.federation import Numbers, Orders
 from covey.errors import ExitCode, StoreError
 from covey.federated.accumulator import weighed
+from covey.federated.compress import NONE, decode
 from covey.federated.http import Request
-from covey.federated.model import Floats
+from covey.federated.model import Floats, decode_flat, decode_masked
 from covey.federated.part import Part
 from covey.federated.peers import Peers
+from covey.federated.privacy.noise import clipped
 from covey.federated.protocol import NOT_RUNNING, Code, UpdateFields, read_metadata, ticket
 from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
 from covey.federated.safekeeping import Safekeeping
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 WAITING_S: Final = 10.0  # an update for its verdict
 WAITING_BYTES: Final = 512 * 2**20
+NO_MODEL: Final = "this server does not have that model yet: try another"
 UNKNOWN: Final = "whether this update was counted is not known yet: try again"
 
 Key = tuple[int, str]
@@ -65,10 +68,14 @@ class Intake:
     def receive(self, request: Request) -> None:
         """One request. Raises `ValueError` with a sentence for a body that is no update of this model."""
         server, say = self._server, self._replies.say
-        metadata, values = server.layout.decode(request.body)
+        plan = server.settings.plan
+        secure, small = plan.secure, plan.compress != NONE
+        metadata, arrays = decode_flat(request.body) if small else ({}, {})
+        if not small:
+            metadata, values = decode_masked(request.body) if secure else server.layout.decode(request.body)
         fields = read_metadata(metadata)
         orders, part = server.orders, server.holdings.part
-        if self._replies.refused(request, fields.timestamp, fields.fl_name):
+        if self._replies.refused(request, fields.timestamp, fields.fl_name, fields.fl_id):
             return None
         if orders is None or part is None or not server.accepts:
             return say(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)
@@ -77,9 +84,19 @@ class Intake:
         if not server.running:
             return say(request, Code.OUT_OF_TIME, NOT_RUNNING, retry_ms=self._replies.pause_ms())
         began = fields.iteration + orders.base
-        if fields.ticket != ticket(server.key, began, fields.fl_id, fields.data_size):
-            sentence = "the ticket does not belong to this device, iteration and data_size: ask startFLJob for one"
+        if fields.ticket != ticket(server.key, began, fields.fl_id, fields.data_size, "masked" if secure else ""):
+            source = "getSecrets" if secure else "startFLJob"
+            sentence = f"the ticket does not belong to this device, iteration and data_size: ask {source} for one"
             return say(request, Code.OUT_OF_TIME, sentence)
+        clips = plan.noise is not None and not plan.noise.local and not secure
+        if small or clips:
+            model = server.models.of(began - 1)
+            if model is None:
+                return say(request, Code.NOT_READY, NO_MODEL, retry_ms=RETRY_MS)
+            if small:
+                values = model + decode(arrays, len(model), plan.compress, plan.sparse_rate, fields.iteration)
+            if clips and plan.noise is not None:
+                values = model + clipped(values - model, plan.noise.clip)
         part.check(values, fields.data_size)
         if not server.strategy.staleness:
             return self._wait(request, (began, fields.fl_id), fields, values)
@@ -98,9 +115,7 @@ class Intake:
             return None
         model = self._server.models.of(began - 1)
         if age < 0 or model is None:
-            self._replies.say(
-                request, Code.NOT_READY, "this server does not have that model yet: try another", retry_ms=RETRY_MS
-            )
+            self._replies.say(request, Code.NOT_READY, NO_MODEL, retry_ms=RETRY_MS)
             return None
         return strategy.contribution(values, model, age)
 
@@ -116,7 +131,8 @@ class Intake:
         round_number, device = key
         size, loss, accuracy = weighed(fields.data_size, fields.upload_loss, fields.upload_accuracy)
         evaluated = weighed(fields.eval_data_size, fields.eval_loss, fields.eval_accuracy)
-        update = Update(device, fields.data_size, Numbers(0, 0, loss, accuracy, size, *evaluated))
+        weight = 1 if self._server.settings.plan.noise is not None else fields.data_size
+        update = Update(device, weight, Numbers(0, 0, loss, accuracy, size, *evaluated))
         self._waiting[key] = Waiting(update, values, [request], until)
         return self.carry(self._server.claims.came(round_number, device, time.monotonic()))
 

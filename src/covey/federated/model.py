@@ -47,9 +47,7 @@ class Layout:
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
         """What comes before the values in a safetensors file."""
-        text = msgspec.json.encode({"__metadata__": dict(metadata), **self._tensors})
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return _head(self._tensors, metadata)
 
     def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
         """A whole safetensors file."""
@@ -105,6 +103,12 @@ class Layout:
         return flat
 
 
+def _head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors and the metadata of a safetensors header, and where the values begin. Raises `ValueError`."""
     if len(body) < 8:
@@ -120,6 +124,47 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("the body is not safetensors: its metadata are not texts")
     return tensors, metadata, 8 + length
+
+
+MASKED = "masked"  # the one tensor of a masked update
+_KINDS = {"F32": np.float32, "U32": np.uint32, "I8": np.int8}
+_NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
+
+
+def flat_head(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """What comes before the values of flat arrays, one after the other."""
+    tensors, end = {}, 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        tensors[name] = {"dtype": _NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
+    return _head(tensors, metadata)
+
+
+def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """The metadata and the flat arrays of a body. Raises `ValueError` with a sentence."""
+    tensors, metadata, start = read_head(body)
+    data, arrays = body[start:], {}
+    for name, tensor in tensors.items():
+        kind, shape, ends = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
+        try:
+            low, high = ends
+            whole = bytes(data[low:high])
+            arrays[name] = np.frombuffer(whole, _KINDS[kind])
+            right = 0 <= low <= high <= len(data) and shape == [len(arrays[name])]
+        except (KeyError, TypeError, ValueError):
+            right = False
+        if not right:
+            raise ValueError(f"the tensor {name[:100]!r} is not a flat one of {', '.join(_KINDS)} that lies in the body")
+    return metadata, arrays
+
+
+def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
+    """The metadata of a masked update, and its words in the guise of float32. Raises `ValueError` with a sentence."""
+    tensors, metadata, start = read_head(body)
+    size = (len(body) - start) // 4
+    if tensors != {MASKED: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
+        raise ValueError(f"updates are masked here: the body is one tensor {MASKED!r} of U32 (encrypt_type=PW_ENCRYPT)")
+    return metadata, np.frombuffer(body[start:] if start % 4 == 0 else bytes(body[start:]), np.float32)
 
 
 def raw(values: Floats) -> memoryview:

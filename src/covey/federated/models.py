@@ -9,9 +9,11 @@ from pathlib import Path
 from covey.core.federation import Orders
 from covey.errors import PeerError
 from covey.federated import summing
+from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout, digest
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
+from covey.federated.privacy.noise import on_mean
 from covey.federated.store import ModelStore, State
 from covey.federated.strategies import Strategy
 
@@ -23,6 +25,7 @@ class Models:
         self, layout: Layout, values: Floats, strategy: Strategy, evaluate: summing.Evaluate | None, peers: Peers
     ) -> None:
         self.round, self.values, self.digest = 0, values, digest(values)  # of the newest
+        self.key = b""  # the cluster's, for noise
         self.metrics: dict[str, float] = {}  # of the newest, where this server made it
         self._layout = layout
         self._strategy = strategy
@@ -56,16 +59,23 @@ class Models:
     async def make(self, me: str, orders: Orders, part: Part, spool: Path) -> bool:
         """Make the model of this round from everyone's parts; False if it is not wanted any more."""
         assert self._store is not None
+        if orders.void:
+            return self._repeat(orders.round)
         total = await summing.gather(me, orders.parts, part, self._peers)
         if part.round != orders.round or self.round != orders.round - 1:
             return False
-        state = dict(self._state)
+        state, numbers = dict(self._state), total.numbers
         if self._strategy.sees_all:
             mean = await summing.columns(me, orders.parts, part, self._peers, self._strategy, spool, self._layout.size)
+        elif isinstance(total, MaskedSum):
+            mean, numbers = await asyncio.to_thread(summing.unmasked, total, orders, self.values)
         else:
             mean = total.mean()
+        noise = orders.plan.noise
+        if noise is not None and not noise.local:
+            mean = mean + on_mean(len(mean), noise, numbers.count, self.key, orders.round)
         made = summing.apply(self._strategy, self.values, mean, state)
-        metrics = summing.metrics(total.numbers)
+        metrics = summing.metrics(numbers)
         if self._evaluate is not None:
             metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self._layout, made)
             if self.round != orders.round - 1:
@@ -73,6 +83,14 @@ class Models:
         found = self._store.save(orders.round, made, state, metrics)
         self._state, self.metrics = state, metrics
         self._has(orders.round, made, found)
+        return True
+
+    def _repeat(self, round_number: int) -> bool:
+        """An abandoned round: the model before it, under its number."""
+        assert self._store is not None
+        if self.round != round_number - 1:
+            return False
+        self._has(round_number, self.values, self._store.save(round_number, self.values, self._state, {}))
         return True
 
     async def fetch(self, me: str, orders: Orders, latest: Callable[[], Orders | None]) -> bool:

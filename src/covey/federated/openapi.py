@@ -6,7 +6,19 @@ from typing import Any
 
 import msgspec
 
-from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, StartJob, UpdateFields
+from covey.federated.protocol import (
+    JSON,
+    MSGPACK,
+    SAFETENSORS,
+    Answer,
+    Code,
+    FlPlan,
+    GetModel,
+    SecureAnswer,
+    StartJob,
+    UpdateFields,
+)
+from covey.federated.relay import PATHS
 
 _REF = "#/components/schemas/{name}"
 _TENSORS = "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as text."
@@ -14,7 +26,7 @@ _TENSORS = "safetensors: the model's tensors as F32; the fields of {name} are th
 
 def document(prefix: str = "") -> dict[str, Any]:
     """Paths, bodies and answers."""
-    types = (Answer, FlPlan, GetModel, StartJob, UpdateFields)
+    types = (Answer, FlPlan, GetModel, SecureAnswer, StartJob, UpdateFields, *PATHS.values())
     _, schemas = msgspec.json.schema_components(types, ref_template=_REF)
     codes = ", ".join(f"{code.value} {code.name}" for code in Code)
     return {
@@ -28,6 +40,10 @@ def document(prefix: str = "") -> dict[str, Any]:
             f"{prefix}/startFLJob": _operation("startFLJob", StartJob, gives_model=True),
             f"{prefix}/updateModel": _operation("updateModel", UpdateFields, gives_model=False),
             f"{prefix}/getModel": _operation("getModel", GetModel, gives_model=True),
+            **{
+                f"{prefix}/{name}": _operation(name, body, gives_model=False, answer="SecureAnswer")
+                for name, body in PATHS.items()
+            },
         },
         "components": {"schemas": schemas},
     }
@@ -37,18 +53,18 @@ def encoded(prefix: str) -> bytes:
     return msgspec.json.encode(document(prefix))
 
 
-def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool) -> dict[str, Any]:
+def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool = False, answer: str = "Answer") -> dict[str, Any]:
     summary = (body.__doc__ or "").strip()
     fields = {"schema": {"$ref": _REF.format(name=body.__name__)}}
     if body is UpdateFields:
         content: dict[str, Any] = {SAFETENSORS: _binary(body.__name__)}
     else:
         content = {JSON: fields, MSGPACK: fields}
-    answer = {"schema": {"$ref": _REF.format(name="Answer")}}
-    answers: dict[str, Any] = {JSON: answer, MSGPACK: answer}
+    schema = {"schema": {"$ref": _REF.format(name=answer)}}
+    answers: dict[str, Any] = {JSON: schema, MSGPACK: schema}
     if gives_model:
         answers[SAFETENSORS] = _binary("Answer")
-    refused = {"description": "The request cannot be read.", "content": {JSON: answer}}
+    refused = {"description": "The request cannot be read.", "content": {JSON: schema}}
     return {
         "post": {
             "operationId": name,

@@ -1,4 +1,4 @@
-"""A server's part of a round: the sum, and the log behind it."""
+"""A server's part of a round: the sum, plain or of masked updates, and the log behind it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ import msgspec
 
 from covey.core.federation import Numbers
 from covey.federated.accumulator import Accumulator
+from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats
 from covey.federated.updates import Folder, Logged, Update, UpdateLog, read
 
+Sum = Accumulator | MaskedSum
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Part:
     """What this server counts in one round."""
 
-    def __init__(self, folder: Folder, round_number: int, size: int, durability: str) -> None:
+    def __init__(self, folder: Folder, round_number: int, empty: Sum, durability: str) -> None:
         self.round = round_number
         self.sealed = False
         self.adopted: list[str] = []  # lives whose logs are in it
         self._folder = folder
         self._durability = durability
-        self._sum = Accumulator(size)
+        self._sum = empty
         self._log: UpdateLog | None = None
         self._told: bytes | None = None
 
@@ -79,8 +81,8 @@ class Part:
             self._told = len(head).to_bytes(4, "little") + head + self._sum.total().tobytes()
         return self._told
 
-    def accumulator(self) -> Accumulator:
-        """A copy of the sum, to which other parts may be added."""
-        total = Accumulator(len(self._sum.total()))
+    def copy(self) -> Sum:
+        """The sum, to which other parts may be added."""
+        total = self._sum.empty()
         total.merge(self._sum.total(), self.numbers)
         return total

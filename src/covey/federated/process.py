@@ -19,7 +19,7 @@ from covey.core.federation import Stage
 from covey.core.managed import Managed
 from covey.core.roster import Limits
 from covey.errors import CoveyError, UsageError
-from covey.federated import context, model
+from covey.federated import context, model, private
 from covey.federated.scheduler import Scheduler, load_record
 from covey.federated.server import Server, ServerSettings
 from covey.federated.store import write_file
@@ -189,6 +189,8 @@ def _console_modules() -> tuple[Any, Any]:
 
 async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
     layout, values = model.take(network)
+    plan = msgspec.structs.replace(context.plan(), staleness=strategy.staleness)
+    private.check(plan, strategy)
     if strategy.sees_all:
         _check_spool(strategy, layout)
     scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
@@ -211,10 +213,11 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
             wish=int(os.environ.get(INDEX_VARIABLE, "-1")),
             durability=context.text("durability"),
             fl_name=context.text("fl_name"),
-            plan=msgspec.structs.replace(context.plan(), staleness=strategy.staleness),
+            plan=plan,
             server_mode=context.text("server_mode"),
             prefix=context.text("http_url_prefix"),
             replay_ms=context.number("replay_attack_time_diff"),
+            gate=private.gate(),
             keep_models=context.number("keep_models"),
             lease_s=return_s / 2,
             patience_s=-1.0 if comes_back else LOST_S,

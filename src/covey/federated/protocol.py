@@ -8,13 +8,15 @@ says 200 also for a refusal: the verdict is `retcode`.
 from __future__ import annotations
 
 import hashlib
+import time
 from enum import IntEnum
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
-from covey.core.federation import DEVICE_ID_MAX
+from covey.core.dp import Noise
+from covey.core.secure import DEVICE_ID_MAX, FlId, ListSignature, RemoteKeys, SealedShare
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -93,6 +95,30 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
 
 
+class SecureAnswer(Answer, frozen=True, omit_defaults=True):
+    """The answers of a secure round's phases; each has the fields it is about."""
+
+    session: Annotated[str, Meta(description="getKeys: part of every key that is derived.")] = ""
+    index: Annotated[int, Meta(description="getKeys: this device's place.")] = 0
+    needed: Annotated[int, Meta(description="getKeys: shares that give a secret back.")] = 0
+    devices: Annotated[int, Meta(description="getKeys: how many gave keys.")] = 0
+    samples: Annotated[int, Meta(description="getKeys: the data_size of all of them.")] = 0
+    remote_publickeys: Annotated[tuple[RemoteKeys, ...], Meta(description="getKeys: with whom to mask.")] = ()
+    encrypted_shares: Annotated[tuple[SealedShare, ...], Meta(description="getSecrets: the neighbours' shares.")] = ()
+    client_list_sign: Annotated[tuple[ListSignature, ...], Meta(description="getListSign: who was given the same list.")] = ()
+    done: Annotated[bool, Meta(description="The round is over and has its model: nothing more is asked for.")] = False
+    clients: Annotated[tuple[FlId, ...], Meta(description="getClientList: whose updates are in the sum.")] = ()
+
+
+class Cipher(msgspec.Struct, frozen=True):
+    """`cipher` of `fl_plan_config`: what becomes of an update on the device."""
+
+    encrypt_type: str = "NOT_ENCRYPT"
+    signed: Annotated[bool, Meta(description="PW_ENCRYPT: keys and the list are signed for the other devices.")] = False
+    reach: Annotated[float, Meta(description="PW_ENCRYPT: how far a value may be from the model.")] = 0.0
+    noise: Annotated[Noise | None, Meta(description="Clip the update, count once; if local, add noise to it too.")] = None
+
+
 class FlPlan(msgspec.Struct, frozen=True):
     """`fl_plan_config`: what a device needs for its training."""
 
@@ -104,12 +130,19 @@ class FlPlan(msgspec.Struct, frozen=True):
     lr: float
     aggregation: str = "FedAvg"
     settings: dict[str, Any] = {}
+    cipher: Cipher = Cipher()
+    upload_compress_type: str = "NO_COMPRESS"
+    upload_sparse_rate: float = 1.0
     evaluate: bool = False  # this device is asked to evaluate the model it is given too, on samples it keeps back
 
 
-def ticket(key: bytes, round_number: int, device: str, size: int) -> str:
+def now_ms() -> int:
+    return int(1000 * time.time())
+
+
+def ticket(key: bytes, round_number: int, device: str, size: int, purpose: str = "") -> str:
     """Proof that a device was admitted to a round with so many samples: any server can check it, and none has to remember."""
-    words = f"{round_number}/{size}/{device}".encode()
+    words = f"{purpose}{round_number}/{size}/{device}".encode()
     return hashlib.blake2b(words, key=key, digest_size=12).hexdigest()
 
 

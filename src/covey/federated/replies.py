@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from covey.federated.http import Request
-from covey.federated.protocol import JSON, MSGPACK, Answer, Code
+from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
@@ -28,7 +27,10 @@ class Replies:
     def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0) -> None:
         """An answer in the language of the request."""
         again = str(now_ms() + retry_ms) if retry_ms else ""
-        answer = Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again)
+        self.send(request, Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again))
+
+    def send(self, request: Request, answer: Answer) -> None:
+        """Fields without a model."""
         if MSGPACK in (request.content_type, request.accept):
             request.reply([msgspec.msgpack.encode(answer)], MSGPACK)
         else:
@@ -40,8 +42,8 @@ class Replies:
         orders = self._server.orders
         return orders.round - orders.base if orders is not None else 0
 
-    def refused(self, request: Request, timestamp: int, name: str) -> bool:
-        """Whether the device's clock, always checked, or the job it means was wrong, and it was told so."""
+    def refused(self, request: Request, timestamp: int, name: str, fl_id: str = "") -> bool:
+        """Whether the device's clock, always checked, the job it means or its name was wrong, and it was told so."""
         limit, ours = self._server.settings.replay_ms, self._server.settings.fl_name
         apart = abs(now_ms() - timestamp)
         if apart > limit:
@@ -51,6 +53,8 @@ class Replies:
             self.say(request, Code.OUT_OF_TIME, reason)
         elif name and ours and name != ours:
             self.say(request, Code.REQUEST_ERROR, f"this server learns {ours}, not {name[:100]}")
+        elif fl_id and request.device not in ("", fl_id):
+            self.say(request, Code.REQUEST_ERROR, f"the certificate is that of {request.device}, and fl_id says {fl_id}")
         else:
             return False
         return True
@@ -60,7 +64,3 @@ class Replies:
         orders = self._server.orders
         window = orders.plan.update_window_s if orders is not None else 1.0
         return int(1000 * min(window, 3.0) * (0.5 + random.random()))
-
-
-def now_ms() -> int:
-    return int(1000 * time.time())

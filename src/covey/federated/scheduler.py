@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.core.dp import Noise
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
@@ -166,8 +167,13 @@ class Scheduler:
             "missing": list(rounds.missing),
             "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
             "metrics": rounds.metrics,
+            **({"privacy": self._privacy(plan.noise)} if plan.noise is not None else {}),
             **hyper(plan),
         }
+
+    def _privacy(self, noise: Noise) -> dict[str, float]:
+        """What was spent so far: of each device, if it took part in every round."""
+        return {"epsilon": noise.epsilon(self.rounds.spent), "delta": noise.delta, "budget": noise.budget, "clip": noise.clip}
 
     def view(self) -> ClusterView:
         """The cluster in the words of `covey status`."""
@@ -195,7 +201,10 @@ class Scheduler:
                     pid=server.pid,
                 )
             )
-        progress = {"iteration": rounds.iteration, "joined": len(rounds.window.admitted), "counted": rounds.counted}
+        progress: dict[str, float] = {"iteration": rounds.iteration, "counted": rounds.counted}
+        progress["joined"] = len(rounds.window.admitted)
+        if rounds.plan.noise is not None:
+            progress["epsilon"] = rounds.plan.noise.epsilon(rounds.spent)
         return ClusterView(
             cluster_id=rounds.cluster_id,
             phase=_PHASES.get(rounds.state, Phase.READY),

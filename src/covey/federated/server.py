@@ -7,6 +7,7 @@ it), `models`, `peers` (the other servers), `upstream` (the scheduler). Everythi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -32,11 +33,15 @@ from covey.core.federation import (
 )
 from covey.core.messages import Message, Refused, Stop
 from covey.core.model import Host
+from covey.core.secure import Secured
 from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated import summing
+from covey.federated.accumulator import Accumulator
 from covey.federated.devices import Devices
+from covey.federated.gate import GateSettings
 from covey.federated.holdings import Holdings
 from covey.federated.intake import Intake
+from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
 from covey.federated.models import Models
 from covey.federated.peers import Bytes, Peers
@@ -68,6 +73,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     server_mode: str = "FEDERATED_LEARNING"
     prefix: str = ""
     replay_ms: int = 600_000
+    gate: GateSettings = GateSettings()
     keep_models: int = 3
     lease_s: float = 15.0  # without a word from the scheduler, after which nothing is acknowledged any more
     patience_s: float = -1.0  # how long a lost scheduler is waited for; negative: for ever
@@ -95,7 +101,8 @@ class Server:
         self.changed = asyncio.Event()  # replaced whenever something a device may wait for has happened
         self.joined: dict[str, None] = {}
         self.claims = Claims(settings.node_id)
-        self.holdings = Holdings(self.claims, layout.size, settings.durability, strategy.staleness)
+        kind = MaskedSum if settings.plan.secure else Accumulator
+        self.holdings = Holdings(self.claims, lambda: kind(layout.size), settings.durability, strategy.staleness)
         self._guard = guard
         self._life = secrets.token_hex(8)
         self._peers = Peers(guard, heard=self._heard_peer, reached=self._reached, give=self._give, copy=self.holdings.keep_copy)
@@ -107,6 +114,7 @@ class Server:
             settings.scheduler, guard, settings.patience_s, opened=self._enlist, heard=self._heard, end=self.end
         )
         self._admitted = False  # over the present link: what was given up must be put away before anything is said
+        self._spoiled: dict[int, str] = {}  # by round: why this server cannot make its model
         self._stand_at = 0.0
         self._standing: asyncio.TimerHandle | None = None
         self._joins: list[str] = []
@@ -166,6 +174,8 @@ class Server:
                 self._follow(message)
             elif isinstance(message, Joined):
                 self.devices.joined(message)
+            elif isinstance(message, Secured):
+                self.devices.relay.heard(message)
             elif isinstance(message, Admitted):
                 self._take_place(message)
             elif isinstance(message, Refused):
@@ -177,7 +187,7 @@ class Server:
             self.end(error.exit_code, str(error))
 
     def _take_place(self, message: Admitted) -> None:
-        self.key = message.key
+        self.key = self.models.key = message.key
         if not self.cluster_id:
             self.node_id, self.cluster_id = message.node_id, message.cluster_id
             self.claims.node_id = message.node_id
@@ -195,6 +205,10 @@ class Server:
 
     def _follow(self, orders: Orders) -> None:
         if self.holdings.part is None:
+            return
+        if orders.plan.secure != self.settings.plan.secure:
+            word = "needs" if orders.plan.secure else "does not have"
+            self.end(ExitCode.REFUSED, f"the cluster {word} encrypt_type=PW_ENCRYPT: give this server the same")
             return
         was_member = self.claims.is_member
         self.orders = orders
@@ -253,7 +267,14 @@ class Server:
 
     async def _sum(self, orders: Orders) -> None:
         assert self.holdings.part is not None
-        if await self.models.make(self.node_id, orders, self.holdings.part, self.holdings.path):
+        if orders.round in self._spoiled and not orders.void:
+            return
+        try:
+            made = await self.models.make(self.node_id, orders, self.holdings.part, self.holdings.path)
+        except summing.Spoiled as error:
+            self._spoiled, made = {orders.round: str(error)}, False
+            self.stand()
+        if made:
             self.stand()
             self._wake()
 
@@ -284,8 +305,14 @@ class Server:
                 unable=tuple(self.holdings.unable),
                 drained=self.holdings.drained,
                 metrics=self.models.metrics,
+                devices=tuple(self.claims.held.get(part.round, ())) if self.settings.plan.secure and part.sealed else (),
+                spoiled=self._spoiled.get(part.round, ""),
             )
         )
+
+    def tell_scheduler(self, message: Message) -> None:
+        """Lost while it is out of reach: whoever asks asks again."""
+        self._upstream.send(message)
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -329,6 +356,12 @@ class Server:
     def _wake(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
+
+    async def until_changed(self, event: asyncio.Event, limit_s: float) -> None:
+        """Until something a device may wait for has happened, or so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await event.wait()
 
     async def _tick(self) -> None:
         beat_at = 0.0

@@ -21,6 +21,7 @@ from covey.errors import ExitCode, UsageError
 from covey.federated import summing
 from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout
+from covey.federated.private_trial import Journey, Treatment, masked_mean
 from covey.federated.store import State
 from covey.federated.strategies import FedProx, Strategy
 
@@ -41,6 +42,7 @@ class Round(msgspec.Struct, frozen=True):
     loss: float  # as the devices told
     training_s: float
     framework_s: float
+    sent_bytes: float = 0.0  # by each device, of values
 
 
 class Digits(msgspec.Struct, frozen=True):
@@ -143,8 +145,10 @@ def simulate(
     epochs: int = 5,
     rate: float = 0.1,
     seed: int = 1,
+    treatment: Treatment | None = None,
 ) -> Iterator[Round]:
     """Round after round."""
+    journey = Journey(treatment or Treatment())
     draw = np.random.default_rng(seed)
     data, judges = digits()
     hands = deal(data.labels, devices, alpha, draw)
@@ -169,21 +173,29 @@ def simulate(
             began = time.perf_counter()
             for row, device in enumerate(some):
                 weight = len(hands[device])
+                if treatment is not None:
+                    weight = 1 if treatment.noise is not None else weight
+                    packed[row] = flat + journey.arrives(device, packed[row] - flat, number)
                 total.check(packed[row], weight)
                 size, loss, _ = weighed(weight, float(losses[row]), None)
                 total.add(packed[row], weight, Numbers(loss=loss, told=size))
-            rows += list(packed) if strategy.sees_all else []
+            rows += list(packed) if strategy.sees_all or journey.treatment.secure else []
             framework += time.perf_counter() - began
         began = time.perf_counter()
         mean = total.mean()
+        sizes = [len(hands[d]) for d in chosen]
         if strategy.sees_all:
-            weights = np.array([len(hands[d]) for d in chosen], np.float64)
-            mean = np.asarray(strategy.column(np.array(rows), weights), np.float64)
+            mean = np.asarray(strategy.column(np.array(rows), np.array(sizes, np.float64)), np.float64)
+        elif journey.treatment.secure:
+            counted = [1] * len(chosen) if journey.treatment.noise is not None else sizes
+            mean = flat + masked_mean([row - flat for row in rows], counted, f"{seed}/{number}")
+        mean = mean + journey.noise_on_mean(len(mean), len(chosen), number)
         flat = summing.apply(strategy, flat, mean, state)
         framework += time.perf_counter() - began
         told = summing.metrics(total.numbers)
         right = accuracy(layout.tensors(flat), judges)
-        yield Round(number, len(chosen), right, told["loss"], training, framework)
+        yield Round(number, len(chosen), right, told["loss"], training, framework, journey.sent_bytes / len(chosen))
+        journey.sent_bytes = 0
 
 
 def plot(found: list[Round], path: Path) -> None:

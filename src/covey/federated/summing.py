@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import Numbers
-from covey.errors import PeerError, StoreError
-from covey.federated.accumulator import UNIT, Accumulator
+from covey.core.federation import Numbers, Orders
+from covey.errors import CoveyError, PeerError, StoreError
+from covey.federated.accumulator import UNIT
+from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
-from covey.federated.part import Part
+from covey.federated.part import Part, Sum
 from covey.federated.peers import Peers
+from covey.federated.privacy import ring
+from covey.federated.privacy.session import unmask
 from covey.federated.store import State
 from covey.federated.strategies import Strategy
 from covey.federated.updates import Update, read, unpack
@@ -29,14 +33,14 @@ Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
 BLOCK = 4096  # values of every update at a time
 
 
-async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Accumulator:
+async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Sum:
     """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
-    total = mine.accumulator()
+    total = mine.copy()
     for node_id, expected in parts:
         if node_id == me:
             found = mine.numbers
         else:
-            found, values = decode(await peers.fetch(node_id, "part", mine.round))
+            found, values = decode(await peers.fetch(node_id, "part", mine.round), total.total().dtype)
             if found == expected:
                 total.merge(values, found)
         if found != expected:
@@ -44,11 +48,35 @@ async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peer
     return total
 
 
-def decode(content: bytearray) -> tuple[Numbers, NDArray[np.int64]]:
+def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[Numbers, NDArray[Any]]:
     """A part as it was fetched."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=Numbers)
-    return numbers, np.frombuffer(bytes(content[4 + size :]), np.int64)
+    return numbers, np.frombuffer(bytes(content[4 + size :]), kind)
+
+
+class Spoiled(CoveyError):
+    """The sum of a secure round cannot be had: the round is to be abandoned."""
+
+
+def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[np.float64], Numbers]:
+    """The mean that a secure round came to, and what its devices told. Raises `Spoiled`."""
+    found = orders.unmasking
+    assert found is not None
+    units = ring.scale(orders.plan.reach, found.list.samples, len(found.list.ring))
+    try:
+        values, told = ring.decode(unmask(total.total(), found), units)
+    except ValueError as error:
+        raise Spoiled(str(error)) from None
+    numbers = total.numbers + Numbers(
+        loss=round(told.loss * UNIT),
+        accuracy=round(told.accuracy * UNIT),
+        told=round(told.told),
+        eval_size=round(told.evaluated),
+        eval_loss=round(told.eval_loss * UNIT),
+        eval_accuracy=round(told.eval_accuracy * UNIT),
+    )
+    return model.astype(np.float64) + values / numbers.size, numbers
 
 
 def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: State) -> Floats:

@@ -146,6 +146,11 @@ class Agent:
         """Whether the run has ended for this host."""
         return self._over.done()
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether no scheduler can be reached just now."""
+        return self._runtime is not None and self._runtime.descriptor() < 0
+
     def stop(self, reason: str) -> None:
         """Ask the scheduler to end the whole cluster; if it cannot be asked, end this host's part."""
         assert self._runtime is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from covey.node import security
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
 from covey.node.scheduler import Place, Scheduler, SteppedDown, Term, exit_now, on_signal
-from covey.node.sockets import Sockets, bind, manage_words
-from covey.settings import Loaded, Settings
+from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
+from covey.settings import Loaded, Settings, serving_said
 from covey.store import registry
 from covey.store.cells import Cells, FileCells, open_cells
 from covey.store.journal import Fenced, Journal, open_journal
@@ -80,12 +82,16 @@ class Office:
                 " MS_ENABLE_RECOVERY=1 and MS_RECOVERY_PATH"
             )
         cells = open_cells(store, folder=self._folder, job=self._job)
-        leading = Leading(cells, where=self._where(), duration_s=self._settings.lease_s)
+        manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
+        leading = Leading(cells, where=self._where(manage), duration_s=self._settings.lease_s)
         for number in _signals():
             asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
         while True:
             try:
-                end = await self._lead(cells, leading)
+                async with self._tells_where(manage, leading):
+                    token = await leading.win()
+                log.info("this scheduler leads, by token %d", token)
+                end = await self._lead(cells, leading, manage, token)
             except SteppedDown as error:
                 log.warning("%s: this scheduler leads no longer, and stands by", error)
             except Over:
@@ -95,31 +101,54 @@ class Office:
                 await leading.give_back(over=True)
                 return end.code
 
-    async def _lead(self, cells: Cells, leading: Leading) -> End:
-        token = await leading.win()
-        log.info("this scheduler leads, by token %d", token)
-        sockets = self._copies() if self._sockets is not None else await self._bind(leading.predecessor)
+    async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> End:
+        found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster(leading.predecessor)
+        sockets = Sockets(_copies(found), _copies(manage))
         journal = await self._leaders_journal(cells, token, leading.predecessor)
         try:
             return await self._run(sockets, journal, Term(token, leading.leads, self._settings.lease_s / PULSES))
         finally:
             journal.close()
-            for sock in (*sockets.cluster, *sockets.manage):
+            for sock in (*sockets.cluster, *sockets.manage, *(found if self._sockets is None else ())):
                 sock.close()
 
-    async def _bind(self, predecessor: str) -> Sockets:
+    async def _bind_cluster(self, predecessor: str) -> list[socket.socket]:
         try:
-            return bind(self._settings, manage_given=self._manage_given)
+            return bind_cluster(self._settings)[0]
         except UsageError as error:
             if error.exit_code is not ExitCode.PORT_IN_USE or not end_predecessor(predecessor):
                 raise
-            await asyncio.sleep(0.1)
-            return bind(self._settings, manage_given=self._manage_given)
+            await asyncio.sleep(0.1)  # the kernel takes its time to let go of the port
+            return bind_cluster(self._settings)[0]
 
-    def _copies(self) -> Sockets:
-        """Descriptors of the same sockets: what is closed when this scheduler steps down is needed when it leads again."""
-        assert self._sockets is not None
-        return Sockets([sock.dup() for sock in self._sockets.cluster], [sock.dup() for sock in self._sockets.manage])
+    def _bind_manage(self) -> list[socket.socket]:
+        """At once, since a standby answers there too. A port that another scheduler of this host has is no reason to fail."""
+        return bind_manage(self._settings.manage_port, self._own_host(), strict=False)
+
+    def _own_host(self) -> str:
+        hosts = [host for host, _ in address.several(self._settings.sched_host, 0)]
+        return next((host for host in hosts if address.is_local(host)), hosts[0])
+
+    def _where(self, manage: list[socket.socket]) -> str:
+        """This scheduler's REST port, for those who ask another."""
+        if not manage:
+            return ""
+        scheme = "https" if self._settings.tls_config else "http"
+        return f"{scheme}://{address.join(self._own_host(), int(manage[0].getsockname()[1]))}"
+
+    @contextlib.asynccontextmanager
+    async def _tells_where(self, manage: list[socket.socket], leading: Leading) -> AsyncIterator[None]:
+        """While this one stands by, its REST port says where the leader's is. One that both share is the leader's alone."""
+        if not manage or self._sockets is not None:
+            yield
+            return
+        guard = security.find(self._settings, listens_at=self._own_host())
+        console = asyncio.create_task(_serve_app(lambda: _standby_app(leading), _copies(manage), guard))
+        try:
+            yield
+        finally:
+            console.cancel()
+            await asyncio.gather(console, return_exceptions=True)
 
     async def _leaders_journal(self, cells: Cells, token: int, predecessor: str) -> Journal | SharedJournal:
         settings = self._settings
@@ -140,13 +169,6 @@ class Office:
         settings, folder = self._settings, self._folder or self._settings.recovery_path
         size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
         return open_journal(folder, job=self._job, token=token, **size)
-
-    def _where(self) -> str:
-        """This scheduler's REST port, for those who ask another."""
-        settings = self._settings
-        host = next(iter(address.several(settings.sched_host, 0)))[0]
-        port = self._sockets.manage_port if self._sockets is not None else settings.manage_port
-        return address.join(host, port) if port else ""
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
@@ -181,7 +203,8 @@ class Office:
         entry = self._enter(scheduler, sockets, guard)
         manage = manage_words(sockets, tls=guard.encrypts)
         log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage)
-        console = loop.create_task(_serve_console(scheduler, sockets, self._token, guard)) if sockets.manage else None
+        app = functools.partial(_training_app, scheduler, self._token)
+        console = loop.create_task(_serve_app(app, sockets.manage, guard)) if sockets.manage else None
         try:
             return await serving
         finally:
@@ -226,6 +249,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
         extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,
         copies=settings.ps_copies,
+        serving=serving_said(settings),
         worker_max=settings.worker_max,
         last_call_s=settings.last_call_s,
         shrink_after_s=settings.shrink_after_s,
@@ -237,10 +261,10 @@ def _signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
 
 
-async def _serve_console(scheduler: Scheduler, sockets: Sockets, token: str, guard: security.Security) -> None:
+async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guard: security.Security) -> None:
     """The REST port. Its imports take longer than forming a small cluster, so they happen beside the loop."""
-    training, console = await asyncio.to_thread(_console_modules)
-    server = console.Server(training.make_app(scheduler, token=token), sockets.manage, guard.server)
+    app, console = await asyncio.to_thread(lambda: (make(), _console()))
+    server = console.Server(app, sockets, guard.server)
     try:
         await server.start()
     except OSError as error:
@@ -252,7 +276,24 @@ async def _serve_console(scheduler: Scheduler, sockets: Sockets, token: str, gua
         await server.stop()
 
 
-def _console_modules() -> tuple[Any, Any]:
-    from covey.console import server, training
+def _console() -> Any:
+    from covey.console import server
 
-    return training, server
+    return server
+
+
+def _training_app(scheduler: Scheduler, token: str) -> Any:
+    from covey.console import training
+
+    return training.make_app(scheduler, token=token)
+
+
+def _standby_app(leading: Leading) -> Any:
+    from covey.console import standby
+
+    return standby.make_app(lambda: leading.where)
+
+
+def _copies(sockets: list[socket.socket]) -> list[socket.socket]:
+    """Descriptors of the same sockets: what is closed when a scheduler steps down is needed when it leads again."""
+    return [sock.dup() for sock in sockets]

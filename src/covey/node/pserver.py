@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import msgspec
 
-from covey.core.messages import Resumed
+from covey.core.messages import Resumed, Settled
 from covey.core.serving import Serving, parse_mode
-from covey.core.shards import SLOTS
+from covey.core.shards import SLOTS, first
 from covey.errors import PeerError, UsageError
 from covey.node.log import log
 from covey.node.worker import Generation, Node
@@ -43,13 +43,15 @@ def serve(node: Node, settings: Settings) -> NoReturn:
     place = node.place
     serving = serving_of(msgspec.structs.replace(settings, worker_num=place.workers))
     assert serving is not None
-    server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node))
+    server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node), place.sharing)
+    server.on_settled = lambda version: node.say(Settled(version))
     threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
-    log.info("server %d of %d, %s, %d copies", place.rank, serving.servers, settings.ps_mode, int(serving.copied))
+    log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, serving.copies)
     while True:
         news = node.inbox.get()
         if isinstance(news, PeerError):
             raise news
+        server.share(node.place.sharing or first(serving.servers))
         if isinstance(news, Regroup):
             try:
                 peers.pin(node, place.rank, server.peer, news.generation)

@@ -29,22 +29,25 @@ class Sockets(msgspec.Struct, frozen=True):
 
 
 def bind(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> Sockets:
-    """Listen at the scheduler's host and port (`what` says which), and at the REST port on loopback and on the same host. Where
-    there are several addresses it is the first that is this host's and free."""
+    """Listen at the scheduler's host and port (`what` says which), and at the REST port on loopback and on the same host."""
+    cluster, host = bind_cluster(settings, what)
+    return Sockets(cluster, bind_manage(settings.manage_port, host, strict=manage_given))
+
+
+def bind_cluster(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[list[socket.socket], str]:
+    """Where there are several addresses it is the first that is this host's and free. Returns the host too."""
     addresses = address.several(settings.sched_host, settings.sched_port)
     for number, (host, port) in enumerate(addresses, start=1):
         try:
-            cluster = address.listen(host, port, what)
+            return address.listen(host, port, what), host
         except UsageError as error:
-            if number < len(addresses) and (isinstance(error, address.NotLocal) or error.exit_code is ExitCode.PORT_IN_USE):
+            elsewhere = isinstance(error, address.NotLocal) or error.exit_code is ExitCode.PORT_IN_USE
+            if number < len(addresses) and elsewhere:
                 continue
             if not isinstance(error, address.NotLocal) or address.family(host) is not None:
                 raise
-            log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
-            host = "0.0.0.0"
-            cluster = address.listen(host, port, what)
-        break
-    return Sockets(cluster, bind_manage(settings.manage_port, host, strict=manage_given and number == 1))
+    log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
+    return address.listen("0.0.0.0", port, what), "0.0.0.0"
 
 
 def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
@@ -62,7 +65,7 @@ def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
     if host in ("0.0.0.0", "::"):
         found[0].close()
         return address.listen(host, port, "MS_SCHED_MANAGE_PORT")
-    if not address.is_loopback(host):
+    if not address.is_loopback(host) or (host.startswith("127.") and host != "127.0.0.1"):
         found += address.listen(host, port, "MS_SCHED_MANAGE_PORT")
     return found
 

@@ -36,18 +36,19 @@ from covey.core.messages import (
     Regrouped,
     Report,
     Resumed,
+    Shared,
     Stop,
     Value,
 )
 from covey.core.model import Progress, Role
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import host, security, spare
+from covey.node import host, security, spare, supervise
 from covey.node.ending import Ending, exit_flushed
 from covey.node.log import configure, log
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
-from covey.settings import Settings
+from covey.settings import Settings, serving_said
 from covey.train.meeting import Planned, Regroup
 from covey.wire import address
 
@@ -167,6 +168,7 @@ class Node:
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
         self._progress = progress
+        supervise.note(progress.step)
         now = time.monotonic()
         if now - self._told_at > max(TELL_S, self.world / TELL_NODES_PER_S):
             self._told_at = now
@@ -289,6 +291,10 @@ class Node:
                 self._wipe()
                 self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
                 self._tell_of_generation()
+            elif isinstance(message, Shared) and self._formed is not None:
+                self._formed = msgspec.structs.replace(self._formed, sharing=message.sharing)
+                if self._settings.role is Role.PSERVER:
+                    self.inbox.put(message)
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))
             elif isinstance(message, DumpAsked):
@@ -372,7 +378,8 @@ def door(settings: Settings) -> Door:
 
 def _fingerprint(settings: Settings) -> dict[str, str]:
     given = {"MS_WORKER_NUM": settings.worker_num, "MS_SERVER_NUM": settings.server_num}
-    return {name: str(number) for name, number in given.items() if number or name == "MS_SERVER_NUM"}
+    found = {name: str(number) for name, number in given.items() if number or name == "MS_SERVER_NUM"}
+    return found | (serving_said(settings) if settings.server_num else {})
 
 
 def wait_for_the_end(node: Node) -> None:

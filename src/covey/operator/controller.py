@@ -27,14 +27,17 @@ from covey.core.job.actions import (
     DeleteService,
     EndPod,
     Label,
+    LetGo,
     Tell,
 )
 from covey.core.job.clock import stamp
 from covey.core.job.pod import JOB_LABEL, owner
-from covey.core.job.spec import Duty, Invalid, Job, pod_name
+from covey.core.job.spec import Duty, Invalid, Job, Role, pod_name
+from covey.errors import PeerError
 from covey.node.log import log
 from covey.operator import pods
 from covey.operator.api import EVENT, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.clusters import Clusters, Place, token_of
 from covey.operator.metrics import Metrics
 from covey.operator.queue import Queue
 from covey.operator.reflector import Index, Key, Reflector
@@ -43,6 +46,7 @@ CONFLICT = 409
 MISSING = 404
 EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
 AT_ONCE = 16  # actions of one kind of one job
+SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
 
 class Caches:
@@ -58,10 +62,21 @@ class Caches:
         self.services_of = Index(_job_of)
         self.pods_on = Index(lambda pod: pod["spec"].get("nodeName"))
 
+    def made(self, pod: Thing) -> None:
+        """A pod of our own making: nobody need be woken for it."""
+        self.pods.put(pod, tell=False)
+        self.pods_of.note(pod)
+        self.pods_on.note(pod)
+
 
 def _job_of(thing: Thing) -> Key:
     metadata = thing["metadata"]
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(JOB_LABEL, "")
+
+
+def _first(job: Job) -> Role:
+    """The role whose first pod the others call."""
+    return next(iter(job.of(Duty.SCHEDULER) or job.of(Duty.WORKER)))
 
 
 class Controller:
@@ -76,9 +91,12 @@ class Controller:
         *,
         convert: Callable[[Thing], Thing] = lambda thing: thing,
         gang_scheduler: str = "",
+        secret_key: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.queue: Queue[Key] = Queue()
+        self.clusters = Clusters(self.queue.add)
+        self._key = secret_key
         self.go = asyncio.Event()  # the caches are filled
         self._api = api
         self._kind = kind
@@ -94,6 +112,7 @@ class Controller:
         await self.go.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._record())
+            group.create_task(self.clusters.run())
             for _ in range(workers):
                 group.create_task(self._work())
 
@@ -120,6 +139,7 @@ class Controller:
         thing = self._caches.jobs.get(key)
         if thing is None:
             self.queue.drop(key)
+            self.clusters.follow(key, None)
             return None
         began = time.perf_counter()
         thing = {"apiVersion": self._kind.root.removeprefix("apis/"), "kind": self._kind.name, **thing}
@@ -129,7 +149,10 @@ class Controller:
             written = await self._write_status(thing, made.status)
             self._metrics.note(thing.get("status") or {}, made.status)
             thing = {**thing, **written}
+        self._follow(key, job, made)
         await self._carry_out(thing, job, made)
+        if any(isinstance(action, CreatePod) for action in made.actions):
+            self.queue.add_after(key, SHOW_S)
         if made.requeue_after is not None:
             self.queue.add_after(key, made.requeue_after)
         if made.actions or made.status is not None:
@@ -145,7 +168,27 @@ class Controller:
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
             gang=bool(self._gang),
             pod_group=caches.groups.get(key) if caches.groups is not None else None,
+            live=self.clusters.live(key),
         )
+
+    def _follow(self, key: Key, thing: Thing, made: Plan) -> None:
+        """Look into the job's cluster while the pod of its scheduler runs."""
+        status = made.status if made.status is not None else thing.get("status") or {}
+        self.clusters.follow(key, self._scheduler_of(key, thing, status), hurry=bool(status.get("scaling")))
+
+    def _scheduler_of(self, key: Key, thing: Thing, status: Mapping[str, Any]) -> Place | None:
+        if not self._key or status.get("state") not in ("Running", "Restarting"):
+            return None
+        try:
+            job = read(thing)
+        except Invalid:
+            return None
+        first = _first(job)
+        pod = self._caches.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
+        address, port = ((pod or {}).get("status") or {}).get("podIP"), pods.manage_port_of(job, first)
+        if pod is None or not address or not port or pod["status"].get("phase") != "Running" or owner(pod) != job.uid:
+            return None
+        return Place(str(address), port, token_of(self._key, job.uid))
 
     async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
         body = {**thing, "status": status}
@@ -188,11 +231,12 @@ class Controller:
         api = self._api
         if isinstance(action, CreatePod):
             body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
-            await self._create(POD, self._caches.pods, body, job)
+            await self._create(POD, self._caches.made, body, job)
         elif isinstance(action, CreateService):
-            await self._create(SERVICE, self._caches.services, pods.service(job, action.role, owner), job)
+            await self._create(SERVICE, self._caches.services.put, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
-            await self._unless(CONFLICT, api.create(SECRET, namespace, pods.secret(job, secrets.token_hex(24), owner)))
+            secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
+            await self._unless(CONFLICT, api.create(SECRET, namespace, secret))
         elif isinstance(action, CreateGang):
             await self._unless(CONFLICT, api.create(POD_GROUP, namespace, pods.gang(job, action, owner)))
         elif isinstance(action, DeletePod):
@@ -208,8 +252,16 @@ class Controller:
         elif isinstance(action, Label):
             patch = {"metadata": {"labels": {action.key: action.value}}}
             self._caches.jobs.put(await api.patch(self._kind, namespace, job.name, patch))
+        elif isinstance(action, LetGo):
+            await self._let_go(thing, job, action)
         elif isinstance(action, DeleteJob):
             await self._unless(MISSING, api.delete(self._kind, namespace, job.name, uid=job.uid))
+
+    async def _let_go(self, thing: Thing, job: Job, action: LetGo) -> None:
+        try:
+            await self.clusters.let_go((job.namespace, job.name), action.node_ids)
+        except PeerError as error:  # it is asked again, as long as it is wanted
+            self._tell(thing, Tell("Warning", "ScaleRefused", str(error)))
 
     async def _unless(self, code: int, asked: Any) -> None:
         """What is already so need not be made so."""
@@ -227,7 +279,7 @@ class Controller:
             if error.code != CONFLICT:
                 raise
 
-    async def _create(self, kind: Kind, cache: Reflector, body: Thing, job: Job) -> None:
+    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job) -> None:
         """Create; what is there already, because the reply to an earlier try was lost, is looked at."""
         try:
             made = await self._api.create(kind, job.namespace, body)
@@ -239,11 +291,10 @@ class Controller:
                 raise ApiError(
                     CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} is another owner's"
                 ) from None
-        cache.put(made)
+        know(made)
 
     def _address(self, job: Job) -> str:
-        role = next(iter(job.of(Duty.SCHEDULER) or job.of(Duty.WORKER)))
-        service = self._caches.services.get((job.namespace, pod_name(job.name, role.key, 0)))
+        service = self._caches.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt(self, thing: Thing, action: Adopt) -> None:

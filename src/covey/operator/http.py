@@ -17,6 +17,7 @@ import httptools
 IDLE_MAX = 32  # connections kept for the next request
 BACKLOG_MAX = 16_000_000  # bytes of a stream that nobody has read yet; then the sender has to wait
 LINE_MAX = 16_000_000
+BODY_MAX = 256_000_000  # bytes of one answer
 
 
 class Answer:
@@ -69,11 +70,13 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def on_body(self, body: bytes) -> None:
+        self._backlog += len(body)
         if self._chunks is None:
             self._body.append(body)
+            if self._backlog > BODY_MAX:
+                self.connection_lost(ConnectionError(f"an answer of more than {BODY_MAX} bytes"))
             return
         self._chunks.append(body)
-        self._backlog += len(body)
         if self._backlog > BACKLOG_MAX and self.transport is not None:
             self.transport.pause_reading()
         self._wake()

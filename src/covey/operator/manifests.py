@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from covey.operator import crd
+from covey.operator.clusters import KEY_NAME
 
 Thing = dict[str, Any]
 
@@ -109,7 +110,11 @@ def deployment(image: str, watched: str = "") -> Thing:
 
 def everything(image: str = IMAGE, watched: str = "", *, ascend: bool = True) -> list[Thing]:
     """In the order in which it is applied. `watched`: one namespace only, with a role in it instead of a cluster's."""
-    lease = [{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]}]
+    lease = [
+        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]},
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
+        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [KEY_NAME], "verbs": ["get"]},
+    ]
     if watched:
         allowed = _role("Role", NAME, rules(cluster=False), watched)
     else:

@@ -20,6 +20,9 @@ TASKD_PORT = 9601
 RECOVERY_VOLUME = "covey-recovery"
 RECOVERY_PATH = "/var/lib/covey/recovery"
 SECRET_KEY = "secret"
+TOKEN_KEY = "token"
+MANAGE_VARIABLE = "MS_SCHED_MANAGE_PORT"
+MANAGE_PORT = 11202
 ROLE_WORDS = {Duty.SCHEDULER: "MS_SCHED", Duty.SERVER: "MS_PSERVER", Duty.WORKER: "MS_WORKER"}
 # What MindSpore's own fault tolerance is told for each strategy.
 TFT = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "recover": ("ARF:1",), "dump": ("TTP:1",)}
@@ -67,12 +70,13 @@ def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
     }
 
 
-def secret(job: Job, value: str, owner: Mapping[str, Any]) -> Thing:
+def secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> Thing:
+    """What lets the job's processes into its cluster, and the operator (`token`) into what its scheduler tells."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": metadata(job, f"{job.name}-join", owner, labels=labels(job)),
-        "stringData": {SECRET_KEY: value},
+        "stringData": {SECRET_KEY: value, **({TOKEN_KEY: token} if token else {})},
     }
 
 
@@ -126,6 +130,15 @@ def _ports(job: Job, role: Role) -> list[Thing]:
     return ports
 
 
+def manage_port_of(job: Job, role: Role) -> int:
+    """Where the scheduler in a role's first pod serves REST; 0: nowhere."""
+    main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.container)
+    said = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_VARIABLE)
+    if said is None:
+        return MANAGE_PORT
+    return int(said) if said.isdigit() and len(said) < 6 else 0
+
+
 def port_of(job: Job, role: Role) -> int:
     return next(int(p["containerPort"]) for p in _ports(job, role) if p.get("name") == job.port_name)
 
@@ -139,7 +152,7 @@ def _inject(job: Job, role: Role, action: CreatePod, main: Thing, spec: Thing, n
     for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (given.get(variable) or {}).get("value"):
             given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
-    new = {**_identity(job), **_cluster(job, role, action, address), **_recovery(job)}
+    new = {**_identity(job), **_cluster(job, role, action, address), **_recovery(job, role)}
     if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
         new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
         main.setdefault("volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
@@ -163,6 +176,7 @@ def _identity(job: Job) -> Thing:
         "COVEY_HOST_ID": _field("metadata.name"),
         "COVEY_JOB": f"{job.name}-{job.uid}",
         "COVEY_SECRET": {"valueFrom": {"secretKeyRef": reference}},
+        "COVEY_TOKEN": {"valueFrom": {"secretKeyRef": {**reference, "key": TOKEN_KEY, "optional": True}}},
         "MINDX_TASK_ID": job.uid,
     }
 
@@ -200,11 +214,12 @@ def _cluster(job: Job, role: Role, action: CreatePod, address: str) -> Thing:
                 "WORLD_SIZE": workers * job.processes,
                 "LOCAL_WORLD_SIZE": job.processes,
                 "NNODES": workers,
+                MANAGE_VARIABLE: MANAGE_PORT,  # covey run would take any free one
             }
     return found
 
 
-def _recovery(job: Job) -> Thing:
+def _recovery(job: Job, role: Role) -> Thing:
     strategies = job.recovery.strategies
     if not strategies:
         return {}
@@ -220,6 +235,8 @@ def _recovery(job: Job) -> Thing:
         found["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_level else [])]) + "}"
     if "recover-in-place" in strategies:
         found["ENABLE_RESTART_FAULT_PROCESS"] = "on"
+        if role.duty is Duty.WORKER and not role.supervised:
+            found["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
     if {"recover", "recover-in-place"} & set(strategies):
         found["MS_ENABLE_RECOVERY"] = "1"
     return found

@@ -68,13 +68,14 @@ class Reflector:
     def get(self, key: Key) -> Thing | None:
         return self._things.get(key)
 
-    def put(self, thing: Thing) -> None:
-        """What the server answered to a write of ours."""
+    def put(self, thing: Thing, *, tell: bool = True) -> None:
+        """What the server answered to a write of ours. Not `tell`: no listener hears of it."""
         key = key_of(thing)
         old = self._things.get(key)
         if old is None or _newer(thing, old):
             self._things[key] = self._keep(thing)
-            self._on_change(thing)
+            if tell:
+                self._on_change(thing)
 
     def _on_change(self, thing: Thing) -> None:
         for listener in self.listeners:

@@ -12,6 +12,7 @@ import msgspec
 from covey.core.job import ascend
 from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
 from covey.node.log import log
+from covey.operator import clusters
 from covey.operator import lease as leases
 from covey.operator import metrics as numbers
 from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Thing
@@ -58,8 +59,9 @@ def slim_pod(pod: Thing) -> Thing:
 def slim_node(node: Thing) -> Thing:
     """What the plan reads of a node."""
     metadata = node["metadata"]
-    ready = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") == "Ready"]
-    kept = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in ready]
+    conditions = (node.get("status") or {}).get("conditions") or []
+    known = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
+    kept = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in known]
     return {
         "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
         "status": {"conditions": kept},
@@ -76,6 +78,7 @@ class Operator:
         self.port = 0
         self.leading = asyncio.Event()
         self._ready = False
+        self._key = b""
 
     async def run(self) -> None:
         server = None
@@ -99,6 +102,7 @@ class Operator:
         """List, watch and reconcile."""
         kinds = [MSJOB, *([ASCENDJOB] if await self._served("mindxdl.gitee.com", "v1") else [])]
         gang = self.options.gang_scheduler
+        self._key = await clusters.find_key(self.api, self.options.lease_namespace)
         async with asyncio.TaskGroup() as group:
             nodes = await self._nodes(group)
             for kind in kinds:
@@ -156,7 +160,7 @@ class Operator:
             caches.groups = Reflector(api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(key_of(g)))
             reflectors.append(caches.groups)
         convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
-        controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang)
+        controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
         found.append(controller)
         for reflector in reflectors:
             group.create_task(reflector.run())

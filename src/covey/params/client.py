@@ -7,7 +7,7 @@ perhaps, and asks again; the program only waits. Arrays are sent from the caller
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import os
 import queue
 import socket
@@ -20,17 +20,22 @@ import msgspec
 import numpy as np
 
 from covey.core.serving import Serving
-from covey.core.shards import form
+from covey.core.shards import Sharing, first
 from covey.errors import CoveyError, UsageError
+from covey.params.cache import Cache, Piece
 from covey.params.messages import (
     ALL,
+    Answered,
+    Changed,
+    Check,
     Declare,
     Load,
-    Message,
+    Moved,
     No,
     Part,
     Pull,
     Push,
+    Request,
     Save,
     Spec,
     Standing,
@@ -39,31 +44,72 @@ from covey.params.messages import (
     send,
 )
 from covey.params.optimizers import Array
-from covey.params.peers import AGAIN_S, Peer
+from covey.params.peers import AGAIN_S, Find
 from covey.params.placement import Placement
 
-Find = Callable[[int], Peer]
 _NUMBERED = np.dtype(np.int64)
+Arrays = Sequence[Any]
+
+
+class Asking(msgspec.Struct, frozen=True):
+    """A message for one server, what goes with it, and where the answer goes."""
+
+    server: int
+    message: Request
+    arrays: Arrays = ()
+    into: Arrays = ()
+    heard: Callable[[Answered, Array], None] | None = None  # for an answer whose arrays have no place yet
+
+
+Make = Callable[[Sharing], list[Asking]]
 
 
 class Work:
-    """Requests under way, to one server or more; over when all are answered. `done` is called once, in some thread."""
+    """Requests under way, to one server or more; over when all are answered, by one and the same sharing: where rows moved
+    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread."""
 
-    def __init__(self, waits_for: int, done: Callable[[Work], None] | None = None) -> None:
+    def __init__(self, client: Client, make: Make, done: Callable[[Work], None] | None = None) -> None:
         self.error: CoveyError | None = None
         self.numbers: list[int] = []
         self.over = threading.Event()
-        self._left = waits_for
-        self._done = done
+        self._client, self._make, self._done = client, make, done
         self._lock = threading.Lock()
+        self._left = 0
+        self._moved: Sharing | None = None
+        self._begin()
 
-    def answered(self, number: int, error: CoveyError | None) -> None:
+    def _begin(self) -> None:
+        asked = self._make(self._client.sharing())
+        for one in asked:
+            self._client.check_size(one)
+        self._left, self.numbers, self._moved = len(asked), [], None
+        for one in asked:
+            self._client.channel(one.server).ask(one, self)
+        if not asked:
+            self._finish()
+
+    def answered(self, answer: Answered) -> None:
         with self._lock:
-            self.numbers.append(number)
-            self.error = self.error or error
+            if isinstance(answer, Moved):
+                self._moved = answer.sharing
+            elif isinstance(answer, No):
+                self.error = self.error or answer.error()
+            else:
+                self.numbers.append(answer.number if isinstance(answer, Yes) else 0)
             self._left -= 1
             if self._left:
                 return
+        if self._moved is None or self.error is not None:
+            self._finish()
+            return
+        self._client.learn(self._moved)
+        try:
+            self._begin()
+        except CoveyError as error:
+            self.error = error
+            self._finish()
+
+    def _finish(self) -> None:
         self.over.set()
         if self._done is not None:
             self._done(self)
@@ -75,26 +121,17 @@ class Work:
         return self
 
 
-class Request(msgspec.Struct, frozen=True):
-    """A message, what goes with it, where the answer goes, and the work it is part of."""
-
-    message: Message
-    arrays: Sequence[Any]
-    into: Sequence[Any]
-    work: Work
-
-
 class Channel:
-    """One server, as seen from here."""
+    """One server, as seen from here. `gone` says how rows are shared without it."""
 
-    def __init__(self, server: int, find: Find) -> None:
-        self._server, self._find = server, find
+    def __init__(self, server: int, find: Find, gone: Callable[[], Sharing]) -> None:
+        self._server, self._find, self._gone = server, find, gone
         self._connection: socket.socket | None = None
-        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Asking, Work]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"covey to server {server}", daemon=True).start()
 
-    def ask(self, request: Request) -> None:
-        self._requests.put(request)
+    def ask(self, asked: Asking, work: Work) -> None:
+        self._requests.put((asked, work))
 
     def close_in_child(self) -> None:
         if self._connection is not None:
@@ -103,21 +140,23 @@ class Channel:
 
     def _run(self) -> None:
         while True:
-            request = self._requests.get()
-            answer = self._answer(request)
-            if isinstance(answer, No):
-                request.work.answered(0, answer.error())
-            else:
-                request.work.answered(answer.number if isinstance(answer, Yes) else 0, None)
+            asked, work = self._requests.get()
+            work.answered(self._answer(asked))
 
-    def _answer(self, request: Request) -> Any:
+    def _answer(self, asked: Asking) -> Answered:
         """The answer, from whichever life of the server gives one."""
         while True:
             try:
                 if self._connection is None:
-                    self._connection = self._find(self._server).connect()
-                send(self._connection, request.message, request.arrays)
-                return receive_answer(self._connection, request.into)[0]
+                    peer = self._find(self._server)
+                    if peer is None:
+                        return Moved(self._gone())
+                    self._connection = peer.connect()
+                send(self._connection, asked.message, asked.arrays)
+                answer, body = receive_answer(self._connection, asked.into)
+                if asked.heard is not None:
+                    asked.heard(answer, body)
+                return answer
             except (OSError, EOFError, msgspec.MsgspecError):
                 if self._connection is not None:
                     self._connection.close()
@@ -135,130 +174,231 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Client:
-    """All servers, as seen from one worker. `generation` tells that of this worker's place."""
+    """All servers, as seen from one worker. `generation` tells that of this worker's place, `newest` the newest sharing that
+    its node has heard of, if any."""
 
-    def __init__(self, serving: Serving, rank: int, generation: Callable[[], int], find: Find) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        rank: int,
+        generation: Callable[[], int],
+        find: Find,
+        newest: Callable[[], Sharing | None] = lambda: None,
+    ) -> None:
         self.serving, self.rank = serving, rank
-        self._generation = generation
-        self._owners = form(range(serving.servers))
-        self._channels = [Channel(server, find) for server in range(serving.servers)]
+        self._generation, self._find, self._newest = generation, find, newest
+        self._sharing = first(serving.servers)
+        self._channels: dict[int, Channel] = {}
+        self._lock = threading.Lock()  # around sharing, channels and placements: answers come in several threads
         self._specs: dict[str, Spec] = {}
-        self._placements: dict[str, Placement] = {}
+        self._placements: dict[tuple[str, int], Placement] = {}
         os.register_at_fork(after_in_child=self._forked)
 
-    def declare(self, spec: Spec, values: Array | None, *, first: bool) -> None:
-        """There is this parameter. `first`: this worker says how it begins; the others wait for that."""
-        known = Placement(spec.rows, spec.striped, self._owners)
-        arrays: list[list[Array]] = [[] for _ in self._channels]
-        if first and values is not None:
-            flat = values.reshape(-1)
-            arrays = [[flat[a:b] for a, b in known.runs(server)] for server in range(len(self._channels))]
-        self._all(lambda server: (Declare(spec, values=first), arrays[server])).wait()
-        self._specs[spec.name], self._placements[spec.name] = spec, known
+    # -- how rows are shared -----------------------------------------------------------------------------------------
 
-    def push(self, step: int, given: Sequence[Given], done: Callable[[Work], None] | None = None) -> Work:
-        """This rank's gradients of a step, to all servers. The work is over when they are safe; in sync mode, everyone's."""
-        parts: list[list[Part]] = [[] for _ in self._channels]
-        numbers: list[list[Array]] = [[] for _ in self._channels]
-        arrays: list[list[Array]] = [[] for _ in self._channels]
-        for gift in given:
-            spec, placement = self._known(gift.name)
-            gradient, dtype = gift.gradient, str(gift.gradient.dtype)
-            self._check(spec, gift)
-            if gift.rows is None:
-                flat = gradient.reshape(-1)
-                for server in range(len(self._channels)):
-                    parts[server].append(Part(gift.name, ALL, spec.width, dtype, gift.lr))
-                    arrays[server] += [flat[a:b] for a, b in placement.runs(server)]
-                continue
-            order, cuts = self._by_server(placement, gift.rows)
-            rows, gradient = gift.rows[order], gradient[order]
-            for server, (low, high) in enumerate(cuts):
-                parts[server].append(Part(gift.name, high - low, spec.width, dtype, gift.lr))
-                numbers[server].append(rows[low:high])
-                arrays[server].append(gradient[low:high])
-        generation = self._generation()
-        return self._all(
-            lambda server: (Push(step, self.rank, generation, parts[server]), [*numbers[server], *arrays[server]]), done
-        )
+    def sharing(self) -> Sharing:
+        """The newest that is known here."""
+        self.learn(self._newest())
+        return self._sharing
 
-    def pull_whole(self, step: int, wanted: Sequence[tuple[str, Array]]) -> None:
-        """The values of whole parameters for a step, into these arrays."""
-        parts, into = [], [[] for _ in self._channels]  # type: list[Part], list[list[Array]]
-        for name, array in wanted:
-            spec, placement = self._known(name)
-            if array.size != spec.rows or str(array.dtype) != spec.dtype or not array.flags.c_contiguous:
-                raise UsageError(f"{name} has {spec.rows} numbers of {spec.dtype}, not {array.size} of {array.dtype}")
-            parts.append(Part(name, ALL, spec.width, spec.dtype))
-            flat = array.reshape(-1)
-            for server in range(len(self._channels)):
-                into[server] += [flat[a:b] for a, b in placement.runs(server)]
-        self._all(lambda server: (Pull(step, parts), []), into=into).wait()
+    def learn(self, sharing: Sharing | None) -> None:
+        with self._lock:
+            if sharing is not None and sharing.version > self._sharing.version:
+                self._sharing = sharing
+                self._placements.clear()
 
-    def pull_rows(self, step: int, name: str, rows: Array) -> Array:
-        """The values of some rows for a step."""
-        spec, placement = self._known(name)
-        self._check_rows(spec, rows)
-        order, cuts = self._by_server(placement, rows)
-        sorted_rows = rows[order]
-        found = np.empty((len(rows), spec.width), spec.dtype)
-        asked = [(server, low, high) for server, (low, high) in enumerate(cuts) if low < high]
-        work = Work(len(asked) or 1)
-        for server, low, high in asked:
-            pull = Pull(step, [Part(name, high - low, spec.width, spec.dtype)])
-            self._ask(server, Request(pull, [sorted_rows[low:high]], [found[low:high]], work))
-        if asked:
-            work.wait()
-        values = np.empty_like(found)
-        values[order] = found
-        return values
+    def channel(self, server: int) -> Channel:
+        with self._lock:
+            if server not in self._channels:
+                self._channels[server] = Channel(server, self._find, self.sharing)
+            return self._channels[server]
 
-    def standing(self) -> int:
-        """The step this rank is to take next, as far as the servers know."""
-        return min(self._all(lambda server: (Standing(self.rank), [])).wait().numbers)
-
-    def save(self, step: int, folder: str, keep: int) -> None:
-        """Have every server write down its rows, as they are at this step."""
-        self._all(lambda server: (Save(step, folder, keep), [])).wait()
-
-    def try_save(self, step: int, folder: str, patience_s: float) -> bool:
-        """The same, but not for ever; whether all did."""
-        work = self._all(lambda server: (Save(step, folder), []))
-        return work.over.wait(patience_s) and work.error is None
-
-    def load(self, step: int, folder: str) -> None:
-        """Have every server take its rows from what was written down at this step."""
-        self._all(lambda server: (Load(step, folder), [])).wait()
-
-    def _all(
-        self,
-        message: Callable[[int], tuple[Message, Sequence[Array]]],
-        done: Callable[[Work], None] | None = None,
-        into: Sequence[Sequence[Array]] | None = None,
-    ) -> Work:
-        work = Work(len(self._channels), done)
-        requests = [Request(*message(server), into[server] if into else (), work) for server in range(len(self._channels))]
-        for request in requests:
-            self._check_size(request)
-        for server, request in enumerate(requests):
-            self._channels[server].ask(request)
-        return work
-
-    def _ask(self, server: int, request: Request) -> None:
-        self._check_size(request)
-        self._channels[server].ask(request)
-
-    def _check_size(self, request: Request) -> None:
-        size = sum(memoryview(array).nbytes for array in request.arrays)
+    def check_size(self, asked: Asking) -> None:
+        size = sum(memoryview(array).nbytes for array in asked.arrays)
         if size > self.serving.message_max:
             raise UsageError(
                 f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
             )
 
-    def _known(self, name: str) -> tuple[Spec, Placement]:
+    def _placement(self, spec: Spec, sharing: Sharing) -> Placement:
+        with self._lock:
+            key = (spec.name, sharing.version)
+            if key not in self._placements:
+                self._placements[key] = Placement(spec.rows, spec.striped, sharing.owners)
+            return self._placements[key]
+
+    # -- what is asked -----------------------------------------------------------------------------------------------
+
+    def declare(self, spec: Spec, values: Array | None, *, first: bool) -> None:
+        """There is this parameter. `first`: this worker says how it begins; the others wait for that."""
+        flat = values.reshape(-1) if first and values is not None else None
+
+        def make(sharing: Sharing) -> list[Asking]:
+            placement = Placement(spec.rows, spec.striped, sharing.owners)
+            message = Declare(spec, first, sharing=sharing.version)
+            return [
+                Asking(server, message, [flat[a:b] for a, b in placement.runs(server)] if flat is not None else ())
+                for server in _owners(sharing)
+            ]
+
+        Work(self, make).wait()
+        self._specs[spec.name] = spec
+
+    def push(self, step: int, given: Sequence[Given], done: Callable[[Work], None] | None = None) -> Work:
+        """This rank's gradients of a step, to all servers. The work is over when they are safe; in sync mode, everyone's."""
+        for gift in given:
+            self._check(self._known(gift.name), gift)
+        generation = self._generation()
+
+        def make(sharing: Sharing) -> list[Asking]:
+            parts: dict[int, list[Part]] = {server: [] for server in _owners(sharing)}
+            numbers: dict[int, list[Array]] = {server: [] for server in parts}
+            arrays: dict[int, list[Array]] = {server: [] for server in parts}
+            for gift in given:
+                spec = self._known(gift.name)
+                placement = self._placement(spec, sharing)
+                if gift.rows is None:
+                    flat = gift.gradient.reshape(-1)
+                    for server in parts:
+                        parts[server].append(Part(gift.name, ALL, spec.width, spec.dtype, gift.lr))
+                        arrays[server] += [flat[a:b] for a, b in placement.runs(server)]
+                    continue
+                order, cuts = _by_server(placement, gift.rows, list(parts))
+                rows, gradient = gift.rows[order], gift.gradient[order]
+                for server, (low, high) in zip(parts, cuts, strict=True):
+                    parts[server].append(Part(gift.name, high - low, spec.width, spec.dtype, gift.lr))
+                    numbers[server].append(rows[low:high])
+                    arrays[server].append(gradient[low:high])
+            return [
+                Asking(
+                    server,
+                    Push(step, self.rank, generation, its, sharing=sharing.version),
+                    [*numbers[server], *arrays[server]],
+                )
+                for server, its in parts.items()
+            ]
+
+        return Work(self, make, done)
+
+    def pull_whole(self, step: int, wanted: Sequence[tuple[str, Array]]) -> None:
+        """The values of whole parameters for a step, into these arrays."""
+        parts = []
+        for name, array in wanted:
+            spec = self._known(name)
+            if array.size != spec.rows or str(array.dtype) != spec.dtype or not array.flags.c_contiguous:
+                raise UsageError(f"{name} has {spec.rows} numbers of {spec.dtype}, not {array.size} of {array.dtype}")
+            parts.append(Part(name, ALL, spec.width, spec.dtype))
+
+        def make(sharing: Sharing) -> list[Asking]:
+            into: dict[int, list[Array]] = {server: [] for server in _owners(sharing)}
+            for name, array in wanted:
+                flat, placement = array.reshape(-1), self._placement(self._known(name), sharing)
+                for server, places in into.items():
+                    places += [flat[a:b] for a, b in placement.runs(server)]
+            message = Pull(step, parts, sharing=sharing.version)
+            return [Asking(server, message, (), places) for server, places in into.items()]
+
+        Work(self, make).wait()
+
+    def pull_rows(self, step: int, name: str, rows: Array) -> Array:
+        """The values of some rows for a step."""
+        spec = self._known(name)
+        self._check_rows(spec, rows)
+        found = np.empty((len(rows), spec.width), spec.dtype)
+        orders: list[Array] = []
+
+        def make(sharing: Sharing) -> list[Asking]:
+            servers = _owners(sharing)
+            order, cuts = _by_server(self._placement(spec, sharing), rows, servers)
+            orders.append(order)
+            numbers = rows[order]
+            return [
+                Asking(
+                    server,
+                    Pull(step, [Part(name, high - low, spec.width, spec.dtype)], sharing=sharing.version),
+                    [numbers[low:high]],
+                    [found[low:high]],
+                )
+                for server, (low, high) in zip(servers, cuts, strict=True)
+                if low < high
+            ]
+
+        Work(self, make).wait()
+        values = np.empty_like(found)
+        values[orders[-1]] = found
+        return values
+
+    def check_rows(self, step: int, name: str, rows: Array, cache: Cache) -> Callable[[], Array]:
+        """The same, asking only for what changed since it was seen; begins at once, and what is returned waits for it. By one
+        thread, one after the other."""
+        spec = self._known(name)
+        self._check_rows(spec, rows)
+        pieces: list[tuple[Piece, Array]] = []
+        versions: list[int] = []
+
+        def make(sharing: Sharing) -> list[Asking]:
+            pieces.clear()
+            versions.append(sharing.version)
+            servers = _owners(sharing)
+            order, cuts = _by_server(self._placement(spec, sharing), rows, servers)
+            known = cache.numbers(rows, sharing.version)
+            asked = []
+            for server, (low, high) in zip(servers, cuts, strict=True):
+                if low < high:
+                    places = order[low:high]
+                    part = Part(name, high - low, spec.width, spec.dtype)
+                    message = Check(step, part, cache.origins.get(server, ""), sharing=sharing.version)
+                    heard = functools.partial(self._heard_of, spec, server, rows[places], places, pieces)
+                    asked.append(Asking(server, message, [rows[places], known[places]], (), heard))
+            return asked
+
+        work = Work(self, make)
+
+        def result() -> Array:
+            work.wait()
+            found = np.empty((len(rows), spec.width), spec.dtype)
+            values = []
+            for piece, places in pieces:
+                values.append(np.empty((len(places), spec.width), spec.dtype))
+                cache.fill(piece, values[-1])
+                found[places] = values[-1]
+            cache.keep(versions[-1], [piece for piece, _ in pieces], values)
+            return found
+
+        return result
+
+    @staticmethod
+    def _heard_of(
+        spec: Spec, server: int, rows: Array, places: Array, pieces: list[tuple[Piece, Array]], said: Answered, body: Array
+    ) -> None:
+        if isinstance(said, Changed):
+            changed, values = body[: len(rows)].view(bool), body[len(rows) :].copy().view(spec.dtype).reshape(-1, spec.width)
+            pieces.append((Piece(server, said.origin, said.number, rows, changed, values), places))
+
+    def standing(self) -> int:
+        """The step this rank is to take next, as far as the servers know."""
+        return min(self._all(lambda sharing: Standing(self.rank, sharing=sharing)).wait().numbers)
+
+    def save(self, step: int, folder: str, keep: int) -> None:
+        """Have every server write down its rows, as they are at this step."""
+        self._all(lambda sharing: Save(step, folder, keep, sharing=sharing)).wait()
+
+    def try_save(self, step: int, folder: str, patience_s: float) -> bool:
+        """The same, but not for ever; whether all did."""
+        work = self._all(lambda sharing: Save(step, folder, sharing=sharing))
+        return work.over.wait(patience_s) and work.error is None
+
+    def load(self, step: int, folder: str) -> None:
+        """Have every server take its rows from what was written down at this step."""
+        self._all(lambda sharing: Load(step, folder, sharing=sharing)).wait()
+
+    def _all(self, message: Callable[[int], Request]) -> Work:
+        return Work(self, lambda sharing: [Asking(server, message(sharing.version)) for server in _owners(sharing)])
+
+    def _known(self, name: str) -> Spec:
         if name not in self._specs:
             raise UsageError(f"there is no parameter {name} on the servers: declare it first")
-        return self._specs[name], self._placements[name]
+        return self._specs[name]
 
     def _check(self, spec: Spec, gift: Given) -> None:
         gradient = gift.gradient
@@ -283,14 +423,20 @@ class Client:
             wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
             raise UsageError(f"row {wrong} of {spec.name} does not exist: its rows go from 0 to {spec.rows - 1}")
 
-    def _by_server(self, placement: Placement, rows: Array) -> tuple[Array, list[tuple[int, int]]]:
-        """An order in which each server's rows lie together, and where each begins and ends."""
-        owners = placement.owner(rows)
-        order = np.argsort(owners, kind="stable")
-        edges = np.searchsorted(owners[order], np.arange(len(self._channels) + 1))
-        return order, [(int(a), int(b)) for a, b in itertools.pairwise(edges)]
-
     def _forked(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close_in_child()
+
+
+def _owners(sharing: Sharing) -> list[int]:
+    return sorted(set(sharing.owners))
+
+
+def _by_server(placement: Placement, rows: Array, servers: list[int]) -> tuple[Array, list[tuple[int, int]]]:
+    """An order in which each server's rows lie together, and where each begins and ends."""
+    owners = placement.owner(rows)
+    order = np.argsort(owners, kind="stable")
+    ordered = owners[order]
+    lows, highs = np.searchsorted(ordered, servers, "left"), np.searchsorted(ordered, servers, "right")
+    return order, [(int(a), int(b)) for a, b in zip(lows, highs, strict=True)]

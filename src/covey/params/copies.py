@@ -13,14 +13,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import msgspec
 
 from covey.params.messages import (
+    Answered,
     Follow,
+    Forget,
     Message,
-    Renew,
     Restore,
     Whole,
     Yes,
@@ -28,22 +29,22 @@ from covey.params.messages import (
     send,
 )
 from covey.params.optimizers import Array
-from covey.params.peers import AGAIN_S, Peer
-from covey.params.shard import Shard
+from covey.params.peers import AGAIN_S, Find
+from covey.params.shelf import Shelf
 
 log = logging.getLogger("covey")
 
 
 class Kept:
-    """A shard and how far it is: two with the same origin and count are equal."""
+    """A server's rows and how far they are: two with the same origin and count are equal."""
 
-    def __init__(self, shard: Shard, origin: str = "", count: int = 0) -> None:
-        self.shard = shard
+    def __init__(self, shelf: Shelf, origin: str = "", count: int = 0) -> None:
+        self.shelf = shelf
         self.origin = origin or secrets.token_hex(8)
         self.count = count  # changes so far
 
     def anew(self) -> None:
-        """What is in the shard now did not come from changes."""
+        """What is here now did not come from changes."""
         self.origin = secrets.token_hex(8)
 
 
@@ -55,12 +56,15 @@ class Chain:
         own: Kept,
         turn: threading.Condition,
         rank: int,
-        find: Callable[[int], Peer],
+        find: Find,
         holder: int,
+        before: int | None = None,
     ) -> None:
-        self.copied = 0  # changes that the copy has
-        self._own, self._turn, self._rank = own, turn, rank
-        self._find, self._holder = find, holder
+        self.copied = -1  # changes that the copy has; none yet
+        self.holder = holder
+        self._own, self._turn, self._rank, self._find = own, turn, rank, find
+        self.before = before  # who held the copy so far, and must forget it before this one counts
+        self._over = False
         self._pending: collections.deque[tuple[Message, Array]] = collections.deque()
         self._again = False
         self._thread = threading.Thread(target=self._run, name="covey copy", daemon=True)
@@ -79,17 +83,26 @@ class Chain:
         self._again = True
         self._turn.notify_all()
 
+    def stop(self) -> None:
+        """Another holder takes over. Under the lock."""
+        self._over = self._again = True
+        self._turn.notify_all()
+
     def _run(self) -> None:
-        while True:
+        while not self._over:
             try:
-                with self._find(self._holder).connect() as connection:
-                    self._follow(connection)
+                peer = self._find(self.holder)
+                if peer is not None:
+                    with peer.connect() as connection:
+                        self._follow(connection)
             except (OSError, EOFError, msgspec.MsgspecError) as error:
-                log.info("the copy on server %d is out of reach (%s): everyone waits for it", self._holder, error)
+                log.info("the copy on server %d is out of reach (%s): everyone waits for it", self.holder, error)
                 time.sleep(AGAIN_S)
 
     def _follow(self, connection: socket.socket) -> None:
         with self._turn:  # nobody changes anything meanwhile
+            if self._over:
+                return
             self._again = False
             send(connection, Follow(self._rank, self._own.origin, self._own.count))
             there = _number(connection)
@@ -98,10 +111,13 @@ class Chain:
                 while len(self._pending) > missing:
                     self._pending.popleft()
             else:
-                state, arrays = self._own.shard.pack()
+                state, arrays = self._own.shelf.pack()
                 send(connection, Whole(self._own.origin, self._own.count, state), arrays)
                 _number(connection)
                 self._pending.clear()
+            if self.before is not None:
+                ask(self._find, self.before, Forget(self._rank))
+                self.before = None
             self.copied = self._own.count - len(self._pending)
             self._turn.notify_all()
         while True:
@@ -127,21 +143,20 @@ def _number(connection: socket.socket) -> int:
     return answer.number
 
 
-def renew(find: Callable[[int], Peer], server: int) -> None:
-    """Have a server send its rows to the holder of their copy, who is new. Waits for a server that is away."""
-    while True:
-        with contextlib.suppress(OSError, EOFError), find(server).connect() as connection:
-            send(connection, Renew())
-            receive_answer(connection)
-            return
+def ask(find: Find, server: int, message: Message, arrays: Sequence[Array] = ()) -> tuple[Answered, Array] | None:
+    """Ask another server, in whichever life it answers; None if it has left."""
+    while (peer := find(server)) is not None:
+        with contextlib.suppress(OSError, EOFError), peer.connect() as connection:
+            send(connection, message, arrays)
+            return receive_answer(connection)
         time.sleep(AGAIN_S)
+    return None
 
 
-def restore(find: Callable[[int], Peer], holder: int, server: int) -> tuple[Whole, Array] | None:
-    """A server's rows from their copy; None if the holder has none. Waits for a holder that is away."""
-    while True:
-        with contextlib.suppress(OSError, EOFError), find(holder).connect() as connection:
-            send(connection, Restore(server))
-            answer, body = receive_answer(connection)
-            return (answer, body) if isinstance(answer, Whole) else None
-        time.sleep(AGAIN_S)
+def restore(find: Find, holders: list[int], server: int) -> tuple[Whole, Array, int] | None:
+    """A server's rows from their copy, and who held it; None if nobody did. Waits for whoever is away."""
+    for holder in holders:
+        found = ask(find, holder, Restore(server))
+        if found is not None and isinstance(found[0], Whole):
+            return found[0], found[1], holder
+    return None

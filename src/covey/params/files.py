@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from covey.core.shards import Owners
 from covey.errors import StoreError
 from covey.params.messages import DTYPES, Spec
 from covey.params.optimizers import Array
@@ -43,15 +44,16 @@ class Written(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def save(folder: str, step: int, shard: Shard, *, keep: int) -> None:
+def save(folder: str, step: int, shard: Shard, owners: Owners, *, keep: int) -> None:
     """One server's part of a step; of older parts, the `keep` newest stay. Said again, it changes nothing."""
     from safetensors.numpy import save_file
 
     place = Path(folder) / "servers" / str(shard.server)
     name = place / f"rows-{step}"
-    if name.with_suffix(".json").exists():
-        return
     try:
+        if name.with_suffix(".json").exists() and _read(name.with_suffix(".json")).owners == list(owners):
+            return
+        name.with_suffix(".json").unlink(missing_ok=True)  # of another sharing, in the same step
         place.mkdir(parents=True, exist_ok=True)
         aside = place / f".{os.getpid()}"
         save_file(_arrays(shard), aside)
@@ -61,7 +63,7 @@ def save(folder: str, step: int, shard: Shard, *, keep: int) -> None:
             FORMAT,
             step,
             shard.server,
-            list(shard.owners),
+            list(owners),
             shard.pushed,
             [table.spec for table in shard.tables.values()],
             [table.updates for table in shard.tables.values()],
@@ -157,15 +159,19 @@ def _servers(folder: str | os.PathLike[str], step: int) -> list[Written]:
     """The parts of a step if all are there, else none. Parts of an older layout under the same step do not mix in."""
     parts = []
     for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
-        try:
-            parts.append(msgspec.json.decode(path.read_bytes(), type=Written))
-        except (OSError, msgspec.MsgspecError) as error:
-            raise StoreError(f"{path} cannot be read: {error}") from None
+        parts.append(_read(path))
     for part in parts:
         alike = {other.server: other for other in parts if other.owners == part.owners}
         if set(alike) == set(part.owners) and part.format == FORMAT and part.step == step:
             return [alike[server] for server in sorted(alike)]
     return []
+
+
+def _read(path: Path) -> Written:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Written)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from None
 
 
 def steps(place: Path) -> list[int]:

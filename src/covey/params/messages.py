@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from covey.core.shards import Sharing
 from covey.errors import CoveyError, PeerError, UsageError
 from covey.params.optimizers import Array, Rule
 
@@ -74,14 +75,20 @@ Parts = Annotated[list[Part], Meta(max_length=100_000)]
 # -- asked -----------------------------------------------------------------------------------------------------------
 
 
-class Declare(Message, frozen=True):
+class Request(Message, frozen=True, kw_only=True):
+    """What workers ask, by the sharing they know."""
+
+    sharing: Annotated[int, Meta(ge=0)] = 0
+
+
+class Declare(Request, frozen=True):
     """There is this parameter. With `values`, its first ones follow; without, wait until somebody has given them."""
 
     spec: Spec
     values: bool
 
 
-class Push(Message, frozen=True):
+class Push(Request, frozen=True):
     """Gradients of one rank's step. Answered when they are safe and, in sync mode, when every rank's are here."""
 
     step: Annotated[int, Meta(ge=0)]
@@ -90,20 +97,29 @@ class Push(Message, frozen=True):
     parts: Parts
 
 
-class Pull(Message, frozen=True):
+class Pull(Request, frozen=True):
     """Values for a step."""
 
     step: Annotated[int, Meta(ge=0)]
     parts: Parts
 
 
-class Standing(Message, frozen=True):
+class Check(Request, frozen=True):
+    """Values of some rows for a step, those alone that changed: after the rows come the numbers of the change at which each is
+    known, of the rows' origin that is named."""
+
+    step: Annotated[int, Meta(ge=0)]
+    part: Part
+    origin: str
+
+
+class Standing(Request, frozen=True):
     """Where does this rank stand?"""
 
     rank: Annotated[int, Meta(ge=0)]
 
 
-class Save(Message, frozen=True):
+class Save(Request, frozen=True):
     """Write your rows down, as they are at this step; of older ones keep so many."""
 
     step: Annotated[int, Meta(ge=0)]
@@ -111,7 +127,7 @@ class Save(Message, frozen=True):
     keep: Annotated[int, Meta(ge=1)] = 5
 
 
-class Load(Message, frozen=True):
+class Load(Request, frozen=True):
     """Take your rows from what was written down at this step, by any number of servers."""
 
     step: Annotated[int, Meta(ge=0)]
@@ -133,7 +149,35 @@ class Restore(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """The holder of your copy, in its next life: send me all of your rows."""
+    """A server in its next life: if I am the holder of your copy, send me all of your rows. Answered with 1 if it is."""
+
+    holder: int
+
+
+class Forget(Message, frozen=True):
+    """A server whose copy has another holder now."""
+
+    server: int
+
+
+class Take(Message, frozen=True):
+    """Slots of mine that are yours by this sharing, and what I know of their ranks' generations."""
+
+    sharing: int
+    state: Any  # as `Shelf.pack` has it for one shard
+    generations: list[int]
+
+
+class Sever(Message, frozen=True):
+    """To a copy: these slots are set aside for another server."""
+
+    slots: list[int]
+
+
+class Drop(Message, frozen=True):
+    """To a copy: the other server has them."""
+
+    slots: list[int]
 
 
 class Whole(Message, frozen=True):
@@ -141,7 +185,7 @@ class Whole(Message, frozen=True):
 
     origin: str
     count: int
-    state: Any  # as `Shard.pack` makes it
+    state: Any  # as `Shelf.pack` makes it
 
 
 # -- answered --------------------------------------------------------------------------------------------------------
@@ -159,6 +203,19 @@ class Values(Message, frozen=True):
     step: int
 
 
+class Changed(Message, frozen=True):
+    """To `Check`: a byte for each row, whether it changed, and the values of those; and the number of the last change."""
+
+    origin: str
+    number: int
+
+
+class Moved(Message, frozen=True):
+    """Not by that sharing: rows have moved, and this is the newer one."""
+
+    sharing: Sharing
+
+
 class No(Message, frozen=True):
     """Not done, and why. `stale`: the asker is the life of a rank that is over."""
 
@@ -169,8 +226,10 @@ class No(Message, frozen=True):
         return PeerError(self.reason) if self.stale else UsageError(self.reason)
 
 
-Asked = Declare | Push | Pull | Standing | Save | Load | Follow | Restore | Renew | Whole
-Answered = Yes | Values | No | Whole
+Worker = Declare | Push | Pull | Check | Standing | Save | Load
+Asked = Worker | Follow | Restore | Renew | Forget | Whole | Take | Sever | Drop
+Change = Declare | Push | Take | Sever | Drop  # what a copy repeats
+Answered = Yes | Values | Changed | Moved | No | Whole
 _asked = msgspec.msgpack.Decoder(Asked)
 _answered = msgspec.msgpack.Decoder(Answered)
 _encoder = msgspec.msgpack.Encoder()
@@ -197,12 +256,17 @@ def send(connection: socket.socket, message: Message, arrays: Sequence[Any] = ()
 def receive_asked(connection: socket.socket, message_max: int) -> tuple[Asked, Array]:
     """What a peer asks, and its arrays as bytes. Raises `TooLarge`, `EOFError` and `OSError`, or `msgspec.MsgspecError`."""
     talk, size = _header(connection)
-    if size > message_max:
+    try:
+        asked = _asked.decode(talk)
+    except msgspec.MsgspecError:
+        skip(connection, size)
+        raise
+    if size > message_max and not isinstance(asked, Take):  # what moves is as large as it is
         skip(connection, size)
         raise TooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
     body: Array = np.empty(size, np.uint8)
     fill(connection, body.data)
-    return _asked.decode(talk), body
+    return asked, body
 
 
 def receive_answer(connection: socket.socket, into: Sequence[Any] = ()) -> tuple[Answered, Array]:

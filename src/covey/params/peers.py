@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
 
+from covey.core.shards import Sharing
 from covey.errors import PeerError
 from covey.params.messages import family, quick
 
 CONNECT_S: Final = 10.0
-LOOK_S: Final = 60.0
+LOOK_S: Final = 2.0  # until it is asked again whether that server is still there
 AGAIN_S: Final = 0.05  # between two tries
 
 
@@ -38,9 +40,14 @@ class Peer(msgspec.Struct, frozen=True):
         return connection
 
 
+Find = Callable[[int], Peer | None]  # where a server is; None if it has left
+
+
 class Place(Protocol):
     @property
     def generation(self) -> int: ...
+    @property
+    def sharing(self) -> Sharing | None: ...
 
 
 class Board(Protocol):
@@ -57,9 +64,13 @@ def pin(board: Board, server: int, peer: Peer, generation: int) -> None:
     board.pin(_key(server), msgspec.msgpack.encode(peer), generation)
 
 
-def find(board: Board, server: int) -> Peer:
-    """Where a server is, as soon as it is somewhere. The node ends this process if its cluster ends first."""
+def find(board: Board, server: int) -> Peer | None:
+    """Where a server is, as soon as it is somewhere; None if it has left. The node ends this process if its cluster ends
+    first."""
     while True:
+        sharing = board.place.sharing
+        if sharing is not None and server not in sharing.servers:
+            return None
         try:
             return msgspec.msgpack.decode(board.look(_key(server), board.place.generation, LOOK_S), type=Peer)
         except PeerError:  # the membership changed, or the server is away for long: look again

@@ -1,4 +1,4 @@
-"""One server's rows of all parameters, and the order in which gradients reach them.
+"""Some slots' rows of all parameters, and the order in which gradients reach them.
 
 Sync mode. A step's gradients are summed in order of rank, whatever order they come in, and divided by the number of workers.
 When every rank's are here the step is *complete*, and every rank hears so; it is *applied* when somebody asks for the values
@@ -8,23 +8,27 @@ predecessor saw.
 
 A gradient is known by (step, rank), and taken once: who is not sure whether it arrived sends it again.
 
-A shard is not safe for threads; whoever has it holds a lock. Messages were checked by `check` before they change anything.
+A shard is not safe for threads; whoever has it holds a lock. Pushes are checked before they change anything.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from covey.core.serving import Mode, Serving
-from covey.core.shards import Owners
+from covey.core.shards import SLOTS, Owners
 from covey.errors import UsageError
-from covey.params.messages import ALL, DTYPES, Begin, Part, Push, Spec
+from covey.params.messages import ALL, Push, Spec
 from covey.params.optimizers import Array
-from covey.params.table import Table, merged
+from covey.params.pieces import Piece, typed
+from covey.params.table import EMPTY, Table, merged
+
+NOBODY: Final = -1
 
 
 class Gift(msgspec.Struct):
@@ -61,12 +65,21 @@ class Stage:
                     self.summed.append(gift)
             self.turn += 1
 
+    def part(self, cut: Callable[[Gift], Gift]) -> Stage:
+        """The same stage for some of the rows."""
+        found = Stage()
+        found.ranks, found.turn = set(self.ranks), self.turn
+        found.waiting = {rank: [cut(gift) for gift in gifts] for rank, gifts in self.waiting.items()}
+        found.summed = [cut(gift) for gift in self.summed]
+        return found
+
 
 class Shard:
-    """A server's rows. `server` is whose they are, which is another's where this is a copy."""
+    """A server's rows of some slots. `server` is whose they are, which is another's where this is a copy."""
 
-    def __init__(self, serving: Serving, server: int, owners: Owners) -> None:
-        self.serving, self.server, self.owners = serving, server, owners
+    def __init__(self, serving: Serving, server: int, slots: Iterable[int]) -> None:
+        self.serving, self.server, self.slots = serving, server, frozenset(slots)
+        self.owners = owned(server, self.slots)
         self.tables: dict[str, Table] = {}
         self.step = 0  # steps that are applied, in sync mode
         self.pushed = [-1] * serving.workers  # each rank's newest step
@@ -93,69 +106,28 @@ class Shard:
             ours, theirs = getattr(known, field), getattr(spec, field)
             if ours != theirs:
                 raise UsageError(f"{spec.name} is declared with {field} {theirs}, but it has {field} {ours} already")
-        if known.rule.kind != spec.rule.kind:
-            raise UsageError(f"{spec.name} is declared with {spec.rule.kind}, but its optimizer is {known.rule.kind} already")
+        ours, theirs = (msgspec.structs.asdict(rule) for rule in (known.rule, spec.rule))
+        for field in ("kind", *(field for field in ours if field not in ("kind", "lr"))):
+            if ours[field] != theirs[field]:
+                raise UsageError(
+                    f"{spec.name} is declared with the optimizer's {field} {theirs[field]}, but it has {ours[field]} already:"
+                    " all workers must say the same"
+                )
 
-    def gifts(self, push: Push, body: Array, *, owned: bool) -> list[Gift]:
-        """A push, checked and taken apart. Raises `UsageError`; nothing has changed then."""
+    def gifts(self, push: Push, pieces: list[Piece], *, owned: bool) -> list[Gift]:
+        """What a push gives these rows, checked. Raises `UsageError`; nothing has changed then."""
         if push.rank >= self.serving.workers:
             raise UsageError(f"rank {push.rank} pushed, but there are {self.serving.workers} workers")
         if self.serving.mode is Mode.SYNC and push.step > self.step + self.complete(self.step):
             raise UsageError(f"step {push.step} cannot be pushed: step {self.step} is not complete")
-        found = []
-        for part, rows, values in self.parts(push.parts, body):
-            if self.serving.refuse_nan and not math.isfinite(float(values.sum())) and not np.isfinite(values).all():
+        for piece in pieces:
+            total = float(piece.values.sum())
+            if self.serving.refuse_nan and not math.isfinite(total) and not np.isfinite(piece.values).all():
                 raise UsageError(
-                    f"the gradient of {part.name} from rank {push.rank} at step {push.step} has values that are no finite"
+                    f"the gradient of {piece.name} from rank {push.rank} at step {push.step} has values that are no finite"
                     " numbers: mend the training, or let them pass with COVEY_PS_NAN=pass"
                 )
-            found.append(Gift(part.name, rows, values, part.lr, owned))
-        return found
-
-    def parts(self, parts: list[Part], body: Array, *, values: bool = True) -> list[tuple[Part, Array | None, Array]]:
-        """What a message's bytes are: for each part the rows it names and, if there are any, its values."""
-        tables = [self._table(part) for part in parts]
-        counts = [len(t.weights) if p.count == ALL else p.count for p, t in zip(parts, tables, strict=True)]
-        numbered = sum(part.count for part in parts if part.count != ALL) * 8
-        sizes = [n * t.spec.width * t.weights.itemsize * values for n, t in zip(counts, tables, strict=True)]
-        if numbered + sum(sizes) != body.nbytes:
-            named = ", ".join(sorted({part.name for part in parts}))[:300]
-            raise UsageError(f"{body.nbytes} bytes came for {named}, but their shapes make {numbered + sum(sizes)}")
-        found: list[tuple[Part, Array | None, Array]] = []
-        low, high = 0, numbered
-        for part, table, size in zip(parts, tables, sizes, strict=True):
-            rows = None
-            if part.count != ALL:
-                rows = body[low : low + part.count * 8].view(np.int64)
-                low += part.count * 8
-                self._check_rows(table, rows)
-            piece = body[high : high + size]
-            high += size
-            found.append((part, rows, _typed(piece, DTYPES[table.spec.dtype]).reshape(-1, table.spec.width)))
-        return found
-
-    def _table(self, part: Part) -> Table:
-        table = self.tables.get(part.name)
-        if table is None:
-            raise UsageError(f"there is no parameter {part.name} on the servers: declare it first")
-        spec = table.spec
-        if part.dtype != spec.dtype:
-            raise UsageError(f"{part.name} is {spec.dtype}, and {part.dtype} came: convert it first")
-        if part.width != spec.width:
-            raise UsageError(f"rows of {part.name} have {spec.width} numbers, and rows of {part.width} came")
-        if (part.count == ALL) == spec.striped:
-            raise UsageError(f"{part.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
-        return table
-
-    def _check_rows(self, table: Table, rows: Array) -> None:
-        if not len(rows):
-            return
-        low, high = int(rows.min()), int(rows.max())
-        if low < 0 or high >= table.spec.rows:
-            wrong = low if low < 0 else high
-            raise UsageError(f"row {wrong} of {table.spec.name} does not exist: its rows go from 0 to {table.spec.rows - 1}")
-        if (table.placement.owner(rows) != self.server).any():
-            raise UsageError(f"rows of {table.spec.name} came to server {self.server}, which does not own them")
+        return [Gift(piece.name, piece.rows, piece.values, piece.lr, owned) for piece in pieces]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +185,37 @@ class Shard:
         rows, gradient = merged(rows, np.concatenate([gift.gradient for gift in gifts]))
         table.apply_rows(rows, gradient * gradient.dtype.type(scale) if scale != 1.0 else gradient, lr)
 
-    # -- all of it ---------------------------------------------------------------------------------------------------
+    # -- some of it, all of it ---------------------------------------------------------------------------------------
+
+    def part(self, slots: Iterable[int]) -> Shard:
+        """Some slots as a shard of their own, at the same point of the same step."""
+        found = Shard(self.serving, self.server, slots)
+        found.step, found.pushed = self.step, list(self.pushed)
+        found.tables = {name: table.part(found.owners) for name, table in self.tables.items()}
+
+        def cut(gift: Gift) -> Gift:
+            mine, table = found.tables[gift.name], self.tables[gift.name]
+            if gift.rows is None:
+                places = table.placement.local(mine.placement.numbers(self.server, 0, len(mine.weights)))
+                return Gift(gift.name, None, gift.gradient[places], gift.lr, owned=True)
+            here = mine.placement.owner(gift.rows) == self.server
+            return Gift(gift.name, gift.rows[here], gift.gradient[here], gift.lr, owned=True)
+
+        found.stage = self.stage.part(cut)
+        return found
+
+    def agrees(self, other: Shard) -> bool:
+        """Whether both are at the same point, between two steps: then they can be one."""
+        same = self.step == other.step and self.pushed == other.pushed and self.tables.keys() == other.tables.keys()
+        between = not self.stage.ranks and not other.stage.ranks
+        return same and between and all(other.tables[name].updates == t.updates for name, t in self.tables.items())
+
+    def join(self, other: Shard) -> Shard:
+        """One shard of two that agree."""
+        found = Shard(self.serving, self.server, self.slots | other.slots)
+        found.step, found.pushed = self.step, list(self.pushed)
+        found.tables = {name: table.join(other.tables[name], found.owners) for name, table in self.tables.items()}
+        return found
 
     def pack(self) -> tuple[Any, list[Array]]:
         """Everything, as plain data and arrays in an order that `unpack` knows."""
@@ -232,21 +234,22 @@ class Shard:
         stage = [sorted(self.stage.ranks), self.stage.turn, [rank for rank, _ in waiting]]
         return [self.step, self.pushed, tables, stage, gifts], arrays
 
-    def unpack(self, state: Any, body: Array) -> None:
-        """Become what `pack` described; `body` is the arrays, one after the other."""
-        self.step, self.pushed, tables, (ranks, turn, waiting), gifts = state
+    def unpack(self, state: Any, body: Array) -> Array:
+        """Become what `pack` described; `body` is the arrays, one after the other. Returns what is left of it."""
+        self.step, pushed, tables, (ranks, turn, waiting), gifts = state
+        self.pushed = list(pushed)  # the state may be on its way to a copy: it must not change with the shard
         place = 0
 
         def take(dtype: Any, rows: int, width: int) -> Array:
             nonlocal place
             piece = body[place : place + rows * width * np.dtype(dtype).itemsize]
             place += piece.nbytes
-            return _typed(piece, dtype).reshape(rows, width)
+            return typed(piece, dtype).reshape(rows, width)
 
         self.tables = {}
         for described, updates in tables:
             spec = msgspec.convert(described, Spec)
-            table = Table(msgspec.structs.replace(spec, begin=_EMPTY), self.server, self.owners)
+            table = Table(msgspec.structs.replace(spec, begin=EMPTY), self.server, self.owners)
             table.spec, table.updates = spec, updates
             table.weights = take(table.weights.dtype, *table.weights.shape)
             table.states = {name: take(values.dtype, *values.shape) for name, values in table.states.items()}
@@ -260,13 +263,9 @@ class Shard:
             shape = (count if count >= 0 else len(table.weights), table.spec.width)
             gift = Gift(name, rows, take(table.weights.dtype, *shape).copy(), lr, owned=True)
             (self.stage.summed if rank == ALL else self.stage.waiting[rank]).append(gift)
+        return body[place:]
 
 
-_EMPTY = Begin("zeros")  # the values follow
-
-
-def _typed(piece: Array, dtype: Any) -> Array:
-    """Bytes as numbers; in place where they lie so that a processor likes it, which must be so for sums to be made there."""
-    if piece.nbytes and piece.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
-        piece = piece.copy()
-    return piece.view(dtype)
+def owned(server: int, slots: Collection[int]) -> Owners:
+    """A layout in which only these slots are somebody's."""
+    return tuple(server if slot in slots else NOBODY for slot in range(SLOTS))

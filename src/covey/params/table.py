@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from covey.core.shards import Owners
@@ -10,6 +11,7 @@ from covey.params.optimizers import Array, update, update_rows
 from covey.params.placement import Placement
 
 CHUNK = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
+EMPTY = Begin("zeros")  # the values follow
 
 
 class Table:
@@ -20,6 +22,7 @@ class Table:
         self.server = server
         self.placement = Placement(spec.rows, spec.striped, owners)
         self.updates = 0
+        self._changed: Array | None = None  # by row: the update that changed it last; kept once somebody asks
         shape = (self.placement.size(server), spec.width)
         dtype = DTYPES[spec.dtype]
         if values is not None:
@@ -28,6 +31,26 @@ class Table:
             self.weights = np.zeros(shape, dtype)
             draw(self.weights, spec.begin, self.placement, server)
         self.states = {name: np.full(shape, first, dtype) for name, first in spec.rule.states.items()}
+
+    def part(self, owners: Owners) -> Table:
+        """The rows that these owners leave to this server, in a table of their own."""
+        found = Table(msgspec.structs.replace(self.spec, begin=EMPTY), self.server, owners)
+        places = self.placement.local(found.placement.numbers(self.server, 0, found.placement.size(self.server)))
+        found.spec, found.updates = self.spec, self.updates
+        found.weights = self.weights[places]
+        found.states = {name: values[places] for name, values in self.states.items()}
+        return found
+
+    def join(self, other: Table, owners: Owners) -> Table:
+        """These rows and the other's in one table."""
+        found = Table(msgspec.structs.replace(self.spec, begin=EMPTY), self.server, owners)
+        found.spec, found.updates = self.spec, self.updates
+        for table in (self, other):
+            places = found.placement.local(table.placement.numbers(self.server, 0, len(table.weights)))
+            found.weights[places] = table.weights
+            for name, values in table.states.items():
+                found.states[name][places] = values
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -42,11 +65,20 @@ class Table:
         """A gradient for some rows, by their numbers in the parameter, each named once."""
         self.updates += 1
         local = self.placement.local(rows)
+        if self._changed is not None:
+            self._changed[slice(None) if self.spec.rule.moves_all else local] = self.updates
         update_rows(self.spec.rule, lr, self.updates, self.weights, local, gradient, list(self.states.values()))
 
     def values(self, rows: Array | None) -> Array:
         """The values of some rows, or of all: those are not copied."""
         return self.weights if rows is None else np.take(self.weights, self.placement.local(rows), axis=0)
+
+    def changed(self, rows: Array, since: Array) -> Array:
+        """Which of these rows changed since the update that goes with each; before the first call, all may have."""
+        if self._changed is None:
+            self._changed = np.full(len(self.weights), self.updates, np.int64)
+        found: Array = self._changed[self.placement.local(rows)] > since
+        return found
 
 
 def merged(rows: Array, gradient: Array) -> tuple[Array, Array]:

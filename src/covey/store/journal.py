@@ -162,6 +162,22 @@ def check_job(kept: ClusterRecord, where: str, *, job: str, worker_num: int, ser
         )
 
 
+def has_journal(folder: Path, job: str) -> bool:
+    """Whether a cluster of this job that has not ended can be taken up there. Nothing is changed by looking."""
+    path = folder / "scheduler.journal"
+    try:
+        if not path.exists() or path.stat().st_size == 0:
+            return False
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        with contextlib.closing(database):
+            records = [_decode(value) for (value,) in database.execute("select value from facts where key = 'cluster'")]
+    except sqlite3.OperationalError as error:
+        return error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK  # its writer was killed in the middle of a commit
+    except (OSError, sqlite3.Error, msgspec.MsgspecError):
+        return False
+    return any(isinstance(r, ClusterRecord) and r.job == job and r.phase is not Phase.ENDED for r in records)
+
+
 def key_of(record: Record) -> str:
     if isinstance(record, MemberRecord):
         group = "server" if record.role.group is Role.PSERVER else record.role

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
 import msgspec
@@ -90,6 +91,7 @@ class Place(NamedTuple):
     host: str
     port: int
     said_by: str
+    others: tuple[tuple[str, int], ...] = ()  # where its standbys are
 
     @property
     def given(self) -> bool:
@@ -103,7 +105,8 @@ class Place(NamedTuple):
 def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> Place:
     """Where manager and agents meet. `endpoint` is a host that a launcher was told, which may be no more than "here"."""
     if settings.sched_host and settings.sched_port:
-        return Place(address.bare(settings.sched_host), settings.sched_port, GIVEN)
+        (host, port), *others = address.several(settings.sched_host, settings.sched_port)
+        return Place(host, port, GIVEN, tuple(others))
     if endpoint and not address.is_loopback(endpoint):
         return Place(endpoint, settings.taskd_port, "--rdzv-endpoint")
     for variable in SAYS_HOST:
@@ -113,6 +116,15 @@ def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") ->
             except ValueError:
                 raise UsageError(f"{variable}={shown(value)} is not allowed: {HOST.allowed}") from None
     return Place(LOOPBACK, settings.taskd_port, "default")
+
+
+def log_folder(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("TASKD_LOG_PATH") or "taskd_log")
+
+
+def journal_folder(settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Where the manager's journal of this job lies."""
+    return Path(settings.recovery_path) if settings.recovery_path else log_folder(environ) / settings.job
 
 
 def at(settings: Settings, where: Place) -> Settings:

@@ -24,9 +24,8 @@ from covey.errors import CoveyError
 from covey.node.log import log
 from covey.node.worker import INCARNATION_VARIABLE
 from covey.settings import load
-from covey.taskd.config import place, speak
+from covey.taskd.config import journal_folder, log_folder, place, speak
 from covey.taskd.parts import attach
-from covey.taskd.scheduling import FOLDER, FOLDER_VARIABLE
 from covey.wire import address
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
@@ -85,18 +84,23 @@ def _become(words: list[str]) -> NoReturn:
 
 def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str, str]) -> list[str]:
     """The words after `covey run` for what torchrun was asked for."""
-    for wish in ("virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters", "numa_options"):
+    for wish in ("virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters"):
         if getattr(config, wish, None):
             raise CannotTakeOver(f"covey has no {wish}")
     settings = load(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
     where = place(settings, environ, address.bare(endpoint))
-    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", config.min_nodes, "--master", where.name, "--or-join"]
+    hosts = f"{config.min_nodes}:{config.max_nodes}" if config.max_nodes > config.min_nodes else config.min_nodes
+    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", hosts]
+    words += [] if where.given else ["--master", where.name]  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT itself
+    words += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
         words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
     words += ["--max-restarts", config.max_restarts or RESTARTS_MAX, "--role", config.role, "--no-live"]
     if config.shutdown_timeout is not None:
         words += ["--grace", config.shutdown_timeout]
+    if config.numa_options:
+        words += ["--numa-binding", config.numa_options.affinity_mode.value]  # without effect, which covey run says
     if config.local_addr:
         words += ["--local-addr", config.local_addr]
     if not settings.job and config.run_id not in ("", NOBODY):
@@ -108,7 +112,7 @@ def _logs(specs: Any, environ: Mapping[str, str]) -> list[Any]:
     """Where output goes. Without a word on it torchrun shows all ranks, so that is what happens."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # what torch makes where no folder was given
-    words: list[Any] = ["--log-dir", environ.get(FOLDER_VARIABLE) or FOLDER if temporary or not own else own]
+    words: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]
     said = {"--tee": _streams(specs._tee), "--redirects": _streams(specs._redirects)}
     for option, streams in said.items():
         words += [option, streams] if streams else []

@@ -35,9 +35,7 @@ class _Parts:
 
     def __init__(self) -> None:
         self.agent: list[Any] = []  # torch's elastic agent, or None where there is none
-        self.functions: dict[str, Callable[..., Any]] = {}
         self.rank = -1
-        self.attached = False
         self.proxy = False
 
 
@@ -69,14 +67,13 @@ def start_taskd_agent() -> Any:
 
 @answers
 def register_func(operator: str, func: Callable[..., Any]) -> None:
-    """Keep a framework's way to manage its processes. covey's agent has its own, so nobody calls it."""
+    """Judge a framework's way to manage its processes. covey's agent has its own, so nobody calls it."""
     if operator not in OPERATORS:
         raise UsageError(f"the operator {operator!r} is not known: {', '.join(OPERATORS)} are")
     if not callable(func):
         raise UsageError(f"{func!r} cannot be called: give a function for {operator}")
     if not _parts.agent:
         raise UsageError("no agent is there: call init_taskd_agent first, and see that it answers True")
-    _parts.functions[operator] = func
 
 
 @answers
@@ -105,7 +102,6 @@ def start_taskd_worker() -> None:
             f"nobody listens at {where.name} ({error.strerror or error}): start manager.py there first", ExitCode.UNREACHABLE
         ) from None
     attach()
-    _parts.attached = True
 
 
 @answers
@@ -113,7 +109,7 @@ def destroy_taskd_worker() -> None:
     """Forget what init_taskd_worker was told. Leaving the cluster is the end of the process, as ever."""
     if _parts.rank < 0:
         raise UsageError("no worker is there: call init_taskd_worker first")
-    _parts.rank, _parts.attached = -1, False
+    _parts.rank = -1
 
 
 @answers
@@ -140,10 +136,6 @@ def attach() -> None:
     if not (rank.isdigit() and world.isdigit()):
         return
     where = place(loaded().settings, os.environ)
-    os.environ.update(
-        MS_ROLE="MS_WORKER",
-        MS_SCHED_HOST=where.host,
-        MS_SCHED_PORT=str(where.port),
-        MS_WORKER_NUM=world,
-        MS_NODE_ID=rank,
-    )
+    if not where.given:
+        os.environ.update(MS_SCHED_HOST=where.host, MS_SCHED_PORT=str(where.port))
+    os.environ.update(MS_ROLE="MS_WORKER", MS_WORKER_NUM=world, MS_NODE_ID=rank)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -26,11 +25,10 @@ from covey.node.serve import serve
 from covey.node.sockets import Sockets, bind
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.store import registry
-from covey.taskd.config import Place, answers, at, clusters, count, judge, loaded, place, switch, text
+from covey.store.journal import has_journal
+from covey.taskd.config import Place, answers, at, clusters, count, journal_folder, judge, loaded, place, switch, text
 from covey.wire.link import NobodyListens, connect
 
-FOLDER_VARIABLE: Final = "TASKD_LOG_PATH"
-FOLDER: Final = "./taskd_log"
 CALL: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
 AGAIN_S: Final = 0.5  # between two calls to a scheduler that does not answer
 
@@ -110,17 +108,12 @@ def settle(config: dict[str, Any]) -> Loaded:
     return load(os.environ, flags=flags)
 
 
-def _folder(settings: Settings) -> Path:
-    """Where the journal of this job lies."""
-    return Path(settings.recovery_path or Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) / settings.job)
-
-
 def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
     # Workers that torchrun itself starts again may come back; an agent may only where MS_ENABLE_RECOVERY says so.
     settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)
     kept = Kept(
         sockets=([], []),
-        journal=str(_folder(settings)),
+        journal=str(journal_folder(settings, os.environ)),
         max_restarts=RESTARTS_MAX,
         agents_return=wanted.settings.recovery,
     )
@@ -135,14 +128,15 @@ def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
 async def _watch(where: Place, settings: Settings, why: str) -> bool:
     """Stay until the job has ended, as a manager does. False: the manager there is gone, and left us its journal and port."""
     loop = asyncio.get_running_loop()
-    door = _door(where, settings)
-    heard = False
+    heard, turn = False, 0
     limit = loop.time() + (_patience(settings.topo_timeout_s) if where.given else 0)
     while True:
         try:
-            view = await _follow(door, first=not heard)
+            view = await _follow(_door(where, settings), turn, first=not heard)
         except PeerError as error:
-            if heard and isinstance(error, NobodyListens) and not where.given and _journal_is_left(settings):
+            turn += 1
+            left = has_journal(journal_folder(settings, os.environ), settings.job)
+            if heard and isinstance(error, NobodyListens) and not where.given and left:
                 return False
             if loop.time() > limit:
                 raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
@@ -159,10 +153,6 @@ def _patience(seconds: float) -> float:
     return seconds if seconds > 0 else float("inf")
 
 
-def _journal_is_left(settings: Settings) -> bool:
-    return (_folder(settings) / "scheduler.journal").exists()
-
-
 def _door(where: Place, settings: Settings) -> Door:
     """How to get in: by what a scheduler of this user on this host has left for us, else by the settings."""
     known = next((entry for entry in registry.running() if entry.address == where.name), None)
@@ -171,29 +161,29 @@ def _door(where: Place, settings: Settings) -> Door:
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
         )
     guard = security.find(settings, reaches=where.host)
-    return Door(where.host, where.port, guard.secret, context=guard.client)
+    return Door(where.host, where.port, guard.secret, context=guard.client, others=where.others)
 
 
-async def _follow(door: Door, *, first: bool) -> ClusterView:
-    """The last view before the scheduler fell silent. Raises PeerError if there was none."""
+async def _follow(door: Door, turn: int, *, first: bool) -> ClusterView:
+    """The last view before the scheduler, or the standby whose turn it is, fell silent. Raises PeerError if there was none."""
+    host, port = door.addresses[turn % len(door.addresses)]
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     seen: list[ClusterView] = []
 
     def hear(link: Any, message: Any) -> None:
         if isinstance(message, Told):
-            seen[:] = [msgspec.json.decode(message.view, type=ClusterView)]
-            if first and not announced:
-                announced.append(True)
-                log.info("the scheduler of cluster %s at %s decides: this manager only watches", seen[0].cluster_id, door.name)
+            view = msgspec.json.decode(message.view, type=ClusterView)
+            if first and not seen:
+                log.info("the scheduler of cluster %s at %s decides: this manager only watches", view.cluster_id, door.name)
+            seen[:] = [view]
 
     def end(link: Any, reason: str) -> None:
         if not closed.done():
             closed.set_result(reason)
 
-    announced: list[bool] = []
     await connect(
-        door.host,
-        door.port,
+        host,
+        port,
         door.secret,
         door.context,
         on_open=lambda link: link.send(Ask(follow=True)),

@@ -64,7 +64,11 @@ class Group:
 
             meeting = self.meeting
             self._client = Client(
-                self.serving, meeting.place.rank, lambda: meeting.place.generation, functools.partial(find, meeting)
+                self.serving,
+                meeting.place.rank,
+                lambda: meeting.place.generation,
+                functools.partial(find, meeting),
+                lambda: meeting.place.sharing,
             )
         return self._client
 

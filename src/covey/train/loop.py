@@ -303,6 +303,7 @@ class Loop:
             self._collectives.run(push)
         else:
             push.run_alone()
+        self._served.fetch_ahead()
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._stepping, self._applied = False, True

@@ -9,6 +9,7 @@ import msgspec
 
 from covey.core.messages import HealPlan, Message, Number
 from covey.core.model import Progress
+from covey.core.shards import Sharing
 
 
 class Place(Protocol):
@@ -26,6 +27,8 @@ class Place(Protocol):
     def seat(self) -> int: ...
     @property
     def since(self) -> int: ...
+    @property
+    def sharing(self) -> Sharing | None: ...
 
 
 class Meeting(Protocol):

@@ -100,6 +100,16 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
     return sockets
 
 
+def is_local(host: str) -> bool:
+    """Whether one can listen at this host, be it a name or an address."""
+    try:
+        for sock in listen(host, 0, "address"):
+            sock.close()
+    except UsageError:
+        return False
+    return True
+
+
 def _unusable(error: OSError, host: str, port: int, what: str) -> UsageError:
     if error.errno == errno.EADDRINUSE:
         return UsageError(f"port {port} at {host} is in use{holder(port)}: choose another port", ExitCode.PORT_IN_USE)

@@ -65,6 +65,12 @@ class DeleteJob(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class LetGo(msgspec.Struct, frozen=True, tag=True):
+    """Ask the job's own scheduler to let these workers leave the world; what came of it is seen in the next look."""
+
+    node_ids: tuple[str, ...]
+
+
 class Label(msgspec.Struct, frozen=True, tag=True):
     key: str
     value: str
@@ -89,6 +95,7 @@ Action = (
     | CreateGang
     | DeleteGang
     | DeleteJob
+    | LetGo
     | Label
     | Tell
 )

@@ -13,6 +13,8 @@ from enum import StrEnum
 from covey.core.job.pod import RETRYABLE, Seen
 from covey.core.job.spec import Duty, Job, Restart, Role
 
+SIGNAL = 128  # exit codes above it are signals
+
 
 class After(StrEnum):
     IGNORE = "ignore"
@@ -22,11 +24,21 @@ class After(StrEnum):
     FAIL = "fail"
 
 
-def decide(job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, lost: bool) -> tuple[After, str, str]:
-    """The verdict, a reason in one word and a sentence. `restarts` and `faults` are those before this one."""
-    where = f" on the lost node {pod.node}" if lost else ""
+def decide(job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, where: str) -> tuple[After, str, str]:
+    """The verdict, a reason in one word and a sentence. `restarts` and `faults` are those before this one.
+
+    `where`: what is wrong with its node, as "on the lost node n"; "" where nothing is.
+    """
+    where = where and f" {where}"
     what = f"{pod.name}{where} failed with {pod.why_ended}" if pod.failed else f"{pod.name} is{where}"
-    after, word, why = _policy(job, role, pod, faults=faults, program=not (pod.disrupted or lost))
+    if (
+        "recover-in-place" in job.recovery.strategies
+        and role.duty is Duty.WORKER
+        and pod.failed
+        and (pod.exit_code or 0) > SIGNAL
+    ):
+        what += " (recover-in-place: no supervisor was left in the container, neither covey run's nor covey.init()'s)"
+    after, word, why = _policy(job, role, pod, faults=faults, program=not (pod.disrupted or where))
     if after in (After.IGNORE, After.FAIL):
         return after, word, f"{what}: {why}"
     if job.backoff is not None and restarts >= job.backoff:

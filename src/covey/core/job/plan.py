@@ -17,11 +17,15 @@ import msgspec
 from covey.core.job.actions import Action, CreateGang, CreatePod, CreateSecret, CreateService, Tell
 from covey.core.job.clock import moment, stamp
 from covey.core.job.failure import After, decide
-from covey.core.job.pod import Seen
+from covey.core.job.live import Live
+from covey.core.job.pod import Seen, ails
+from covey.core.job.resize import Resizing
 from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
-from covey.core.job.turn import Observed, Turn
+from covey.core.job.turn import Observed
 
+LATE = "late"
+AVOIDED_MAX = 50  # nodes that a pod is kept off
 STEADY_S = 600.0  # a running job without timers is looked at this often anyway
 
 
@@ -68,7 +72,7 @@ def _refuse(status: Status, sentence: str) -> Plan:
     return Plan(actions=(Tell("Warning", "InvalidSpec", sentence),), status=status.content, reason=sentence)
 
 
-class _Planner(Turn):
+class _Planner(Resizing):
     """The turn of a job that goes on: ends are looked for first, then failures, then what is missing is made."""
 
     def active(self) -> str:
@@ -87,6 +91,8 @@ class _Planner(Turn):
         if not status.world:
             status.content["world"] = self.job.wanted
             status.content["startTime"] = stamp(self.now)
+        if self.observed.live is not None:
+            self._show_progress(self.observed.live)
         self._scale()
         self._note_finished()
         verdict = self._success() or self._deadline() or self._failures() or self._kubelet_restarts() or self._pending()
@@ -98,12 +104,21 @@ class _Planner(Turn):
         self._create()
         return self._conditions()
 
+    def _show_progress(self, live: Live) -> None:
+        """How far the training is, and since when that is known."""
+        known = live.progress()
+        shown = self.status.content.get("progress") or {}
+        if {key: value for key, value in shown.items() if key != "updated"} != known:
+            self.status.content["progress"] = {**known, "updated": stamp(self.now)}
+
     def _forget(self) -> None:
-        """A replacement that runs, or ended, is no longer awaited."""
+        """A replacement that runs, or ended, is no longer awaited; nor is one for which there is no place any more."""
         replacing = self.status.replacing
+        places = {name for _, _, name in self._places}
         for name, note in list(replacing.items()):
             pod = self.pods.get(name)
-            if pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded):
+            there = pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded)
+            if there or name not in places:
                 del replacing[name]
 
     def _suspend(self) -> str:
@@ -112,32 +127,11 @@ class _Planner(Turn):
         message = "runPolicy.suspend is set: the job's pods are taken away"
         if self.status.say(SUSPENDED, "MSJobSuspended", message):
             self.tell("MSJobSuspended", message)
-        for field in ("world", "startTime", "replacing", "finished"):
+        for field in ("world", "formed", "startTime", "replacing", "finished", "scaling", "progress"):
             self.status.content.pop(field, None)
         if not self.pods:
             self._count()
         return message
-
-    def _scale(self) -> None:
-        """The number of workers of a running job changes only where the program can take it."""
-        world, wanted = self.status.world, self.job.wanted
-        if world == wanted:
-            return
-        started = any(pod.phase != "Pending" for pod in self.pods.values())
-        if self.job.dynamic or not started:
-            self.status.content["world"] = wanted
-            if not self.job.dynamic:  # nothing runs yet, so nothing is lost by telling everyone the new number
-                for pod in self.pods.values():
-                    self.delete(pod)
-            self.tell("MSJobScaled", f"the job has {_listed(wanted)} now, it had {_listed(world)}")
-            return
-        message = (
-            f"{_listed(wanted)} is asked for, but this job runs with {_listed(world)} and cannot change that while it runs: "
-            "elastic training is not supported yet; runPolicy.suspend true and then false starts it anew with the new number"
-        )
-        if self.status.content.get("scaling") != message:
-            self.status.content["scaling"] = message
-            self.tell("ScaleUnsupported", message, warn=True)
 
     def _deadline(self) -> str:
         started = self.status.time("startTime")
@@ -171,19 +165,21 @@ class _Planner(Turn):
             if self.status.replacing.get(name, {}).get("uid") == pod.uid:
                 self.delete(pod, grace=self._grace)  # noted in an earlier pass
                 continue
-            lost = self._is_lost(pod)
-            if not pod.failed and not lost:
+            where = self._trouble(pod)
+            if (not pod.failed and not where) or self._is_leaving(name):
                 continue
-            after, word, message = decide(
-                self.job, role, pod, restarts=self._restarts(), faults=self.status.content.get("faults", 0), lost=lost
-            )
+            if self._is_newcomer(name):
+                self._take_back(f"{name} failed with {pod.why_ended}" if pod.failed else f"{name} is {where}")
+                continue
+            faults = self.status.content.get("faults", 0)
+            after, word, message = decide(self.job, role, pod, restarts=self._restarts(), faults=faults, where=where)
             if after is After.FAIL:
                 return self._end(FAILED, word, message)
             if after is After.IGNORE:
                 ignored.append(name)
                 self._once("ignored", name, word, message)
                 continue
-            self._replace(pod, after, word, message, lost=lost)
+            self._replace(pod, after, word, message, where=where)
             if after is After.RESTART_ALL:
                 break
         workers = [name for role, _, name in self._places if role.duty is Duty.WORKER]
@@ -197,6 +193,14 @@ class _Planner(Turn):
             told.append(name)
             self.tell(word, message, warn=True)
 
+    def _trouble(self, pod: Seen) -> str:
+        """What is wrong with a pod's node, so that it must not stay there; "" where nothing is."""
+        if self._is_lost(pod):
+            return f"on the lost node {pod.node}"
+        minds = self.job.recovery.unwell and not (pod.ending or pod.failed)
+        what = ails((self.observed.nodes or {}).get(pod.node) or {}) if minds else ""
+        return f"on the node {pod.node}, which is not well ({what})" if what else ""
+
     def _is_lost(self, pod: Seen) -> bool:
         since = pod.lost_since(self.observed.nodes)
         if since is None or pod.succeeded or pod.failed:
@@ -206,25 +210,28 @@ class _Planner(Turn):
             self.look_again(lost_at)
         return self.now >= lost_at
 
-    def _replace(self, pod: Seen, after: After, word: str, message: str, *, lost: bool) -> None:
+    def _replace(self, pod: Seen, after: After, word: str, message: str, *, where: str) -> None:
+        """`where`: what is wrong with its node. All pods of that node leave it, if all start anew."""
+        lost = where == LATE or self._is_lost(pod)
         content = self.status.content
         content["restarts"] = content.get("restarts", 0) + 1
-        if not (lost or pod.disrupted):
+        if not (where or pod.disrupted):
             content["faults"] = content.get("faults", 0) + 1
         if after is After.RESTART_ALL:
             given_up = [p for p in self.pods.values() if not p.succeeded or p.name == pod.name]
-            content.pop("world", None)
-            content.pop("finished", None)
+            for field in ("formed", "finished", "scaling"):
+                content.pop(field, None)
             content["world"] = self.job.wanted
         else:
             given_up = [pod]
         for one in given_up:
             content["restarts"] += one.restarts  # the kubelet's restarts leave with the pod that counted them
             note: dict[str, Any] = {"uid": one.uid, "at": stamp(self.now), "all": after is After.RESTART_ALL}
-            if after is After.MOVE and one.node:
+            if one.node and (after is After.MOVE or (where and one.node == pod.node)):
                 note["node"] = one.node  # which its replacement avoids; others may go there
             self.status.replacing[one.name] = note
-            self.delete(one, grace=0 if lost and one is pod else self._grace)
+            at_once = (lost and one is pod) or (where and self.job.recovery.unwell == "forceExit")
+            self.delete(one, grace=0 if at_once else self._grace)
         self.tell(word, message, warn=True)
         self.status.say(RESTARTING, word, message)
 
@@ -249,7 +256,7 @@ class _Planner(Turn):
             if note.get("all") or (self.job.backoff is not None and self._restarts() >= self.job.backoff):
                 return self._end(FAILED, "RescheduleTimeout", message)
             one = pod or Seen({"metadata": {"name": name, "uid": note["uid"]}}, self.job.container)
-            self._replace(one, After.RESTART_ALL, "RescheduleTimeout", f"{message}: all pods start anew", lost=True)
+            self._replace(one, After.RESTART_ALL, "RescheduleTimeout", f"{message}: all pods start anew", where=LATE)
             break
         return ""
 
@@ -281,6 +288,9 @@ class _Planner(Turn):
             if self.now >= late_at:
                 why = (pod.waits_for if pod is not None else "it could not be created") or "no reason is known"
                 sentence = f"{name} was Pending for more than {self.job.pending_s:g} s: {why}"
+                if self._is_newcomer(name):
+                    self._take_back(sentence)
+                    return ""
                 return self._end(FAILED, "PendingTimeout", sentence)
             self.look_again(late_at)
         return ""
@@ -326,9 +336,18 @@ class _Planner(Turn):
         possible = [place for place in missing if place[2] not in self.foreign]
         if possible:
             self.actions.append(CreateSecret())  # whether it is there may not be looked at, and need not
+        unwell = self._unwell_nodes() if possible else ()
         for role, index, name in possible:
             node = self.status.replacing.get(name, {}).get("node")
-            self.actions.append(CreatePod(role.key, index, self.status.world, (node,) if node else ()))
+            avoided = tuple(dict.fromkeys((node, *unwell) if node else unwell))
+            self.actions.append(CreatePod(role.key, index, self.status.formed, avoided))
+
+    def _unwell_nodes(self) -> tuple[str, ...]:
+        """Where no pod of a job that minds may start."""
+        if not self.job.recovery.unwell:
+            return ()
+        nodes = self.observed.nodes or {}
+        return tuple(sorted(name for name, node in nodes.items() if ails(node)))[:AVOIDED_MAX]
 
     def _conditions(self) -> str:
         running = [pod for pod in self.pods.values() if pod.running]
@@ -359,7 +378,3 @@ class _Planner(Turn):
             self.tell("Pending", sentence, warn=True)
         else:
             self.status.content.pop("waiting", None)
-
-
-def _listed(world: Mapping[str, int]) -> str:
-    return ", ".join(f"{number} {key}" for key, number in world.items() if number)

@@ -132,6 +132,12 @@ class Seen:
         return None
 
 
+def ails(node: Mapping[str, Any]) -> str:
+    """What is wrong with a node though it may be ready, as its other conditions say it (a fault detector's, the kubelet's)."""
+    found = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") != "Ready"]
+    return ", ".join(sorted(str(c.get("type")) for c in found if c.get("status") == "True"))
+
+
 def owner(thing: Mapping[str, Any]) -> str:
     """The UID of an object's controller, "" for an orphan."""
     for reference in thing.get("metadata", {}).get("ownerReferences") or []:

@@ -31,6 +31,7 @@ LOST_S = 60.0
 WAIT_S = 270.0  # wait-reschedule-timeout
 FORCE_AFTER_S = 900.0  # a graceful deletion that does not end
 STRATEGIES = ("retry", "recover-in-place", "recover", "elastic-training", "dump", "exit")
+UNWELL = ("ignore", "graceExit", "forceExit", "hotSwitch")
 PROCESSES_MAX = 4096
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -82,14 +83,23 @@ class Role(msgspec.Struct, frozen=True):
         return DUTIES[self.key]
 
     @property
-    def supervised(self) -> bool:
-        """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
-        words = " ".join(
+    def words(self) -> str:
+        """The commands of its containers."""
+        return " ".join(
             str(word)
             for container in self.template["spec"]["containers"]
             for word in [*(container.get("command") or []), *(container.get("args") or [])]
         )
-        return re.search(r"\bcovey(\.cli\.main)?\s+run\b", words) is not None
+
+    @property
+    def supervised(self) -> bool:
+        """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
+        return re.search(r"\bcovey(\.cli\.main)?\s+run\b", self.words) is not None
+
+    @property
+    def python(self) -> bool:
+        """It runs a Python script, as far as can be seen, which may call `covey.init()`."""
+        return re.search(r"\bpython[0-9.]*\b|\.py\b", self.words) is not None
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -100,6 +110,7 @@ class Recovery(msgspec.Struct, frozen=True):
     pod_level: bool = False  # pod-rescheduling: on
     retries: int | None = None  # fault-retry-times
     wait_s: float = WAIT_S
+    unwell: str = ""  # subHealthyStrategy: graceExit, forceExit or "" (ignore)
     remarks: tuple[str, ...] = ()  # what was asked for and has no effect, and why
 
     @property
@@ -264,11 +275,11 @@ def _role(key: str, replica: Mapping[str, Any], path: str, job: str, container: 
 def _in_place(roles: list[Role]) -> Iterator[str]:
     """Only something that stays behind in the container can start its process again."""
     for role in roles:
-        if role.duty is Duty.WORKER and not role.supervised:
+        if role.duty is Duty.WORKER and not role.supervised and not role.python:
             yield (
-                f"recover-in-place is not supported for {role.key} as far as can be seen: its command is not covey run, and "
-                "without that nobody in the container can start the process again; a pod that fails then is treated by the "
-                "other strategies"
+                f"recover-in-place is not supported for {role.key} as far as can be seen: its command is neither covey run nor "
+                "a Python script that could call covey.init(), so nobody in the container can start the process again; a pod "
+                "that fails is treated by the other strategies"
             )
 
 
@@ -357,6 +368,12 @@ def _recovery(metadata: Mapping[str, Any], problems: list[Problem]) -> Recovery:
         remarks.append("recover-strategy has no effect without the label fault-scheduling: grace")
     elif strategies and switch != "on":
         remarks.append(f"recover-strategy has no effect while process-recover-enable is {switch}")
+    unwell = str(given.get("subHealthyStrategy", "ignore"))
+    if unwell not in UNWELL:
+        problems.append(Problem("metadata.labels[subHealthyStrategy]", f"{unwell!r} is none of {', '.join(UNWELL)}"))
+    if unwell == "hotSwitch":
+        remarks.append("subHealthyStrategy hotSwitch is done as graceExit: a pod's place is free before its replacement starts")
+        unwell = "graceExit"
     if "elastic-training" in strategies:
         remarks.append("the strategy elastic-training is not supported yet: the other strategies are used")
     retries = _count(given, "fault-retry-times", problems)
@@ -371,6 +388,7 @@ def _recovery(metadata: Mapping[str, Any], problems: list[Problem]) -> Recovery:
         pod_level=given.get("pod-rescheduling") == "on",
         retries=retries or None,
         wait_s=min(270.0, max(30.0, wait)),
+        unwell=unwell if scheduling and unwell != "ignore" else "",
         remarks=tuple(remarks),
     )
 

@@ -93,6 +93,11 @@ class Status:
         return dict(self.content.get("world") or {})
 
     @property
+    def formed(self) -> dict[str, int]:
+        """How many there were when the cluster formed: what every pod of it is told, whatever the world is now."""
+        return dict(self.content.get("formed") or self.world)
+
+    @property
     def replacing(self) -> dict[str, dict[str, Any]]:
         """By pod name: the UID that was given up, when, and the node to avoid. It is here until the replacement runs."""
         found: dict[str, dict[str, Any]] = self.content.setdefault("replacing", {})
@@ -100,7 +105,7 @@ class Status:
 
     def settle(self) -> None:
         """Leave nothing behind that says nothing."""
-        for field in ("replacing", "finished"):
+        for field in ("replacing", "finished", "scaling"):
             if not self.content.get(field):
                 self.content.pop(field, None)
         if self.changed:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from covey.core.job.actions import Action, Adopt, DeleteGang, DeleteJob, DeletePod, DeleteService, EndPod, Label, Tell
+from covey.core.job.live import Live
 from covey.core.job.pod import Seen, owner
 from covey.core.job.spec import FORCE_AFTER_S, Clean, Duty, Job, Role, pod_name
 from covey.core.job.status import CREATED, FAILED, Status
@@ -25,6 +26,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Mapping[str, Mapping[str, Any]] | None = None
     gang: bool = False  # pods are scheduled together, by a PodGroup
     pod_group: Mapping[str, Any] | None = None
+    live: Live | None = None  # the cluster inside, where it can be asked
 
 
 class Turn:

@@ -1,0 +1,153 @@
+"""A device's part in a secure round: `Session` decides what is said, the server's paths carry it.
+
+Whatever ends a round early (a phase that closed, a round that was abandoned) is no error: the device joins the next one. What
+a server must never ask for is one, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from covey.core.secure import (
+    ExchangeKeys,
+    GetClientList,
+    GetKeys,
+    GetListSign,
+    GetSecrets,
+    KeyList,
+    PushListSign,
+    ReconstructSecrets,
+    RemoteKeys,
+    ShareList,
+    ShareSecrets,
+)
+from covey.errors import PeerError, UsageError
+from covey.federated.model import MASKED, Floats
+from covey.federated.privacy import ring
+from covey.federated.privacy.identity import PublicKey, keys_text, list_text, signed
+from covey.federated.privacy.noise import clipped
+from covey.federated.privacy.ring import Told
+from covey.federated.privacy.session import Session, units
+from covey.federated.protocol import Code, SecureAnswer, now_ms
+
+if TYPE_CHECKING:
+    from covey.federated.device import Device, Task
+
+WAIT_MS = 20_000
+
+
+class Late(Exception):
+    """The round goes on without this device, or not at all."""
+
+
+def send(device: Device, task: Task, change: Floats, told: Told) -> bool:
+    """Take part with this difference to the model; True once it is in the model, False if the round went on without it."""
+    try:
+        _send(device, task, change, told)
+    except Late:
+        return False
+    return True
+
+
+def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
+    session = Session(device.fl_id)
+
+    def ask(path: str, kind: Any, **fields: Any) -> SecureAnswer:
+        return _asked(device, task, path, kind, fields)
+
+    names = Names(device, task)
+    ask("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk, **names.vouch(session))
+    listed = ask("getKeys", GetKeys)
+    names.check(listed.remote_publickeys)
+    keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
+    cipher, weight = task.plan.cipher, device.data_size
+    if cipher.noise is not None:  # the servers cannot: they never see it
+        change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
+    words = ring.encode(change, told, weight, units(keys, cipher.reach))
+    ask("shareSecrets", ShareSecrets, encrypted_shares=session.share(keys))
+    shares = ask("getSecrets", GetSecrets)
+    session.take(ShareList(shares.encrypted_shares))
+    hidden = session.mask(words)
+    fields = {**task.fields, "ticket": shares.ticket}
+    if not device.update({MASKED: hidden}, fields):
+        raise Late
+    listed = ask("getClientList", GetClientList)
+    if not listed.done:
+        if names.signed:
+            signature = names.sign(keys.session, listed.clients)
+            ask("pushListSign", PushListSign, signature=signature)
+            names.compare(ask("getListSign", GetListSign, signature=signature), keys, listed.clients)
+        ask("reconstructSecrets", ReconstructSecrets, reconstruct_secret_shares=session.reveal(listed.clients))
+
+
+class Names:
+    """Who the other devices are, where they have certificates: an operator cannot put keys or lists of its own between."""
+
+    def __init__(self, device: Device, task: Task) -> None:
+        self.signed = task.plan.cipher.signed
+        self._iteration = task.iteration
+        self._device = device
+        self._keys: dict[str, PublicKey] = {}
+        if self.signed and (device.identity is None or device.trust is None):
+            raise UsageError("devices sign for each other here (pki_verify): give Device(identity=..., trust=...)")
+
+    def vouch(self, session: Session) -> dict[str, Any]:
+        """This device's keys in its own hand."""
+        identity = self._device.identity
+        if not self.signed or identity is None:
+            return {}
+        said = keys_text(session.fl_id, self._iteration, session.c_pk, session.s_pk)
+        return {"signature": identity.sign(said), "certificate_chain": identity.chain}
+
+    def check(self, others: tuple[RemoteKeys, ...]) -> None:
+        """That keys are those of devices, not of a server."""
+        if not self.signed or self._device.trust is None:
+            return
+        for other in others:
+            try:
+                name, key = self._device.trust.verify(other.certificate_chain, datetime.now(UTC))
+            except ValueError as error:
+                raise PeerError(f"{error}: nothing was sent") from None
+            said = keys_text(other.fl_id, self._iteration, other.c_pk, other.s_pk)
+            if name != other.fl_id or not signed(key, other.signature, said):
+                raise PeerError(f"the keys that the server gave for {other.fl_id} are not signed by it: nothing was sent")
+            self._keys[name] = key
+
+    def sign(self, session: str, clients: tuple[str, ...]) -> bytes:
+        assert self._device.identity is not None
+        return self._device.identity.sign(list_text(session, clients))
+
+    def compare(self, answer: SecureAnswer, keys: KeyList, clients: tuple[str, ...]) -> None:
+        """That as many others as are needed were given the same list."""
+        said = list_text(keys.session, clients)
+        same = {
+            one.fl_id
+            for one in answer.client_list_sign
+            if one.fl_id in self._keys and signed(self._keys[one.fl_id], one.signature, said)
+        }
+        if not answer.done and len(same) + 1 < keys.needed:
+            raise PeerError(f"{len(same) + 1} devices signed the list, and {keys.needed} are needed: no share was told")
+
+
+def _asked(device: Device, task: Task, path: str, kind: Any, fields: dict[str, Any]) -> SecureAnswer:
+    """The answer to one request, which is repeated while nothing is wrong and nothing decided."""
+    while True:
+        said = kind(
+            fl_id=device.fl_id,
+            iteration=task.iteration,
+            timestamp=now_ms(),
+            data_size=device.data_size,
+            ticket=task.ticket,
+            wait=WAIT_MS,
+            **fields,
+        )
+        answer = device.phase(path, msgspec.msgpack.encode(said))
+        if answer.done and not isinstance(said, GetClientList | PushListSign | GetListSign | ReconstructSecrets):
+            raise Late  # before this device's update came
+        if answer.retcode == Code.SUCCEED:
+            return answer
+        if answer.retcode != Code.NOT_READY:
+            raise Late

@@ -1,0 +1,48 @@
+"""Clipping and Gaussian noise. The numbers come from AES-256-CTR: from fresh keys on devices, on servers from the cluster's key
+and the round, so that whoever adds the parts makes the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.core.dp import Noise
+from covey.federated.privacy import masks
+
+Floats = NDArray[np.float32]
+
+
+def clipped(change: Floats, clip: float) -> Floats:
+    """A difference to the model, not longer than `clip`. Raises `ValueError` for one that has no length."""
+    length = float(np.sqrt(np.einsum("i,i", change, change, dtype=np.float64)))
+    if not np.isfinite(length):
+        raise ValueError("the update has values that are not finite")
+    # A little less than the clip, because float32 rounds: the bound must hold for what is sent.
+    return change if length <= clip else (change * np.float32(clip / length * (1 - 1e-6))).astype(np.float32)
+
+
+def normal(key: bytes, size: int) -> NDArray[np.float64]:
+    """Standard normal numbers that nobody without the key can tell."""
+    pairs = (size + 1) // 2
+    words = masks.stream(key, 4 * pairs).view(np.uint64)
+    uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    radius = np.sqrt(-2 * np.log1p(-uniform[:pairs]))
+    angle = 2 * np.pi * uniform[pairs:]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
+
+
+def on_device(change: Floats, noise: Noise) -> Floats:
+    """What a device sends instead of its difference, if noise is its own affair."""
+    drawn = normal(secrets.token_bytes(masks.KEY_BYTES), len(change))
+    noisy: Floats = (clipped(change, noise.clip) + drawn * noise.deviation).astype(np.float32)
+    return noisy
+
+
+def on_mean(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
+    """What the servers add to the mean of so many clipped differences."""
+    secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=masks.KEY_BYTES).digest()
+    return normal(secret, size) * (noise.deviation / devices)

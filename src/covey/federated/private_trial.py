@@ -1,0 +1,107 @@
+"""What becomes of updates on their way, for simulations: made small, noisy, or masked, by the same code as on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.core.dp import Noise
+from covey.core.secure import (
+    ClientList,
+    ExchangeKeys,
+    GetClientList,
+    GetKeys,
+    GetSecrets,
+    KeyList,
+    ReconstructSecrets,
+    SecureAsk,
+    ShareList,
+    ShareSecrets,
+)
+from covey.core.secure_round import SecureRound
+from covey.errors import PeerError
+from covey.federated.compress import NONE, Compressor, decode
+from covey.federated.model import Floats
+from covey.federated.privacy import noise, ring
+from covey.federated.privacy.ring import Told
+from covey.federated.privacy.session import Session, units, unmask
+
+REACH = 16.0
+
+
+class Treatment(msgspec.Struct, frozen=True):
+    """What devices do to a difference before they send it, and servers to what comes."""
+
+    secure: bool = False
+    compress: str = NONE
+    sparse_rate: float = 1.0
+    noise: Noise | None = None
+
+
+class Journey:
+    """Of all devices of a simulation."""
+
+    def __init__(self, treatment: Treatment) -> None:
+        self.treatment = treatment
+        self.sent_bytes = 0  # of values and what belongs to them
+        self._compressors: dict[int, Compressor] = {}
+
+    def arrives(self, device: int, change: Floats, iteration: int) -> Floats:
+        """A difference as servers see it."""
+        plan = self.treatment
+        if plan.noise is not None:
+            local = plan.noise.local
+            change = noise.on_device(change, plan.noise) if local else noise.clipped(change, plan.noise.clip)
+        if plan.compress != NONE:
+            compressor = self._compressors.setdefault(device, Compressor())
+            arrays = compressor.encode(change, plan.compress, plan.sparse_rate, iteration)
+            compressor.sent()
+            self.sent_bytes += sum(array.nbytes for array in arrays.values())
+            return decode(arrays, len(change), plan.compress, plan.sparse_rate, iteration)
+        self.sent_bytes += change.nbytes
+        return change
+
+    def noise_on_mean(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
+        """What servers add."""
+        plan = self.treatment.noise
+        return 0.0 if plan is None or plan.local else noise.on_mean(size, plan, devices, b"simulation", iteration)
+
+
+def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
+    """The weighted mean of differences through a secure round, all devices and the scheduler's machine in one process."""
+    count = len(changes)
+    machine = SecureRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)
+    devices = {f"device-{number}": Session(f"device-{number}") for number in range(count)}
+
+    def ask(kind: type[SecureAsk], name: str, size: int, **fields: object) -> object:
+        said = kind(fl_id=name, iteration=1, timestamp=0, data_size=size, ticket="", **fields)  # type: ignore[arg-type]
+        found = machine.hear(said, 0.0)
+        if machine.failed:
+            raise PeerError(machine.failed)
+        return found.payload
+
+    sizes = dict(zip(devices, weights, strict=True))
+    for name, one in devices.items():
+        ask(ExchangeKeys, name, sizes[name], c_pk=one.c_pk, s_pk=one.s_pk)
+    for name, one in devices.items():
+        keys = ask(GetKeys, name, sizes[name])
+        assert isinstance(keys, KeyList)
+        ask(ShareSecrets, name, sizes[name], encrypted_shares=one.share(keys))
+    total = np.zeros(len(changes[0]) + ring.TOLD, np.uint32)
+    scale = units(next(iter(devices.values())).keys, REACH)
+    for (name, one), change in zip(devices.items(), changes, strict=True):
+        shares = ask(GetSecrets, name, sizes[name])
+        assert isinstance(shares, ShareList)
+        one.take(shares)
+        total += one.mask(ring.encode(change, Told(), sizes[name], scale))
+    machine.fix(set(devices), 0.0)
+    for name, one in devices.items():
+        listed = ask(GetClientList, name, sizes[name])
+        assert isinstance(listed, ClientList)
+        ask(ReconstructSecrets, name, sizes[name], reconstruct_secret_shares=one.reveal(listed.clients))
+    assert machine.unmasking is not None
+    values, _ = ring.decode(unmask(total, machine.unmasking), scale)
+    return values / sum(weights)

@@ -1,0 +1,146 @@
+"""The phases of a secure round at the device port: checked here, decided by the scheduler, answered when there is an answer.
+
+A device may ask any server, and again. A request that must wait is held here and asked again when orders change. The last of
+them, reconstructSecrets, is answered when the round is done or abandoned, so that a device says its shares again to a
+scheduler that lost them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from covey.core.federation import Orders
+from covey.core.messages import Message
+from covey.core.secure import (
+    ExchangeKeys,
+    GetClientList,
+    GetKeys,
+    GetListSign,
+    GetSecrets,
+    PushListSign,
+    ReconstructSecrets,
+    Secure,
+    SecureAsk,
+    Secured,
+    ShareSecrets,
+    Verdict,
+)
+from covey.federated.http import Request
+from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, now_ms, read_fields, ticket
+from covey.federated.replies import RETRY_MS, Replies
+
+if TYPE_CHECKING:
+    from covey.federated.server import Server
+
+PATHS: Final[dict[str, type[SecureAsk]]] = {
+    "exchangeKeys": ExchangeKeys,
+    "getKeys": GetKeys,
+    "shareSecrets": ShareSecrets,
+    "getSecrets": GetSecrets,
+    "getClientList": GetClientList,
+    "pushListSign": PushListSign,
+    "getListSign": GetListSign,
+    "reconstructSecrets": ReconstructSecrets,
+}
+ANSWER_S: Final = 2.0  # for the scheduler
+AWAY: Final = Secured(0, Verdict.WAIT, "the scheduler does not answer at present: ask again")
+_CODES: Final = {
+    Verdict.TAKEN: Code.SUCCEED,
+    Verdict.DONE: Code.SUCCEED,
+    Verdict.WAIT: Code.NOT_READY,
+    Verdict.LATE: Code.OUT_OF_TIME,
+}
+
+
+class Relay:
+    """One server's."""
+
+    def __init__(self, server: Server, replies: Replies) -> None:
+        self._server = server
+        self._replies = replies
+        self._serial = 0
+        self._asked: dict[int, asyncio.Future[Secured]] = {}
+
+    def check(self, request: Request, name: str) -> Any:
+        """What is left to do for a request, as a coroutine; None if it was answered. Raises `msgspec.MsgspecError`."""
+        server, say = self._server, self._replies.say
+        ask: SecureAsk = read_fields(PATHS[name], request.body, request.content_type)
+        orders = server.orders
+        if self._replies.refused(request, ask.timestamp, "", ask.fl_id):
+            return None
+        if orders is None or not server.claims.is_member:
+            return say(request, Code.NOT_READY, "the cluster is not ready: try another server", retry_ms=RETRY_MS)
+        if not orders.plan.secure:
+            return say(request, Code.REQUEST_ERROR, f"{name} belongs to encrypt_type=PW_ENCRYPT, which is not on here")
+        round_number = self._round_of(ask, orders)
+        if round_number is None or (round_number == orders.round and not server.running):
+            if not server.running:
+                return say(request, Code.OUT_OF_TIME, NOT_RUNNING)
+            return say(request, Code.OUT_OF_TIME, "the ticket is not of a round that is open: ask startFLJob for one")
+        return self._answer(request, ask, round_number)
+
+    def _round_of(self, ask: SecureAsk, orders: Orders) -> int | None:
+        """The round a ticket was given for: the present one or, for whoever asks late, the one before."""
+        for number in (orders.round, orders.round - 1):
+            if ask.ticket == ticket(self._server.key, number, ask.fl_id, ask.data_size):
+                return number
+        return None
+
+    async def _answer(self, request: Request, ask: SecureAsk, round_number: int) -> None:
+        until = time.monotonic() + ask.wait / 1000
+        while True:
+            changed, orders = self._server.changed, self._server.orders
+            assert orders is not None
+            found = _over(orders, round_number) or await self._ask(ask, round_number)
+            told = found.verdict is Verdict.TAKEN and isinstance(ask, ReconstructSecrets)
+            left = until - time.monotonic()
+            if (found.verdict is not Verdict.WAIT and not told) or left <= 0 or request.gone:
+                if told:
+                    found = Secured(0, Verdict.WAIT, "the shares are known, and the round is not done yet: ask again")
+                return self._say(request, ask, found, round_number)
+            await self._server.until_changed(changed, min(left, 1.0))
+
+    async def _ask(self, ask: SecureAsk, round_number: int) -> Secured:
+        self._serial += 1
+        serial = self._serial
+        waiting: asyncio.Future[Secured] = asyncio.get_running_loop().create_future()
+        self._asked[serial] = waiting
+        self._server.tell_scheduler(Secure(serial, round_number, ask))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await waiting
+        except TimeoutError:
+            return AWAY
+        finally:
+            del self._asked[serial]
+
+    def heard(self, message: Message) -> None:
+        """The scheduler's answer."""
+        assert isinstance(message, Secured)
+        waiting = self._asked.get(message.serial)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def _say(self, request: Request, ask: SecureAsk, found: Secured, round_number: int) -> None:
+        code = _CODES.get(found.verdict, Code.REQUEST_ERROR)
+        payload = msgspec.structs.asdict(found.payload) if found.payload is not None else {}
+        payload["done"] = found.verdict is Verdict.DONE
+        if isinstance(ask, GetSecrets) and found.verdict is Verdict.TAKEN:
+            payload["ticket"] = ticket(self._server.key, round_number, ask.fl_id, ask.data_size, "masked")
+        again = str(now_ms() + RETRY_MS) if code is Code.NOT_READY else ""
+        answer = SecureAnswer(int(code), found.reason, now_ms(), ask.iteration, next_req_time=again, **payload)
+        self._replies.send(request, answer)
+
+
+def _over(orders: Orders, round_number: int) -> Secured | None:
+    """What there is to say of a round that this server knows to be over."""
+    if orders.round == round_number:
+        return None
+    number, reason = orders.voided
+    if number == round_number:
+        return Secured(0, Verdict.LATE, f"the round was abandoned: {reason}")
+    return Secured(0, Verdict.DONE, "the round is done")

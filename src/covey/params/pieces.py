@@ -1,0 +1,88 @@
+"""What a message's bytes are: numbers of rows first, then values, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from covey.errors import UsageError
+from covey.params.messages import ALL, DTYPES, Part, Spec
+from covey.params.optimizers import Array
+from covey.params.placement import Placement
+
+
+class Face(Protocol):
+    """What must be known of a parameter."""
+
+    @property
+    def spec(self) -> Spec: ...
+    @property
+    def placement(self) -> Placement: ...
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Rows of one parameter and their values; `rows` is None where it is all of them."""
+
+    name: str
+    rows: Array | None
+    values: Array
+    lr: float
+
+
+def parse(parts: list[Part], body: Array, faces: Mapping[str, Face], server: int, *, values: bool = True) -> list[Piece]:
+    """Take a message apart. Raises `UsageError` where it does not fit what `server` has."""
+    known = [_face(part, faces) for part in parts]
+    counts = [f.placement.size(server) if p.count == ALL else p.count for p, f in zip(parts, known, strict=True)]
+    numbered = sum(part.count for part in parts if part.count != ALL) * 8
+    types = [np.dtype(DTYPES[face.spec.dtype]) for face in known]
+    sizes = [n * f.spec.width * t.itemsize * values for n, f, t in zip(counts, known, types, strict=True)]
+    if numbered + sum(sizes) != body.nbytes:
+        named = ", ".join(sorted({part.name for part in parts}))[:300]
+        raise UsageError(f"{body.nbytes} bytes came for {named}, but their shapes make {numbered + sum(sizes)}")
+    found = []
+    low, high = 0, numbered
+    for part, face, size, dtype in zip(parts, known, sizes, types, strict=True):
+        rows = None
+        if part.count != ALL:
+            rows = body[low : low + part.count * 8].view(np.int64)
+            low += part.count * 8
+            _check_rows(face, rows, server)
+        given = typed(body[high : high + size], dtype).reshape(-1, face.spec.width)
+        high += size
+        found.append(Piece(part.name, rows, given, part.lr))
+    return found
+
+
+def typed(piece: Array, dtype: Any) -> Array:
+    """Bytes as numbers; in place where they lie so that a processor likes it, which must be so for sums to be made there."""
+    if piece.nbytes and piece.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
+        piece = piece.copy()
+    return piece.view(dtype)
+
+
+def _face(part: Part, faces: Mapping[str, Face]) -> Face:
+    face = faces.get(part.name)
+    if face is None:
+        raise UsageError(f"there is no parameter {part.name} on the servers: declare it first")
+    spec = face.spec
+    if part.dtype != spec.dtype:
+        raise UsageError(f"{part.name} is {spec.dtype}, and {part.dtype} came: convert it first")
+    if part.width != spec.width:
+        raise UsageError(f"rows of {part.name} have {spec.width} numbers, and rows of {part.width} came")
+    if (part.count == ALL) == spec.striped:
+        raise UsageError(f"{part.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
+    return face
+
+
+def _check_rows(face: Face, rows: Array, server: int) -> None:
+    if not len(rows):
+        return
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= face.spec.rows:
+        wrong = low if low < 0 else high
+        raise UsageError(f"row {wrong} of {face.spec.name} does not exist: its rows go from 0 to {face.spec.rows - 1}")
+    if (face.placement.owner(rows) != server).any():
+        raise UsageError(f"rows of {face.spec.name} came to server {server}, which does not own them")

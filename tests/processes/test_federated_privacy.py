@@ -1,0 +1,110 @@
+"""Differential privacy with real processes: noise on devices, noise on servers under masks, and a budget that ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.federation import SIZE, Federation, update
+
+from covey.core import dp
+from covey.federated.accumulator import Accumulator
+from covey.federated.compress import KINDS, Compressor, decode
+from covey.federated.privacy.noise import clipped
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def trained(federation: Federation, devices: int) -> dict[int, dict[int, bool]]:
+    """All rounds of these devices, each sending its difference to the model; who was counted in which iteration."""
+    counted: dict[int, dict[int, bool]] = {}
+
+    def live(number: int) -> None:
+        with federation.device(number, number + 1) as device:
+            for task in device.rounds():
+                sent = task.send(task.flat + update(number, task.iteration), loss=1.0)
+                counted.setdefault(task.iteration, {})[number] = sent
+
+    threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(devices)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert not any(thread.is_alive() for thread in threads), federation.tails()
+    return counted
+
+
+def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
+    federation = Federation(
+        shell, 1, 3, encrypt_type="DP_ENCRYPT", dp_eps=8.0, dp_delta=1e-5, dp_norm_clip=2.0, fl_iteration_num=3
+    )
+    counted = trained(federation, 3)
+    assert sorted(counted) == [1, 2, 3]
+    instance = federation.instance()
+    assert instance["privacy"]["epsilon"] == pytest.approx(dp.epsilon(np.sqrt(3) / dp.multiplier(8.0, 1e-5), 1e-5))
+    assert instance["privacy"]["delta"] == 1e-5 and "loss" not in instance["metrics"], "a loss has no noise on it"
+    with federation.device("judge") as device:
+        flat = device.model(3)[1]["w"].reshape(-1)
+    deviation = 2 * 2.0 * dp.multiplier(8.0, 1e-5) / np.sqrt(3) * np.sqrt(3)  # mean of three, three rounds in a row
+    signal = sum(clipped(update(number, n), 2.0) for number in range(3) for n in (1, 2, 3)) / 3
+    assert (flat - signal).std() == pytest.approx(deviation, rel=0.1)
+
+
+def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) -> None:
+    """Devices clip what nobody sees; the same noise whoever adds the parts; the third round would be too much."""
+    budget = dp.epsilon(np.sqrt(2.5) / 3.0, 1e-5)
+    federation = Federation(
+        shell,
+        2,
+        4,
+        encrypt_type="PW_ENCRYPT",
+        dp_noise=3.0,
+        dp_delta=1e-5,
+        dp_norm_clip=2.0,
+        dp_budget=budget,
+        fl_iteration_num=9,
+    )
+    counted = trained(federation, 4)
+    assert sorted(counted) == [1, 2], federation.tails()
+    instance = federation.instance()
+    assert instance["instanceStatus"] == "kFinish"
+    assert (
+        instance["privacy"]["epsilon"] == pytest.approx(dp.epsilon(np.sqrt(2) / 3.0, 1e-5))
+        and instance["privacy"]["budget"] == budget
+    )
+    text = httpx2.get(f"http://127.0.0.1:{federation.manage}/metrics").text
+    assert f"covey_federated_epsilon {instance['privacy']['epsilon']:.4g}"[:-1] in text
+    with federation.device("judge") as device:
+        flat = device.model(2)[1]["w"].reshape(-1)
+    signal = sum(clipped(update(number, n), 2.0) for number in range(4) for n in (1, 2)) / 4
+    assert len(flat) == SIZE and (flat - signal).std() == pytest.approx(2.0 * 3.0 / 4 * np.sqrt(2), rel=0.1)
+    answer = federation.ask("/newInstance", {"fl_iteration_num": 1})
+    assert "the budget is" in answer["error_message"]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_small_uploads_make_the_model_that_their_contents_say(shell: Shell, kind: str) -> None:
+    """Two rounds, so that what was not sent in the first is sent in the second."""
+    federation = Federation(shell, 1, 2, upload_compress_type=kind, upload_sparse_rate=0.25, fl_iteration_num=2)
+    assert sorted(trained(federation, 2)) == [1, 2]
+    wanted = np.zeros(SIZE, np.float32)
+    compressors = [Compressor(), Compressor()]
+    for iteration in (1, 2):
+        total = Accumulator(SIZE)
+        for number, compressor in enumerate(compressors):
+            # The device's own subtraction: what it trained less what it was given.
+            change = (wanted + update(number, iteration)) - wanted
+            arrays = compressor.encode(change, kind, 0.25, iteration)
+            compressor.sent()
+            total.add(wanted + decode(arrays, SIZE, kind, 0.25, iteration), number + 1)
+        wanted = total.mean().astype(np.float32)
+    with federation.device("judge") as device:
+        assert np.array_equal(device.model(2)[1]["w"].reshape(-1), wanted)

@@ -1,0 +1,236 @@
+"""Parameter servers in processes of their own that die by kill -9 at any moment, while slots move and workers push."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from covey.core.serving import Serving
+from covey.core.shards import Sharing, first, rescale
+from covey.params.client import Client, Given
+from covey.params.messages import Begin, Spec
+from covey.params.optimizers import Adam, Array, LazyAdam
+from covey.params.peers import AGAIN_S, Peer
+
+WAIT_S = 60.0
+WORKERS = 3
+STEPS = 60
+WHOLE = Spec("w", 1000, 1, "float32", False, Adam(0.1), Begin("given"))
+TABLE = Spec("t", 3000, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
+
+# A server. It finds the others by files, hears sharings on its input and says on its output which it has settled.
+SERVER = """
+import pathlib, sys, time
+import msgspec
+from covey.core.serving import Serving
+from covey.core.shards import Sharing
+from covey.params.peers import Peer
+from covey.params.server import Server
+
+folder, rank, lives, serving, sharing = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+
+def find(server):
+    while True:
+        try:
+            return msgspec.json.decode((folder / str(server)).read_bytes(), type=Peer)
+        except (OSError, msgspec.DecodeError):
+            if (folder / f"{server}.left").exists():
+                return None
+            time.sleep(0.01)
+
+serving = msgspec.json.decode(serving, type=Serving)
+server = Server("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharing))
+server.on_settled = lambda version: print(version, flush=True)
+aside = folder / f".{rank}"
+aside.write_bytes(msgspec.json.encode(server.peer))
+aside.rename(folder / str(rank))
+server.recover()
+for line in sys.stdin:
+    server.share(msgspec.json.decode(line, type=Sharing))
+"""
+
+
+class Flock:
+    """What the scheduler does with its servers, with real processes."""
+
+    def __init__(self, folder: Path, servers: int, copies: int = 1) -> None:
+        self.folder = folder
+        self.serving = Serving(servers=servers, workers=WORKERS, copies=copies)
+        self.sharing = first(servers)
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+        self.settled: dict[int, int] = {}
+        self.lives: dict[int, int] = {}
+        self.news = threading.Condition()
+        for rank in range(servers):
+            self.start(rank, self.sharing)
+
+    def start(self, rank: int, sharing: Sharing) -> None:
+        words = [SERVER, str(self.folder), str(rank), str(self.lives.setdefault(rank, 0))]
+        words += [msgspec.json.encode(given).decode() for given in (self.serving, sharing)]
+        started = subprocess.Popen(
+            [sys.executable, "-c", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        with self.news:
+            self.processes[rank] = started
+            self.settled.pop(rank, None)
+        threading.Thread(target=self.listen, args=(rank, started), daemon=True).start()
+
+    def listen(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with self.news:
+                if self.processes.get(rank) is process:
+                    self.settled[rank] = int(line)
+                self.news.notify_all()
+
+    def kill(self, rank: int) -> None:
+        process = self.processes[rank]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / str(rank)).unlink()
+        self.lives[rank] += 1
+        self.start(rank, self.sharing)
+
+    def wait_settled(self, servers: list[int]) -> None:
+        with self.news:
+            there = self.news.wait_for(lambda: all(self.settled.get(rank) == self.sharing.version for rank in servers), WAIT_S)
+            assert there, f"{self.settled} of {servers}, by {self.sharing.version}"
+
+    def come(self, wanted: set[int]) -> None:
+        new = sorted(wanted - self.processes.keys())
+        ring = tuple(sorted({*self.sharing.ring, *wanted}))
+        for rank in new:
+            self.start(rank, msgspec.structs.replace(self.sharing, ring=ring))
+        self.wait_settled(list(self.processes))
+
+    def share(self, wanted: set[int]) -> None:
+        owners, _ = rescale(self.sharing.owners, sorted(wanted))
+        going = tuple(sorted(self.processes.keys() - wanted))
+        self.sharing = Sharing(self.sharing.version + 1, owners, tuple(sorted(wanted)), going)
+        for process in self.processes.values():
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(self.sharing).decode() + "\n")
+
+    def leave(self) -> None:
+        self.wait_settled(list(self.processes))
+        for rank in self.sharing.leaving:
+            (self.folder / f"{rank}.left").touch()
+            (self.folder / str(rank)).unlink()
+            process = self.processes.pop(rank)
+            process.kill()
+            process.wait()
+        self.sharing = msgspec.structs.replace(self.sharing, leaving=())
+
+    def find(self, rank: int) -> Peer | None:
+        while True:
+            try:
+                return msgspec.json.decode((self.folder / str(rank)).read_bytes(), type=Peer)
+            except (OSError, msgspec.DecodeError):
+                if (self.folder / f"{rank}.left").exists():
+                    return None
+                threading.Event().wait(AGAIN_S)
+
+    def train(self, pace: threading.Semaphore | None = None) -> None:
+        self.found: dict[int, tuple[Array, Array]] = {}
+        self.errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            try:
+                client = Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing)
+                client.declare(WHOLE, np.arange(1000, dtype=np.float32), first=rank == 0)
+                client.declare(TABLE, None, first=rank == 0)
+                for step in range(STEPS):
+                    if pace is not None and rank == 0:
+                        pace.acquire()
+                    client.push(step, gradients(client, step, rank)).wait()
+                self.found[rank] = values(client, STEPS)
+            except BaseException as error:
+                self.errors.append(error)
+
+        self.threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(WORKERS)]
+        for thread in self.threads:
+            thread.start()
+
+    def over(self) -> tuple[Array, Array]:
+        for thread in self.threads:
+            thread.join(WAIT_S)
+        assert not self.errors, self.errors
+        assert not any(thread.is_alive() for thread in self.threads), "the training hangs"
+        return self.found[0]
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def gradients(client: Client, step: int, rank: int) -> list[Given]:
+    w = np.empty(1000, np.float32)
+    client.pull_whole(step, [("w", w)])
+    rows = np.unique(np.random.default_rng((step, rank)).integers(0, 3000, 64))
+    return [
+        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
+        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
+    ]
+
+
+def values(client: Client, step: int) -> tuple[Array, Array]:
+    w = np.empty(1000, np.float32)
+    client.pull_whole(step, [("w", w)])
+    return w, client.pull_rows(step, "t", np.arange(3000))
+
+
+@contextlib.contextmanager
+def flock(folder: Path, servers: int) -> Iterator[Flock]:
+    folder.mkdir()
+    made = Flock(folder, servers)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "1").split(",")])
+def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
+    with flock(tmp_path / "still", 2) as still:
+        still.train()
+        expected = still.over()
+    chance = random.Random(seed)
+    with flock(tmp_path / "moving", 2) as moving:
+        pace = threading.Semaphore(1)
+        moving.train(pace)
+        count = 2
+        for _ in range(4):
+            here = sorted(moving.processes)
+            if len(here) < 4 and (len(here) < 3 or chance.random() < 0.5):
+                wanted = {*here, count}
+                count += 1
+            else:
+                wanted = set(here) - {chance.choice(here)}
+            for _ in range(chance.randint(1, 8)):
+                pace.release()
+            moving.come(wanted)
+            moving.share(wanted)
+            for _ in range(chance.randint(0, 2)):  # one at a time: two who hold each other's copy would lose them
+                threading.Event().wait(chance.choice([0.0, 0.005, 0.02, 0.1]))
+                moving.kill(chance.choice(sorted(moving.processes)))
+                if chance.random() < 0.5:
+                    pace.release()
+                moving.wait_settled(list(moving.processes))
+            moving.leave()
+        for _ in range(STEPS):
+            pace.release()
+        found = moving.over()
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,98 @@
+"""A secure round without a wire: devices as sessions, and the scheduler's machine between them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.core.secure import (
+    ClientList,
+    ExchangeKeys,
+    GetClientList,
+    GetKeys,
+    GetSecrets,
+    KeyList,
+    Phase,
+    ReconstructSecrets,
+    ShareList,
+    ShareSecrets,
+    Verdict,
+)
+from covey.core.secure_round import SecureRound, Spoken
+from covey.federated.privacy import ring
+from covey.federated.privacy.ring import Told, Words
+from covey.federated.privacy.session import Session, units, unmask
+
+REACH = 16.0
+
+
+class Sim:
+    """Devices by number; each may stop at any phase."""
+
+    def __init__(self, count: int, size: int = 5, *, least: int = 1, reconstruct: int = 0, seed: int = 0) -> None:
+        self.round = SecureRound(
+            "cluster/1", wanted=count, least=least, share_ratio=0.1, reconstruct=reconstruct, window_s=10.0
+        )
+        self.names = [f"device-{number}" for number in range(count)]
+        self.sessions = {name: Session(name) for name in self.names}
+        draw = np.random.default_rng(seed)
+        self.values: dict[str, NDArray[np.float32]] = {
+            name: draw.uniform(-3, 3, size).astype(np.float32) for name in self.names
+        }
+        self.sizes = {name: number + 1 for number, name in enumerate(self.names)}
+        self.total: Words = np.zeros(size + ring.TOLD, np.uint32)
+        self.uploads: dict[str, Words] = {}
+        self.plain: Words = np.zeros(size + ring.TOLD, np.uint32)
+        self.now = 0.0
+        self._phase = self.round.phase
+
+    def ask(self, kind: type, name: str, **more: object) -> Spoken:
+        return self.round.hear(
+            kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more), self.now
+        )
+
+    def keys(self, names: list[str]) -> None:
+        for name in names:
+            one = self.sessions[name]
+            assert self.ask(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is Verdict.TAKEN
+        self._wait()
+
+    def shares(self, names: list[str]) -> None:
+        for name in names:
+            keys = self.ask(GetKeys, name).payload
+            assert isinstance(keys, KeyList)
+            shares = self.sessions[name].share(keys)
+            assert self.ask(ShareSecrets, name, encrypted_shares=shares).verdict is Verdict.TAKEN
+        self._wait()
+
+    def upload(self, names: list[str]) -> None:
+        for name in names:
+            shares = self.ask(GetSecrets, name).payload
+            assert isinstance(shares, ShareList)
+            one = self.sessions[name]
+            one.take(shares)
+            words = ring.encode(self.values[name], Told(1.0, 0.5), self.sizes[name], units(one.keys, REACH))
+            self.uploads[name] = one.mask(words)
+            self.plain += words
+            self.total += self.uploads[name]
+        self.round.fix(set(names), self.now)
+
+    def reveal(self, names: list[str]) -> None:
+        for name in names:
+            listed = self.ask(GetClientList, name).payload
+            assert isinstance(listed, ClientList)
+            told = self.sessions[name].reveal(listed.clients)
+            verdict = self.ask(ReconstructSecrets, name, reconstruct_secret_shares=told).verdict
+            assert verdict is Verdict.TAKEN
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the phase's window ends, unless all came: then the next has begun, and goes on."""
+        self.now += 11.0
+        if self.round.phase is self._phase or self.round.phase is Phase.UNMASKING:
+            self.round.tick(self.now)
+        self._phase = self.round.phase
+
+    def bare(self) -> Words:
+        assert self.round.unmasking is not None
+        return unmask(self.total, self.round.unmasking)

@@ -1,0 +1,136 @@
+"""Cells: a change is made from the version it was made from, or not at all; and journals that only the leader may write."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from covey.core.effects import Publish
+from covey.core.model import ClusterRecord, Phase
+from covey.errors import StoreError, UsageError
+from covey.store.cells import Cells, FileCells, open_cells
+from covey.store.journal import Fenced, Journal, open_journal
+from covey.store.shared_journal import SharedJournal, open_shared
+
+
+def record(generation: int, phase: Phase = Phase.READY) -> ClusterRecord:
+    return ClusterRecord("c", "j", 2, 0, phase, generation)
+
+
+def local(folder: Path, token: int) -> Journal:
+    return open_journal(folder, job="j", worker_num=2, server_num=0, token=token)
+
+
+async def shared(cells: Cells, token: int) -> SharedJournal:
+    return await open_shared(cells, token=token, job="j", worker_num=2, server_num=0)
+
+
+def test_a_change_from_an_old_version_is_not_made(tmp_path: Path) -> None:
+    async def check() -> None:
+        one, two = FileCells(tmp_path), FileCells(tmp_path)
+        assert await one.get("lease") == (b"", 0)
+        assert await one.put("lease", b"a", 0) == 1
+        assert await two.put("lease", b"b", 0) is None
+        assert await two.get("lease") == (b"a", 1)
+        assert await two.put("lease", b"b", 1) == 2
+        assert await one.get("lease") == (b"b", 2)
+
+    asyncio.run(check())
+
+
+def test_who_was_stopped_for_long_cannot_take_a_version_that_has_come_and_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        late, quick = FileCells(tmp_path), FileCells(tmp_path)
+        await quick.put("lease", b"0", 0)
+        for version in range(1, 20):
+            assert await quick.put("lease", b"%d" % version, version) == version + 1
+        newest = late._newest
+        seen = iter([3])  # it looked when version 3 was the newest, and was stopped between looking and writing
+        monkeypatch.setattr(late, "_newest", lambda key: next(seen, None) or newest(key))
+        assert await late.put("lease", b"late", 3) is None
+        assert await quick.get("lease") == (b"19", 20)
+
+    asyncio.run(check())
+    assert len(list(tmp_path.iterdir())) == 1, "old versions and drafts are removed"
+
+
+def test_of_many_who_write_at_once_one_does(tmp_path: Path) -> None:
+    async def check() -> None:
+        cells = [FileCells(tmp_path) for _ in range(8)]
+        for version in range(10):
+            done = await asyncio.gather(*(one.put("lease", b"x", version) for one in cells))
+            assert sorted(v for v in done if v is not None) == [version + 1]
+
+    asyncio.run(check())
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be read or written"):
+        FileCells(tmp_path / "file" / "lease")
+
+
+def test_the_stores_that_exist(tmp_path: Path) -> None:
+    assert isinstance(open_cells("file", folder=str(tmp_path), job="j"), FileCells)
+    with pytest.raises(UsageError, match="no store: file, etcd"):
+        open_cells("redis://x", folder="", job="j")
+
+
+def test_a_journal_refuses_the_leader_of_before(tmp_path: Path) -> None:
+    old = local(tmp_path, 1)
+    old.commit([record(1)])
+    new = local(tmp_path, 2)
+    with pytest.raises(Fenced, match="another scheduler leads, with token 2: this one's is 1"):
+        old.commit([record(7)])
+    new.commit([record(2)])
+    assert new.read() == (record(2),)
+    with pytest.raises(Fenced):
+        local(tmp_path, 1)
+
+
+def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path: Path) -> None:
+    async def check() -> None:
+        cells = FileCells(tmp_path)
+        old = await shared(cells, 1)
+        old.note(Publish("cluster", "formed", "all are here"))
+        await old.commit([record(1)])
+        new = await shared(cells, 2)
+        assert new.read() == (record(1),) and [line[2] for line in new.story()] == ["formed"]
+        with pytest.raises(Fenced, match="another scheduler leads, with token 2"):
+            await old.commit([record(7)])
+        await new.commit([record(2)])
+        with pytest.raises(Fenced, match="another scheduler has led since"):
+            await shared(cells, 1)
+        with pytest.raises(StoreError, match="belongs to another job"):
+            await open_shared(cells, token=3, job="other", worker_num=2, server_num=0)
+        await (await shared(cells, 3)).commit([record(3, Phase.ENDED)])
+        assert (await shared(cells, 4)).read() == (), "what has ended is not taken over"
+
+    asyncio.run(check())
+
+
+def test_a_write_whose_answer_was_lost_is_known_as_ones_own(tmp_path: Path) -> None:
+    class Lossy(FileCells):
+        lose = False
+
+        async def put(self, key: str, value: bytes, version: int) -> int | None:
+            found = await super().put(key, value, version)
+            if self.lose:
+                self.lose = False
+                raise StoreError("no answer")
+            return found
+
+    async def check() -> None:
+        cells = Lossy(tmp_path)
+        journal = await shared(cells, 1)
+        cells.lose = True
+        with pytest.raises(StoreError):
+            await journal.commit([record(1)])
+        await journal.commit([record(2)])
+        assert (await shared(cells, 2)).read() == (record(2),)
+
+    asyncio.run(check())

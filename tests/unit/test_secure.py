@@ -1,0 +1,272 @@
+"""Secure aggregation without a wire: Shamir, masks, dropouts at every phase, and what must never be told."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.secure import REACH, Sim
+
+from covey.core import graph, shamir
+from covey.core.secure import GetSecrets, KeyList, PlainShare, ReconstructSecrets, RemoteKeys, ShareSecrets, Verdict
+from covey.core.secure_round import SecureRound
+from covey.errors import PeerError, UsageError
+from covey.federated.privacy import masks, ring
+from covey.federated.privacy.ring import Told
+from covey.federated.privacy.session import Session, units
+from covey.federated.private_trial import Treatment
+from covey.federated.simulate import simulate
+from covey.federated.strategies import FedAvg
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
+SECRET = st.binary(min_size=32, max_size=32)
+
+
+@given(SECRET, st.integers(1, 8), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_any_needed_shares_give_the_secret_back(secret: bytes, needed: int, more: int, draw: random.Random) -> None:
+    shares = shamir.split(secret, range(1, needed + more + 1), [draw.randrange(shamir.PRIME) for _ in range(needed - 1)])
+    chosen = dict(draw.sample(sorted(shares.items()), needed))
+    assert shamir.join(chosen) == secret
+    with contextlib.suppress(ValueError):  # what fewer give is mostly not even a secret
+        assert needed == 1 or shamir.join(dict(list(chosen.items())[1:])) != secret
+
+
+@given(SECRET, SECRET)
+def test_fewer_shares_than_needed_fit_every_secret(one: bytes, other: bytes) -> None:
+    """For any two secrets there are polynomials that agree at all places but one: those shares decide nothing."""
+    first = shamir.split(one, [1, 2, 3], [5, 7])
+    known = {place: first[place] for place in (1, 2)}
+    third = shamir.weights([1, 2, 3])
+    # The share at 3 that would make the same two shares belong to the other secret.
+    lacking = int.from_bytes(other, "big") - sum(
+        w * int.from_bytes(s, "big") for w, s in zip(third, known.values(), strict=False)
+    )
+    at_three = (lacking * pow(third[2], -1, shamir.PRIME) % shamir.PRIME).to_bytes(33, "big")
+    assert shamir.join({**known, 3: at_three}) == other
+
+
+def test_shares_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a number of the field"):
+        shamir.join({1: b"\xff" * 33})
+    with pytest.raises(ValueError, match="places begin at 1"):
+        shamir.split(bytes(32), [0], [5])
+
+
+@given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
+def test_a_round_cannot_overflow(devices: int, samples: int, reach: float) -> None:
+    """Every device at the edge of what it may send, all with the same sign."""
+    units_ = ring.scale(reach, devices * samples, devices)
+    edge = np.array([np.float32(reach)], np.float32)
+    edge = np.minimum(edge, np.nextafter(np.float32(reach), np.float32(0)))
+    one = ring.encode(edge, Told(1.0, 1024.0), samples, units_)
+    total = np.zeros_like(one)
+    for _ in range(devices):
+        total += one
+    values, told = ring.decode(total, units_)
+    assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / units_.values)
+    assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / units_.told)
+
+
+@pytest.mark.parametrize("value", [16.5, -16.5, float("nan"), float("inf")])
+def test_values_that_do_not_fit_are_refused_not_cut(value: float) -> None:
+    with pytest.raises(UsageError, match="nothing was sent"):
+        ring.encode(np.array([1.0, value], np.float32), Told(), 5, ring.scale(REACH, 100, 10))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.integers(4, 9))
+def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObject, count: int) -> None:
+    """Each phase loses anyone; as long as enough remain, the sum is exact, and else there is none and a reason."""
+    sim = Sim(count, seed=count)
+
+    def some(names: list[str]) -> list[str]:
+        kept: list[str] = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
+        return kept
+
+    keyed = some(sim.names)
+    sim.keys(keyed)
+    if len(keyed) < 3:
+        return  # too few to hide among: a device refuses
+    sharing = some(keyed)
+    sim.shares(sharing)
+    needed = graph.default_needed(len(keyed))
+    if len(sharing) < needed:
+        with pytest.raises(PeerError, match="shared secrets"):
+            sim.upload(sharing)
+        return
+    sending = some(sharing)
+    sim.upload(sending)
+    if len(sending) < needed:
+        assert "are needed to take masks off" in sim.round.failed and sim.round.list is None
+        return
+    telling = some(sending)
+    sim.reveal(telling)
+    if len(telling) < needed:
+        assert f"{needed} are needed" in sim.round.failed and sim.round.unmasking is None
+        return
+    assert np.array_equal(sim.bare(), sim.plain)
+    values, told = ring.decode(sim.bare(), units(sim.sessions[sending[0]].keys, REACH))
+    wanted = sum(sim.values[name].astype(float) * sim.sizes[name] for name in sending)
+    assert values == pytest.approx(wanted, abs=1e-4)
+    assert told.loss == pytest.approx(0.5 * sum(sim.sizes[name] for name in sending), abs=1e-2)
+
+
+def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [graph.degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
+    monkeypatch.setattr(graph, "degree", lambda count: 10)
+    sim = Sim(40)
+    sim.keys(sim.names)
+    assert len(sim.round._key_list("device-0").remote_publickeys) == 10
+    sim.shares(sim.names)
+    gone = sim.round._ring[3], sim.round._ring[20]
+    sending = [name for name in sim.names if name not in gone]
+    sim.upload(sending)
+    sim.reveal(sending)
+    assert np.array_equal(sim.bare(), sim.plain)
+
+
+@given(st.integers(2, 60), st.integers(1, 30))
+def test_neighbours_are_mutual(size: int, half: int) -> None:
+    names = [str(number) for number in range(size)]
+    near = [graph.neighbours(names, place, 2 * half) for place in range(size)]
+    assert all(place in near[other] for place in range(size) for other in near[place])
+    assert all(len(found) == min(2 * half, size - 1) and place not in found for place, found in enumerate(near))
+
+
+def test_an_upload_says_nothing_about_its_values() -> None:
+    """The same values, masked in two rounds, look like noise both times."""
+    first, second = Sim(3, 4000), Sim(3, 4000)
+    for sim in (first, second):
+        sim.values = {name: np.zeros(4000, np.float32) for name in sim.names}
+        sim.keys(sim.names)
+        sim.shares(sim.names)
+        sim.upload(sim.names)
+        counts = np.bincount(sim.uploads["device-0"].view(np.uint8), minlength=256)
+        assert counts.min() > 30, "every byte value occurs about 62 times"
+    assert (first.uploads["device-0"] != second.uploads["device-0"]).mean() > 0.99
+
+
+def test_a_device_answers_one_list_and_refuses_a_second() -> None:
+    sim = Sim(5)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names)
+    one = sim.sessions["device-0"]
+    everyone = tuple(sim.names)
+    told = one.reveal(everyone)
+    assert one.reveal(everyone) == told, "the same list may be asked for again"
+    with pytest.raises(PeerError, match="second list"):
+        one.reveal(everyone[:4])
+
+
+def test_a_device_refuses_lists_and_numbers_that_would_give_it_away() -> None:
+    sim = Sim(6)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names)
+    one = sim.sessions["device-0"]
+    with pytest.raises(PeerError, match="lacks this device"):
+        one.reveal(tuple(sim.names[1:]))
+    with pytest.raises(PeerError, match="are needed: no share was told"):
+        one.reveal(tuple(sim.names[:3]))
+    keys = one.keys
+    for wrong in (3, 7):
+        with pytest.raises(PeerError, match="only more than half"):
+            Session("device-0").share(KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys))
+    twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
+    with pytest.raises(PeerError, match="twice"):
+        Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
+
+
+def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> None:
+    sim = Sim(4)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    shares = sim.ask(GetSecrets, "device-1").payload
+    with pytest.raises(PeerError, match="were not made by it"):
+        sim.sessions["device-2"].take(shares)  # type: ignore[arg-type]
+    a, b = bytes(range(32)), bytes(range(32, 64))
+    sealed = bytearray(masks.seal(b"x" * 66, a, masks.public(b), "s", "a", "b"))
+    assert masks.unseal(bytes(sealed), b, masks.public(a), "s", "a", "b") == b"x" * 66
+    for wrong in (("t", "a", "b"), ("s", "b", "a")):
+        with pytest.raises(ValueError, match="were not made"):
+            masks.unseal(bytes(sealed), b, masks.public(a), *wrong)
+    sealed[3] ^= 1
+    with pytest.raises(ValueError, match="were not made"):
+        masks.unseal(bytes(sealed), b, masks.public(a), "s", "a", "b")
+
+
+def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
+    sim = Sim(6)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names[1:])
+    kept = sim.round.list
+    assert kept is not None
+    sim.round = SecureRound.resume(kept, 10.0, sim.now)
+    assert sim.round.fix(set(sim.names[1:]), sim.now) == kept and not sim.round.failed
+    sim.reveal(sim.names[1:])
+    assert np.array_equal(sim.bare(), sim.plain)
+    other = SecureRound.resume(kept, 10.0, sim.now)
+    other.fix(set(sim.names[2:]), sim.now)
+    assert "not those of the list" in other.failed
+
+
+def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
+    sim = Sim(4)
+    assert sim.ask(GetSecrets, "device-0").verdict is Verdict.WAIT
+    sim.keys(sim.names)
+    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.WRONG
+    sim.shares(sim.names[1:])
+    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.LATE
+    assert sim.ask(GetSecrets, "device-0").verdict is Verdict.LATE
+    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is Verdict.WRONG
+    sim.upload(sim.names[1:])
+    share = (PlainShare("device-1", bytes(33)),)
+    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is Verdict.WRONG
+    sim.sizes["nobody"] = 1
+    assert sim.ask(GetSecrets, "nobody").verdict is Verdict.LATE
+
+
+def test_a_wrong_key_of_a_dropped_device_is_noticed() -> None:
+    sim = Sim(6)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names[1:])
+    sim.reveal(sim.names[1:])
+    assert sim.round.unmasking is not None
+    sim.round.unmasking.keys["device-0"] = bytes(32)
+    with pytest.raises(ValueError, match="is not its own"):
+        sim.bare()
+
+
+def test_the_published_vectors_hold() -> None:
+    found = json.loads(VECTORS.read_text())
+    raw = {name: base64.b64decode(value) for name, value in found["bytes"].items()}
+    session = found["session"]
+    assert masks.public(raw["private_a"]) == raw["public_a"]
+    assert masks.agreed(raw["private_a"], raw["public_b"]) == masks.agreed(raw["private_b"], raw["public_a"])
+    assert masks.agreed(raw["private_a"], raw["public_b"]) == raw["agreed"]
+    assert masks.pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
+    assert masks.self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
+    assert masks.seal(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
+    assert raw["public_a"] != raw["public_b"]
+    split = shamir.split(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
+    assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
+    units_ = ring.scale(found["reach"], found["samples"], found["devices"])
+    assert list(units_) == found["units"]
+    words = ring.encode(np.array(found["values"], np.float32), Told(*found["told"]), found["weight"], units_)
+    assert words.tolist() == found["words"]
+
+
+def test_a_simulated_secure_federation_learns_the_same() -> None:
+    plain = list(simulate(6, 2, FedAvg(), epochs=1))
+    masked = list(simulate(6, 2, FedAvg(), epochs=1, treatment=Treatment(secure=True)))
+    assert [one.accuracy for one in masked] == pytest.approx([one.accuracy for one in plain], abs=0.003)
