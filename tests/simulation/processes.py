@@ -476,11 +476,11 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
         running = all(settled(child, scheduler) for child in node.children.values() if child.alive and child.attaches)
         return running and wish.agent in cluster.agents
     member = cluster.members.get((wish.role, wish.node_id))
-    if scheduler.world.meets and len(node.met) < cluster.size(wish.role):
-        return False
     if wish.role is Role.SPARE:
         spare = member is not None and member.present and (member.life, member.incarnation) == (wish.life, wish.incarnation)
         return spare and wish.generation == cluster.generation
+    if scheduler.world.meets and len(node.met) < cluster.size(wish.role):
+        return False
     return (
         member is not None
         and (member.life, member.rank, member.incarnation) == (wish.life, wish.rank, wish.incarnation)
