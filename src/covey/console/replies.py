@@ -44,7 +44,7 @@ class NodeReply(msgspec.Struct, frozen=True, rename="camel"):
 
     node_id: str
     rank_id: Annotated[str, Meta(description="A number; -1 before the cluster has formed.")]
-    role: Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER"]
+    role: Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]
     alive: Literal["true", "false"]
 
 
@@ -102,11 +102,12 @@ class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: Annotated[str, Meta(max_length=REASON_MAX)] = ASKED
 
 
-_ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER"]] = {
+_ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]] = {
     Role.SCHEDULER: "SCHEDULER",
     Role.WORKER: "WORKER",
     Role.PSERVER: "PSERVER",
     Role.SERVER: "SERVER",
+    Role.SPARE: "SPARE",
 }
 
 

@@ -164,7 +164,9 @@ class Machine(Watch):
         if was is NodeState.DEAD:
             self._persist(MemberRecord.of(member))
         if again:
-            self._publish(member.name, "re-attached", f"rank {member.rank} goes on")
+            self._publish(
+                member.name, "re-attached", f"{'spare' if member.role is Role.SPARE else 'rank'} {member.rank} goes on"
+            )
         self._send(link, self._places().formed(member))
         self._settle("every member is here again")
 
@@ -207,7 +209,7 @@ class Machine(Watch):
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts)
+            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts, wish.spares)
             agent = Agent(wish.agent, wish.life, wish.host, *held)
             self.cluster.agents[agent.id] = agent
             if self.cluster.phase is Phase.FORMING:
@@ -267,6 +269,8 @@ class Machine(Watch):
         speaker.beat_at = self._now
         if isinstance(speaker, Member):
             self._reached = max(self._reached, beat.progress.step)
+            if beat.progress.stands_by and not speaker.progress.stands_by:
+                self._publish(speaker.name, "stands by", beat.progress.phase)
             if speaker.progress != beat.progress:
                 speaker.progress, speaker.changed_at = beat.progress, self._now
             if beat.progress.loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:

@@ -146,7 +146,9 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         incarnation=member.incarnation,
         pid=member.pid,
         agent=member.agent,
-        log=agent.logs.replace("{rank}", member.node_id) if agent and member.rank >= 0 else "",
+        log=agent.logs.replace("{rank}", member.node_id)
+        if agent and member.rank >= 0 and member.role is not Role.SPARE
+        else "",
         busy_s=member.progress.busy_s,
         straggles=straggles(member.progress.busy_s, usual_s),
         host_id=member.host.id,
