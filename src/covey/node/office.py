@@ -58,7 +58,7 @@ class Office:
         self._sockets = sockets
         self._kept = kept
         self._job = settings.job or str(Path(sys.argv[0]).resolve())
-        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
+        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery or settings.lease else "")
         self._cluster_id = uuid.uuid4().hex[:12]
         self._token = settings.token or secrets.token_urlsafe(24)
 
@@ -76,17 +76,19 @@ class Office:
     async def stand_by(self) -> int:
         """One of several schedulers: wait until this one leads, act while it does, and wait again."""
         store = self._settings.lease or ("file" if self._folder else "")
-        if not store:
+        if not store or (store.startswith("file") and not self._folder):
             raise UsageError(
                 "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
-                " MS_ENABLE_RECOVERY=1 and MS_RECOVERY_PATH"
+                " COVEY_LEASE=file and MS_RECOVERY_PATH"
             )
         cells = open_cells(store, folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
-        leading = Leading(cells, where=self._where(manage), duration_s=self._settings.lease_s)
-        for number in _signals():
-            asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
+        leading = Leading(
+            cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s
+        )
         while True:
+            for number in _signals():
+                asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
             try:
                 async with self._tells_where(manage, leading):
                     token = await leading.win()
@@ -94,19 +96,24 @@ class Office:
                 end = await self._lead(cells, leading, manage, token)
             except SteppedDown as error:
                 log.warning("%s: this scheduler leads no longer, and stands by", error)
-            except Over:
+            except Over as over:
                 log.info("the cluster has ended: this scheduler need not stand by any more")
-                return 0
+                return over.code
             else:
-                await leading.give_back(over=True)
+                await leading.end(end.code)
                 return end.code
 
     async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> End:
         found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster(leading.predecessor)
         sockets = Sockets(_copies(found), _copies(manage))
-        journal = await self._leaders_journal(cells, token, leading.predecessor)
         try:
-            return await self._run(sockets, journal, Term(token, leading.leads, self._settings.lease_s / PULSES))
+            journal = await self._leaders_journal(cells, token, leading.predecessor)
+        except Fenced as error:
+            leading.outbid(error.newest)
+            raise SteppedDown(str(error)) from None
+        try:
+            leads = functools.partial(leading.leads, token)
+            return await self._run(sockets, journal, Term(token, leads, self._settings.lease_s / PULSES))
         finally:
             journal.close()
             for sock in (*sockets.cluster, *sockets.manage, *(found if self._sockets is None else ())):
@@ -128,6 +135,13 @@ class Office:
     def _own_host(self) -> str:
         hosts = [host for host, _ in address.several(self._settings.sched_host, 0)]
         return next((host for host in hosts if address.is_local(host)), hosts[0])
+
+    def _addresses(self) -> str:
+        """Where the schedulers of this cluster are, by which each of them knows the others from strangers."""
+        if self._sockets is not None and "," not in self._settings.sched_host:
+            return self._sockets.address
+        found = address.several(self._settings.sched_host, self._settings.sched_port)
+        return ",".join(sorted(address.join(host, port) for host, port in found))
 
     def _where(self, manage: list[socket.socket]) -> str:
         """This scheduler's REST port, for those who ask another."""
@@ -152,23 +166,19 @@ class Office:
 
     async def _leaders_journal(self, cells: Cells, token: int, predecessor: str) -> Journal | SharedJournal:
         settings = self._settings
-        try:
-            if isinstance(cells, FileCells):
-                try:
-                    return self._local_journal(token)
-                except StoreError as error:
-                    if isinstance(error, Fenced) or not end_predecessor(predecessor):
-                        raise
-                    return self._local_journal(token)
-            size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-            return await open_shared(cells, token=token, job=self._job, **size)
-        except Fenced as error:
-            raise SteppedDown(str(error)) from None
+        if isinstance(cells, FileCells):
+            try:
+                return self._local_journal(token)
+            except StoreError as error:
+                if isinstance(error, Fenced) or not end_predecessor(predecessor):
+                    raise
+                return self._local_journal(token)
+        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
+        return await open_shared(cells, token=token, job=self._job, **size)
 
     def _local_journal(self, token: int = 0) -> Journal:
-        settings, folder = self._settings, self._folder or self._settings.recovery_path
-        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-        return open_journal(folder, job=self._job, token=token, **size)
+        size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}
+        return open_journal(self._folder, job=self._job, token=token, **size)
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept

@@ -70,7 +70,7 @@ class SharedJournal:
         value, version = await self._cells.get(KEY)
         found = _unpacked(value)
         if found.token != self._page.token:
-            raise Fenced(f"another scheduler leads, with token {found.token}: this one's is {self._page.token}")
+            raise Fenced(found.token, self._page.token)
         self._version = version
         return await self._retry()
 
@@ -90,7 +90,7 @@ async def open_shared(cells: Cells, *, token: int, job: str, worker_num: int, se
     page = _unpacked(value) if value else _Page(0, {}, [])
     kept = page.records.get("cluster")
     if page.token > token:
-        raise Fenced(f"another scheduler has led since, with token {page.token}: this one's is {token}")
+        raise Fenced(page.token, token)
     if isinstance(kept, ClusterRecord):
         if kept.phase is Phase.ENDED:
             page = _Page(token, {}, [])
