@@ -186,7 +186,9 @@ PATH = Kind(path, "a path without control characters is")
 TEXT = Kind(str, "any text is")
 LADDER = Kind(rungs, f"any of {', '.join(Strategy)}, separated by commas, are")
 STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or more, or a negative number for never, is")
-LEASE = Kind(seconds(lambda value: value >= 1), "1 second or more is")  # it has four pulses, and the scheduler's clock four ticks
+LEASE = Kind(
+    seconds(lambda value: value >= 1), "1 second or more is"
+)  # it has four pulses, and the scheduler's clock four ticks
 PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable characters is")
 COUNT = Kind(whole(1, NODES_MAX), f"a whole number from 1 to {NODES_MAX} is")
 COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX} is")

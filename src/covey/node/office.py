@@ -58,7 +58,9 @@ class Office:
         self._sockets = sockets
         self._kept = kept
         self._job = settings.job or str(Path(sys.argv[0]).resolve())
-        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery or settings.lease else "")
+        self._folder = (
+            kept.journal if kept is not None else (settings.recovery_path if settings.recovery or settings.lease else "")
+        )
         self._cluster_id = uuid.uuid4().hex[:12]
         self._token = settings.token or secrets.token_urlsafe(24)
 
@@ -83,9 +85,7 @@ class Office:
             )
         cells = open_cells(store, folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
-        leading = Leading(
-            cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s
-        )
+        leading = Leading(cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s)
         while True:
             for number in _signals():
                 asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
