@@ -44,6 +44,7 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     import torch
 
     from bench.scripts.donor import a_state
+    from covey.core.messages import Giver
     from covey.train.transfer import fetch
     from covey.train.tree import path_of
 
@@ -51,12 +52,13 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     try:
         assert donor.stdout is not None
         port, token, raw_port = donor.stdout.readline().decode().split()
+        giver = Giver(0, ADDRESS, int(port), token)
         homes = {path_of(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
         into = memoryview(bytearray(megabytes * 1_000_000 // 64 * 64))
         times = []
         for _ in range(rounds + 1):
             plain = seconds(lambda: raw(int(raw_port), into))
-            mine = seconds(lambda: fetch(ADDRESS, int(port), token, "state", homes))
+            mine = seconds(lambda: fetch(giver, "state", homes))
             times.append((mine, plain, seconds(lambda: raw(int(raw_port), np.empty(into.nbytes, np.uint8).data))))
     finally:
         donor.communicate(timeout=LIMIT_S)

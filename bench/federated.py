@@ -4,6 +4,7 @@ Updates: devices join first; then their updates are sent over a few keep-alive c
 read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
 persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own; and, with 4
 clients and 3 rounds, its deployment path (SuperLink, SuperNodes, `flwr run`). Simulated: `covey federated simulate`'s rounds.
+Privacy is in `bench.private`, and alone with `--private`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
-from bench import peers
+from bench import peers, private
 from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
+from covey.federated.context import VARIABLE
 from covey.federated.device import Device
 from covey.federated.model import raw
 from covey.federated.simulate import simulate
@@ -40,6 +42,7 @@ from covey.wire.address import free_port
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZES = {"62 k": 62_006, "1 M": 1_000_000}
 CONNECTIONS = 4
+ROLES = ("MS_SERVER", "MS_SCHED")
 
 
 class Running(msgspec.Struct):
@@ -47,10 +50,11 @@ class Running(msgspec.Struct):
 
     urls: list[str]
     servers: list[Any]
+    schedulers: list[Any]
 
 
 @contextmanager
-def cluster(size: int, servers: int, threshold: int, durability: str) -> Iterator[Running]:
+def cluster(size: int, servers: int, threshold: int, durability: str, **settings: Any) -> Iterator[Running]:
     """`covey federated up` with a model of so many values."""
     with tempfile.TemporaryDirectory() as folder:
         save_file({"w": np.zeros(size, np.float32)}, f"{folder}/model.safetensors")
@@ -58,14 +62,15 @@ def cluster(size: int, servers: int, threshold: int, durability: str) -> Iterato
         words = ["--servers", servers, "--threshold", threshold, "--iterations", 1_000_000, "--durability", durability]
         words += ["--port", first, "--scheduler-port", free_port("127.0.0.1"), "--manage-port", 0, "--dir", folder]
         windows = ["start_fl_job_time_window", "update_model_time_window"]
-        words += [word for name in windows for word in ("--set", f"{name}=3600000")]
+        settings |= dict.fromkeys(windows, 3_600_000)
+        words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         command = [sys.executable, "-m", "covey.cli.main", "federated", "up", *map(str, words), f"{folder}/model.safetensors"]
         up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
             assert up.stdout is not None and "started" in up.stdout.readline(), "the cluster did not start"
             children = psutil.Process(up.pid).children()
-            chosen = [p for p in children if '"MS_SERVER"' in p.environ().get("COVEY_FL_CONTEXT", "")]
-            yield Running([f"http://127.0.0.1:{first + n}" for n in range(servers)], chosen)
+            chosen, scheduler = ([p for p in children if f'"{role}"' in p.environ().get(VARIABLE, "")] for role in ROLES)
+            yield Running([f"http://127.0.0.1:{first + n}" for n in range(servers)], chosen, scheduler)
         finally:
             up.terminate()
             up.wait()
@@ -159,8 +164,15 @@ def measure_flower(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small numbers, about a minute")
+    parser.add_argument("--private", action="store_true", help="only what privacy costs")
     options = parser.parse_args()
     about = machine()
+    secure = private.measure(cluster, SIZES["62 k"], few=options.quick)
+    if options.private:
+        aims = private.aims(secure)
+        data: dict[str, Any] = {"machine": about, "private": secure, "aims": [aim._asdict() for aim in aims]}
+        name = "federated-private-quick" if options.quick else "federated-private"
+        return publish(name, data, [aims_table(aims), *private.sections(secure)], lambda figure: _draw_private(figure, secure))
     python = str(peers.python_of("flower", "flwr", "numpy") or "")
     few = options.quick
     updates = {
@@ -192,6 +204,7 @@ def main() -> None:
             two["per_second"] >= 1.6 * one["per_second"],
         ),
     ]
+    aims += private.aims(secure)
     for key, flower in peer.items():
         if flower is not None:
             ours, theirs = rounds[key]["median"], flower["median"]
@@ -214,6 +227,7 @@ def main() -> None:
         table(["model", "servers", "durability", "updates per CPU-second", "CPU us each", "per second"], update_rows),
         table(["model", "clients", "covey, ms per round", "p95", "Flower start_server, ms per round"], round_rows),
         table(["model", "clients", "Flower SuperLink and SuperNodes, ms per round"], [["62 k", "4", _shown(deployed)]]),
+        *private.sections(secure),
         "" if python else "Flower does not install here, so its column is empty.",
     ]
     data = {
@@ -221,6 +235,7 @@ def main() -> None:
         "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in updates.items()],
         "rounds": [{"model": k[0], "clients": k[1], **v, "flower": peer[k]} for k, v in rounds.items()],
         "flower_deployed": deployed,
+        "private": secure,
         "simulated_s": simulated._asdict(),
         "aims": [aim._asdict() for aim in aims],
     }
@@ -232,7 +247,15 @@ def main() -> None:
         axes.set_xlabel("updates per second of the servers' CPU")
         axes.invert_yaxis()
 
-    publish("federated-quick" if options.quick else "federated", data, sections, draw)
+    return publish("federated-quick" if options.quick else "federated", data, sections, draw)
+
+
+def _draw_private(figure: Any, found: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    names = [f"{one['kind']} {one['rate']:g}" for one in found["small"]]
+    axes.barh(names, [one["bytes"] for one in found["small"]])
+    axes.set_xlabel("bytes of values per upload, embedded digits")
+    axes.invert_yaxis()
 
 
 def _aim(what: str, least: float, found: float) -> Aim:

@@ -30,7 +30,7 @@ def serve(plain: socket.socket, views: list[memoryview]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     state = a_state(int(sys.argv[1]))
-    given = Server(ADDRESS, lambda: Donation(step=1, state=state), Donation)
+    given = Server(ADDRESS, state=lambda _: Donation(step=1, state=state))
     plain = socket.create_server((ADDRESS, 0))
     views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
     threading.Thread(target=serve, args=(plain, views), daemon=True).start()

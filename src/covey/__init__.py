@@ -40,6 +40,13 @@ def Loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Any:
     return TrainingLoop(model, optimizer, data, group=group(), **options)
 
 
+def ShardedOptimizer(params: Any, kind: Any, **options: Any) -> Any:
+    """A torch optimizer whose state is cut among the workers, with copies: see `covey.train.sharded.ShardedOptimizer`."""
+    from covey.train.sharded import ShardedOptimizer as Sharded
+
+    return Sharded(params, kind, **options)
+
+
 def Model(net: Any, loss_fn: Any, optimizer: Any) -> Any:
     """A training in one call: see `covey.train.model.Model`."""
     from covey.train.model import Model as TrainingModel
@@ -104,6 +111,7 @@ __all__ = [
     "LossMonitor",
     "Model",
     "ModelCheckpoint",
+    "ShardedOptimizer",
     "all_gather",
     "all_reduce",
     "barrier",

@@ -254,6 +254,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
+    spares: Annotated[int, Var("COVEY_SPARES", COUNT_OR_NONE, "how many spares each host has, beside its workers")] = 0
     worker_max: Annotated[int, Var("COVEY_WORKER_MAX", COUNT_OR_NONE, "how many workers may come in all; 0: MS_WORKER_NUM")] = 0
     last_call_s: Annotated[float, Var("COVEY_LAST_CALL", GRACE, "seconds for more than MS_WORKER_NUM to come at first")] = 3.0
     shrink_after_s: Annotated[
@@ -421,6 +422,11 @@ def _family(text: str) -> int:
 
 
 # -- joining by variables alone --------------------------------------------------------------------------------------
+
+
+def serving_said(settings: Settings) -> dict[str, str]:
+    """How parameters are served, in the variables by which it is said: workers, servers and scheduler must agree."""
+    return {"COVEY_PS_MODE": settings.ps_mode, "COVEY_PS_COPIES": str(settings.ps_copies), "COVEY_PS_NAN": settings.ps_nan}
 
 
 def require_raw(settings: Settings) -> None:

@@ -75,5 +75,5 @@ build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two repairs it ne
 
 [ -x "$cache/etcd" ] || get_etcd
 [ -x "$cache/kube-apiserver" ] || get_api_server
-"$cache/etcd" --version | head -1
+"$cache/etcd" --version | sed -n 1p
 "$cache/kube-apiserver" --version

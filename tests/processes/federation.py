@@ -30,14 +30,22 @@ class Federation:
     """A cluster, its REST port, and devices as threads."""
 
     def __init__(
-        self, shell: Shell, servers: int, threshold: int, *, apart: bool = False, strategy: str = "FedAvg()", **settings: Any
+        self,
+        shell: Shell,
+        servers: int,
+        threshold: int,
+        *,
+        apart: bool = False,
+        strategy: str = "FedAvg()",
+        script: str = MODEL,
+        **settings: Any,
     ) -> None:
         """`apart`: each server believes to be on a host of its own, with a keeper of its own."""
         self.shell = shell
         self.servers = servers
         self.threshold = threshold
         self.port, self.manage, self.scheduler = ports(servers + 4), free_port(), free_port()
-        self.script = shell.script(MODEL.replace("STRATEGY", strategy), "model.py")
+        self.script = shell.script(script.replace("STRATEGY", strategy), "model.py")
         self._more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         numbers = ["--servers", "1" if apart else str(servers), "--server-num", str(servers), "--threshold", str(threshold)]
         words: list[str | Path] = [*numbers, *self._where(self.port), "--dir", shell.folder / "state", *self._more, self.script]

@@ -206,9 +206,9 @@ def final(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:
     return outcome(shell)
 
 
-def outcome(shell: Shell) -> str:
+def outcome(shell: Shell, world: int = WORLD) -> str:
     """The hash that all ranks of a finished training agree on."""
-    found = [re.findall(r"^HASH (\w+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(WORLD)]
+    found = [re.findall(r"^HASH (\w+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(world)]
     assert len(set(found)) == 1, "the ranks differ from each other"
     return str(found[0])
 

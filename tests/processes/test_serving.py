@@ -13,6 +13,8 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Cluster, Process, until
 
+from covey.errors import ExitCode
+
 LADDER = "retry,recover-in-place,recover,dump,exit"
 LONG_S = 100.0
 
@@ -48,7 +50,9 @@ class Clicks(torch.utils.data.Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table = covey.Embedding(500, 8, scale=0.1) if kind == "hybrid" else nn.Embedding(500, 8)
+        self.table = nn.Embedding(500, 8, device="meta" if kind == "begin" else "cpu")
+        if kind == "hybrid":
+            self.table = covey.Embedding(500, 8, scale=0.1, vocab_cache_size=int(os.environ.get("CACHE", "0")))
         self.wide, self.deep = nn.Linear(20, 32), nn.Linear(40, 4)
 
     def forward(self, x, ids):
@@ -60,6 +64,8 @@ if kind == "all":
     covey.set_param_ps(net)
 elif kind == "hybrid":
     covey.set_param_ps(net.wide)
+elif kind == "begin":
+    covey.set_param_ps(net, init_in_server=True)
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 saved = covey.Checkpoint(str(folder / "ckpt"), every=10) if "SAVE" in os.environ else None
 loop = covey.Loop(net, optimizer, covey.Data(Clicks(), 8), steps=30, seed=7, checkpoint=saved)
@@ -72,9 +78,11 @@ for x, ids, y in loop:
         mark.touch()
         while not (folder / f"go-{loop.step}").exists():
             time.sleep(0.01)
+    if "CACHE" in os.environ:
+        net.table.prefetch((ids + 3) % 500)
     optimizer.step()
 values = [p.detach() for p in net.parameters()]
-if kind == "hybrid":
+if kind in ("hybrid", "begin"):
     with torch.no_grad():
         values.append(net.table(torch.arange(500)))
 print("HASH", hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest(), flush=True)
@@ -136,7 +144,7 @@ def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell) -> Non
 
 def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(shell: Shell) -> None:
     undisturbed = outcome(shell, start(shell, KIND="hybrid"))
-    run = start(shell, KIND="hybrid", HOLD="6,12,18")
+    run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # nor does the cache change any
     held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
     asked = shell.ask("scale", "--servers", "4")
     assert "operation 1: the parameter servers become more, from 2 to 4, as asked" in asked.text()
@@ -161,12 +169,38 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
     assert outcome(shell, run) == undisturbed
 
 
-def test_without_copies_all_start_anew_from_the_checkpoint(shell: Shell) -> None:
-    env = {"SAVE": "1", "COVEY_PS_COPIES": "0"}
+def test_a_model_whose_values_begin_on_the_servers(shell: Shell) -> None:
+    """Its table, on the meta device, is nowhere else."""
+    assert outcome(shell, start(shell, KIND="begin")) == outcome(shell, start(shell, "-n", "3", "--servers", "3", KIND="begin"))
+
+
+def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    cluster.env |= {"MS_SERVER_NUM": 1}
+    cluster.workers = 1
+    cluster.scheduler()
+    server = cluster.node("MS_PSERVER", 0, script=script, args=[tmp_path], COVEY_PS_MODE="async")
+    assert server.wait() == ExitCode.REFUSED
+    assert "COVEY_PS_MODE is async there and sync here" in server.text()
+
+
+@pytest.mark.parametrize(
+    ("copies", "dying", "sentence"),
+    [
+        ("0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy"),
+        ("1", ["server_0", "server_1"], "were lost, for the holder of their copy died as well"),
+    ],
+)
+def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
+    shell: Shell, copies: str, dying: list[str], sentence: str
+) -> None:
+    env = {"SAVE": "1", "COVEY_PS_COPIES": copies}
     run = start(shell, HOLD="15", **env)
     held(shell, 15)
-    kill(shell, "server_1")
-    run.wait_for(r"the rows of pserver:1 were lost with it, for they had no copy: all start anew, from the last checkpoint")
+    for server in dying:
+        kill(shell, server)
+    run.wait_for(f"{sentence}: all start anew, from the last checkpoint")
     go(shell, 15)
     shell.heard(0, r"BEGINS at 10\n")
     again = outcome(shell, run)

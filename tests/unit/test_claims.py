@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from covey.core.claims import Answer, Claims, Outcome, Store, Tell
-from covey.core.federation import DEVICE_ID_MAX, Claim, Held, Instance, Orders, Peer, Plan, Release, Stage, Verdict, owner
+from covey.core.federation import Claim, Held, Instance, Orders, Peer, Plan, Release, Stage, Verdict, owner
+from covey.core.secure import DEVICE_ID_MAX
 
 MEMBERS = (Peer("a", 0), Peer("b", 1))
 

@@ -105,10 +105,12 @@ def test_who_has_no_part_of_an_extra_step_still_takes_part() -> None:
     assert [path.weight(2, i, path.seats) for i in range(3)] == [0.0, 0.0, 1.0]
 
 
-def test_whoever_stands_in_for_the_holders_of_a_step_takes_its_first_sample() -> None:
+def test_whoever_stands_in_for_the_holders_of_a_step_takes_its_first_batch() -> None:
     path = begun(8, batch_size=2, world=4).after(0, (0, 1, 2))
-    assert (path.end, path.carried, [len(path.span(1, i)) for i in range(3)]) == (2, path.carried, [0, 1, 1])
-    first, second = path.carried
-    assert held(path, 1, 0) == [first] and path.weight(1, 0, (0,)) == 1.0
-    path = path.after(1, (0,))
-    assert (path.end, path.carried, path.after(2, (0,)).carried) == (3, (second,), ())
+    assert (path.end, [len(path.span(1, i)) for i in range(3)]) == (2, [0, 1, 1])
+    assert held(path, 1, 0) == list(path.carried) and path.weight(1, 0, (0,)) == 1.0
+    assert (path.after(1, (0,)).end, path.after(1, (0,)).carried) == (2, ())
+    path = begun(20, batch_size=1, world=4).after(0, (0, 1, 2)).after(4, (0, 1, 2))
+    path = msgspec.structs.replace(path, carried=(7, 8), carried_to=5, extra=(5,))
+    assert held(path, 5, 0) == [7], "a batch is one sample here"
+    assert (path.after(5, (0,)).end, path.after(5, (0,)).carried) == (7, (8,))

@@ -71,7 +71,6 @@ def test_the_seeds_call() -> None:
         ("worker_num", 1, "HYBRID_TRAINING"),
         ("server_num", 129, "up to 128"),
         ("enable_fl_client", True, "covey.federated.Device"),
-        ("pki_verify", True, "not built yet"),
         ("download_compress_type", "QUANT", "not built yet"),
         ("durability", "cloud", "none, process, host, disk"),
     ],

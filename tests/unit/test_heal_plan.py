@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from covey.core.healing import Gathering, plan
-from covey.core.messages import Giver, HealPlan, Number, Report
+from covey.core.messages import Giver, HealPlan, Holder, Number, Report
 
 NEAR, FAR = "10.0.0.1", "10.0.0.2"
 
@@ -42,6 +42,34 @@ def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
     assert {p.failure for p in plans.values()} == {
         "rank 1 waits in collective 4.0, but another has completed 5.0: do all ranks call the same ones, in one order?"
     }
+
+
+def test_everyone_is_told_who_holds_which_part_of_a_cut_state() -> None:
+    """Five slots, three ranks, one copy: rank 2 died."""
+    reports = {
+        0: report(0, (5, 0), (5, 1), slots=5, holds=b"\x19"),
+        1: report(1, (5, 0), (5, 1), slots=5, holds=b"\x07"),
+        2: report(2, None, needs_state=True),
+    }
+    holders = [Holder(Giver(rank, NEAR, 1000 + rank, f"token {rank}"), reports[rank].holds) for rank in (0, 1)]
+    plans = plan(2, reports, dict.fromkeys(range(3), NEAR))
+    assert [plans[rank].holders for rank in range(3)] == [holders] * 3
+    assert [plans[rank].giver for rank in range(3)] == [None, None, holders[0].giver]
+
+
+def test_a_part_of_the_state_that_nobody_has_ends_the_way_forward() -> None:
+    reports = {0: report(0, (5, 0), (5, 1), slots=5, holds=b"\x19"), 1: report(1, None, needs_state=True)}
+    plans = plan(2, reports, dict.fromkeys(range(2), NEAR))
+    assert {p.failure for p in plans.values()} == {
+        "the optimizer's state of 2 of 5 parameters was on no rank but the dead"
+        " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+    }
+
+
+def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
+    reports = {0: report(0, (5, 1), (5, 2), spoiled=True), 1: report(1, (5, 0), (5, 1)), 2: report(2, None, needs_state=True)}
+    assert "changed them since" in plan(2, reports, dict.fromkeys(range(3), NEAR))[1].failure
+    assert not plan(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "nobody needs it"
 
 
 def test_who_missed_its_plan_is_told_again() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,9 +17,10 @@ from safetensors.numpy import load_file
 from covey.core.serving import Mode, Serving
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.params import files
+from covey.params.cache import Cache
 from covey.params.client import Client, Given
 from covey.params.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
-from covey.params.optimizers import SGD, Array, LazyAdam
+from covey.params.optimizers import SGD, Array, LazyAdam, Momentum
 from covey.params.peers import Peer
 from covey.params.server import Server
 
@@ -166,6 +168,36 @@ def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
     assert over.wait(WAIT_S)
 
 
+def test_a_cache_changes_nothing_but_what_travels() -> None:
+    flock = Flock(Serving(servers=2, workers=2))
+    clients: dict[int, Client] = {}
+    flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
+    cache = Cache(4, 300)
+    chance = np.random.default_rng(1)
+    for step in range(20):
+        rows = np.unique(chance.zipf(1.3, 200) % 5000)
+        fetched = clients[0].check_rows(step, "t", rows, cache)
+        assert np.array_equal(fetched(), clients[0].pull_rows(step, "t", rows))
+        given = np.unique(chance.zipf(1.3, 20) % 5000)
+        works = [
+            client.push(step, [Given("t", np.full((len(given), 4), 0.1, np.float32), 0.1, given)] if rank else [])
+            for rank, client in clients.items()
+        ]
+        for work in works:
+            work.wait()
+        if step == 10:  # its numbers are of another life
+            flock.servers[1] = Server("127.0.0.1", flock.serving, 1, 1, flock.find)
+            flock.servers[1].recover()
+            flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
+    rows = np.arange(200, 400)
+    clients[0].check_rows(20, "t", rows, cache)()
+    known = cache.numbers(rows, 0)
+    assert (known >= 0).all(), "all are remembered"
+    for server in flock.servers.values():
+        mine = rows[server._own.shelf.shards[0].tables["t"].placement.owner(rows) == server.rank]
+        assert not server._own.shelf.shards[0].tables["t"].changed(mine, cache.numbers(mine, 0)).any(), "nothing need travel"
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 ROWS = np.array([1, 2], np.int64)
@@ -183,6 +215,10 @@ BAD: dict[str, tuple[Callable[[Client], object], str]] = {
     "other declaration": (
         lambda c: c.declare(Spec("w", 7, 1, "float32", False, SGD(0.1), Begin("given")), np.ones(7, np.float32), first=True),
         "has rows 1000 already",
+    ),
+    "other optimizer": (
+        lambda c: c.declare(msgspec.structs.replace(WHOLE, rule=Momentum(0.1)), np.zeros(1000, np.float32), first=True),
+        "w is declared with the optimizer's kind momentum, but it has sgd already",
     ),
 }
 

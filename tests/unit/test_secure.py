@@ -180,6 +180,9 @@ def test_a_device_refuses_lists_and_numbers_that_would_give_it_away() -> None:
     for wrong in (3, 7):
         with pytest.raises(PeerError, match="only more than half"):
             Session("device-0").share(KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys))
+    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a point of low order: no secret comes of it
+    with pytest.raises(PeerError, match="the keys of x are none"):
+        Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
     twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
     with pytest.raises(PeerError, match="twice"):
         Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))

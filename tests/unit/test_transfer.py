@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from covey.core.messages import Number
+from covey.core.messages import Giver, Number
 from covey.errors import PeerError
 from covey.train import transfer
 from covey.train.pull import Mark, Piece, pull, recognised
@@ -61,6 +61,10 @@ def test_a_process_without_the_mark_is_not_recognised(holder: tuple[int, Piece, 
     assert not recognised(2**22 + 1, mark, value), "there is no such process"
 
 
+def at(port: int, token: str = "t" * 32) -> Giver:
+    return Giver(0, "127.0.0.1", port, token)
+
+
 def equal(found: Donation) -> None:
     assert (found.step, found.before, found.last, found.applied) == (3, 2, Number(3, 1), GIVEN.applied)
     assert found.state["step"] == 3
@@ -70,14 +74,14 @@ def equal(found: Donation) -> None:
 
 
 def test_a_state_is_fetched_whole() -> None:
-    server = Server("127.0.0.1", lambda: GIVEN, lambda: GIVEN)
-    equal(fetch("127.0.0.1", server.port, server.token, "state"))
+    server = Server("127.0.0.1", state=lambda _: GIVEN)
+    equal(fetch(at(server.port, server.token), "state"))
 
 
 def test_what_fits_is_received_where_it_belongs() -> None:
-    server = Server("127.0.0.1", lambda: GIVEN, lambda: GIVEN)
+    server = Server("127.0.0.1", state=lambda _: GIVEN)
     home = torch.zeros(3, 4)
-    found = fetch("127.0.0.1", server.port, server.token, "state", {path_of("model", "weight"): home})
+    found = fetch(at(server.port, server.token), "state", {path_of("model", "weight"): home})
     equal(found)
     assert found.state["model"]["weight"].data_ptr() == home.data_ptr()
     assert torch.equal(home, STATE["model"]["weight"])
@@ -85,16 +89,16 @@ def test_what_fits_is_received_where_it_belongs() -> None:
 
 @pytest.mark.parametrize("home", [torch.zeros(4, 3), torch.zeros(3, 4, dtype=torch.float64), torch.zeros(4, 3).t()])
 def test_what_does_not_fit_is_received_aside(home: Any) -> None:
-    server = Server("127.0.0.1", lambda: GIVEN, lambda: GIVEN)
-    equal(fetch("127.0.0.1", server.port, server.token, "state", {path_of("model", "weight"): home}))
+    server = Server("127.0.0.1", state=lambda _: GIVEN)
+    equal(fetch(at(server.port, server.token), "state", {path_of("model", "weight"): home}))
     assert not home.any()
 
 
 def test_a_state_that_is_needed_twice_is_received_aside() -> None:
     given = msgspec.structs.replace(GIVEN, applied=True)
-    server = Server("127.0.0.1", lambda: given, lambda: given)
+    server = Server("127.0.0.1", state=lambda _: given)
     home = torch.zeros(3, 4)
-    fetch("127.0.0.1", server.port, server.token, "state", {path_of("model", "weight"): home})
+    fetch(at(server.port, server.token), "state", {path_of("model", "weight"): home})
     assert not home.any()
 
 
@@ -117,16 +121,16 @@ def test_a_giver_whose_memory_cannot_be_read_sends() -> None:
 
         giver = threading.Thread(target=give)
         giver.start()
-        found = fetch("127.0.0.1", listener.getsockname()[1], "t" * 32, "state")
+        found = fetch(at(listener.getsockname()[1]), "state")
         giver.join()
     assert found.state.tolist() == [1.5, 2.5]
     assert heard == [SEND, THANKS]
 
 
 def test_our_own_server_sends_when_it_is_asked_to() -> None:
-    server = Server("127.0.0.1", lambda: GIVEN, lambda: GIVEN)
+    server = Server("127.0.0.1", state=lambda _: GIVEN)
     with socket.create_connection(("127.0.0.1", server.port)) as connection, connection.makefile("rb") as stream:
-        connection.sendall(server.token.encode() + b"s")
+        connection.sendall(server.token.encode() + b"s" + bytes(4))
         meta = msgspec.msgpack.decode(stream.read(int.from_bytes(stream.read(8), "big")), type=transfer._Meta)
         connection.sendall(SEND)
         body = stream.read(sum(tensor.piece.size for tensor in meta.tensors))
@@ -140,10 +144,15 @@ def test_a_giver_that_ends_in_the_middle_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
         with pytest.raises(PeerError, match="could not be fetched"):
-            fetch("127.0.0.1", listener.getsockname()[1], "t" * 32, "state")
+            fetch(at(listener.getsockname()[1]), "state")
 
 
 def test_who_does_not_know_the_token_gets_nothing() -> None:
-    server = Server("127.0.0.1", lambda: GIVEN, lambda: GIVEN)
+    server = Server("127.0.0.1", state=lambda _: GIVEN)
     with pytest.raises(PeerError):
-        fetch("127.0.0.1", server.port, "x" * 32, "state")
+        fetch(at(server.port), "state")
+
+
+def test_what_is_wanted_reaches_the_giver() -> None:
+    server = Server("127.0.0.1", slots=lambda wanted: Donation(state={"wanted": wanted.hex()}))
+    assert fetch(at(server.port, server.token), "slots", wanted=b"\x05\x01").state == {"wanted": "0501"}

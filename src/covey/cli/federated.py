@@ -178,6 +178,10 @@ def status(master: str, as_json: bool) -> None:
     if instance:
         done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
         console.print(f"{done}: {instance['counted']} updates counted, {instance['joined']} devices; {instance['reason']}")
+        spent = instance.get("privacy")
+        if spent:
+            budget = f" of {spent['budget']:g}" if spent["budget"] else ""
+            console.print(f"privacy: epsilon {spent['epsilon']:.4g}{budget} spent at delta {spent['delta']:g}")
 
 
 def _entry(master: str) -> Entry:

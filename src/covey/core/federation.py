@@ -72,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
     reconstruct: int = 0  # devices needed to take masks off; 0: more than two thirds
     compress: str = "NO_COMPRESS"  # how small uploads are
     sparse_rate: float = 1.0  # the share of values in them, where not all are sent
+    signed: bool = False  # devices have certificates: in a secure round they sign their keys and the list for each other
     noise: Noise | None = None  # differential privacy
     reach: float = 16.0  # how far a value of an update may be from the model
 

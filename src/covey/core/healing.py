@@ -3,13 +3,16 @@
 Every rank reports at a safe point which collective it completed last. The highest completed number wins. Who completed it can
 give its result; who did not was waiting in exactly that one, because a collective's result depends on every rank; who is new
 receives state. Ranks cannot be further apart, and a report that says so is a bug in the program or in us: it ends the run.
+
+Where an optimizer's state is cut into slots, one for each parameter, no rank has all of it. Then everyone is told who has
+which, and there must be a holder of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from covey.core.messages import Giver, HealPlan, Number, Report
+from covey.core.messages import Giver, HealPlan, Holder, Number, Report
 from covey.core.model import Failure
 
 
@@ -19,14 +22,15 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
         return dict.fromkeys(reports, HealPlan(generation, done=True))
     highest = max((_order(r.completed) for r in reports.values() if not r.needs_state), default=_order(None))
     givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _order(r.completed) == highest]
-    if apart := _apart(reports, highest):
-        return dict.fromkeys(reports, HealPlan(generation, failure=apart))
+    if trouble := _apart(reports, highest) or _lost(reports):
+        return dict.fromkeys(reports, HealPlan(generation, failure=trouble))
+    holders = [Holder(_giver(rank, reports, addresses), r.holds) for rank, r in sorted(reports.items()) if r.holds]
     plans: dict[int, HealPlan] = {}
     turn = 0
     for rank, report in sorted(reports.items()):
         behind = not report.needs_state and _order(report.completed) < highest
         if not givers or not (report.needs_state or behind):
-            plans[rank] = HealPlan(generation)
+            plans[rank] = HealPlan(generation, holders=holders)
             continue
         giver = _nearest(rank, givers, addresses, turn)
         turn += 1
@@ -36,9 +40,15 @@ def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int,
                 " or something else than the loop's optimizer changed parameters in it"
             )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
-        source = reports[giver]
-        plans[rank] = HealPlan(generation, giver=Giver(giver, addresses[giver], source.port, source.token))
+        if behind and reports[giver].spoiled:
+            reason = f"rank {rank} cannot be handed the step's parameters: the others' programs have changed them since"
+            return dict.fromkeys(reports, HealPlan(generation, failure=reason))
+        plans[rank] = HealPlan(generation, giver=_giver(giver, reports, addresses), holders=holders)
     return plans
+
+
+def _giver(rank: int, reports: Mapping[int, Report], addresses: Mapping[int, str]) -> Giver:
+    return Giver(rank, addresses[rank], reports[rank].port, reports[rank].token)
 
 
 def _order(number: Number | None) -> tuple[int, int]:
@@ -54,6 +64,19 @@ def _apart(reports: Mapping[int, Report], highest: tuple[int, int]) -> str:
             return (
                 f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
             )
+    return ""
+
+
+def _lost(reports: Mapping[int, Report]) -> str:
+    """Why these ranks cannot go on: nobody has some of the optimizer's state. "" when somebody has each slot."""
+    held, slots = 0, max(report.slots for report in reports.values())
+    for report in reports.values():
+        held |= int.from_bytes(report.holds, "little")
+    if missing := slots - (held & ((1 << slots) - 1)).bit_count():
+        return (
+            f"the optimizer's state of {missing} of {slots} parameters was on no rank but the dead"
+            " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+        )
     return ""
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from covey.core import ranks
+from covey.core import ranks, scaling
 from covey.core.cluster import Cluster, Key
 from covey.core.messages import NAMES_MAX, Register, RegisterAgent
 from covey.core.model import Member, NodeState, Phase, Role
@@ -41,6 +41,8 @@ def answer_node(cluster: Cluster, wish: Register) -> Answer:
     """May this node join, and as what?"""
     if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint) or _impossible(cluster, wish):
         return Answer(Verdict.REFUSE, reason)
+    if promoted := _promoted(cluster, wish):
+        return promoted
     member = _holder(cluster, wish)
     if member is None:
         return _newcomer(cluster, wish)
@@ -68,6 +70,8 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
     if known is not None and any(m.present for m in cluster.children(known.id)):
         return Answer(Verdict.HOLD, f"the life before of the agent {wish.agent} is not known to be over yet")
+    if wish.spares and not wish.slots and not wish.servers:
+        return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.spares} spares")
     if cluster.phase is not Phase.FORMING:
         return _late(cluster, wish)
     here, world = cluster.size(Role.WORKER), cluster.goal
@@ -96,7 +100,7 @@ def _late(cluster: Cluster, wish: RegisterAgent) -> Answer:
     brings, world = f"{wish.host.name} brings {wish.slots} workers", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
         return Answer(Verdict.ADMIT, f"{brings}, and {names(lost)} can be started again")
-    if world < cluster.goal:
+    if world < cluster.goal and not cluster.size(Role.PSERVER):
         return Answer(Verdict.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.goal}")
     if away := [agent for agent in cluster.agents.values() if not agent.link and cluster.children(agent.id)]:
         return Answer(Verdict.HOLD, f"the agent on {away[0].host.name} is out of reach: its places may become free")
@@ -129,15 +133,24 @@ def _foreign(cluster: Cluster, cluster_id: str, fingerprint: Mapping[str, str]) 
 def _impossible(cluster: Cluster, wish: Register) -> str:
     """Why no place can exist for this registration; "" when one can."""
     world = cluster.goal if wish.role is Role.WORKER else cluster.settings.wanted(wish.role)
-    if world == 0:
+    if world == 0 and wish.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
         return f"this cluster has no place for the role {wish.role} ({count} is {world})"
     rank = ranks.claim(wish.node_id)
-    if rank is not None and rank >= world and (wish.role, wish.node_id) not in cluster.members:
+    if rank is not None and rank >= world and wish.role is not Role.SPARE and (wish.role, wish.node_id) not in cluster.members:
         return f"MS_NODE_ID={wish.node_id} claims rank {rank}, but the {world} {wish.role} ranks end at {world - 1}"
     if wish.generation > cluster.generation:
         return f"it has seen generation {wish.generation}, but the scheduler's journal ends at {cluster.generation}"
     return ""
+
+
+def _promoted(cluster: Cluster, wish: Register) -> Answer | None:
+    """A spare that was given a worker's place, and has not heard of it."""
+    if wish.role is not Role.SPARE:
+        return None
+    process = f"{wish.role}:{wish.node_id}.{wish.incarnation}"
+    member = next((m for m in cluster.members.values() if m.process == process and m.life == wish.life), None)
+    return Answer(Verdict.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
 
 
 def _holder(cluster: Cluster, wish: Register) -> Member | None:
@@ -163,10 +176,10 @@ def _newcomer(cluster: Cluster, wish: Register) -> Answer:
             return Answer(Verdict.RETURN, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id))
         for silent in (m for m in raw if m.state is NodeState.SUSPECT):
             return Answer(Verdict.HOLD, f"every place is taken, but {silent.name} is silent: its place may become free")
-    if wish.role is Role.WORKER and cluster.size(Role.WORKER) < world:
-        if cluster.phase is Phase.READY and cluster.trains:
-            return Answer(Verdict.ADMIT, f"there is place for {world} workers")
-        return Answer(Verdict.HOLD, f"it can join when all others are there and have finished a step; now: {cluster.reason}")
+    if wish.role is Role.WORKER and cluster.size(Role.WORKER) < world and not cluster.size(Role.PSERVER):
+        if later := scaling.why_not(cluster):
+            return Answer(Verdict.HOLD, f"there is place for {world} workers, but not yet: {later}")
+        return Answer(Verdict.ADMIT, f"there is place for {world} workers")
     reason = (
         f"one {wish.role} too many: the cluster has its {world}"
         f" ({names(here)}). Stop this one, or start the cluster with a larger number"

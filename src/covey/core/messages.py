@@ -21,6 +21,7 @@ NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
 Key = Annotated[str, Meta(max_length=512)]
 Sentence = Annotated[str, Meta(max_length=8192)]
+Mask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -46,7 +47,7 @@ class Register(Message, frozen=True):
 
 
 class RegisterAgent(Message, frozen=True):
-    """I am the agent of a host and bring `slots` workers and `servers` parameter servers."""
+    """I am the agent of a host and bring `slots` workers, `servers` parameter servers and, later, `spares`."""
 
     agent: Name
     life: Name
@@ -59,6 +60,7 @@ class RegisterAgent(Message, frozen=True):
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
     max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
+    spares: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Beat(Message, frozen=True):
@@ -135,6 +137,7 @@ class ScaleAsked(Message, frozen=True):
     more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
+    start: bool = True  # False: nobody is started for it; those who come have their places
 
 
 # -- said by the scheduler -------------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class Welcome(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """The cluster is complete, and this is your place in it."""
+    """The cluster is complete, and this is your place in it; that of a spare has no rank."""
 
     generation: int
     rank: int
@@ -161,6 +164,8 @@ class Formed(Message, frozen=True):
     since: int = 1  # the generation in which it came
     workers: int = 0  # said to servers: how many push to them
     sharing: Sharing | None = None  # of the servers' rows, once it has changed
+    node_id: Name = ""  # said to a spare that is one no more: whose place it has, in which incarnation
+    incarnation: int = 0
 
 
 class Regrouped(Message, frozen=True):
@@ -178,6 +183,7 @@ class Assignment(msgspec.Struct, frozen=True):
     incarnation: int
     local_rank: int
     role: Role = Role.WORKER
+    process: str = ""  # it runs already, as this spare in this life
 
     @property
     def name(self) -> str:
@@ -273,6 +279,9 @@ class Report(Message, frozen=True):
     waits: Number | None = None  # the one it is in
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
+    spoiled: bool = False  # the result it completed last is no longer as it was
+    slots: int = 0  # of an optimizer whose state is cut: of how many parameters there is state,
+    holds: Mask = b""  # and of which this rank has it
     finished: bool = False  # its program has come to the end
     seated: int = 0  # the newest seating by which it shares the data
     port: int = 0
@@ -335,6 +344,13 @@ class Giver(msgspec.Struct, frozen=True):
     token: Name
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """A rank that has some of the slots of an optimizer whose state is cut."""
+
+    giver: Giver
+    holds: Mask
+
+
 class Seating(msgspec.Struct, frozen=True):
     """Who is in the world: everyone's seat, in order of rank."""
 
@@ -344,12 +360,13 @@ class Seating(msgspec.Struct, frozen=True):
 
 class HealPlan(Message, frozen=True):
     """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
-    `seating` is there when the world has changed and somebody does not know it. `failure` is never sent: why these ranks cannot
-    go on from here."""
+    `seating` is there when the world has changed and somebody does not know it, `holders` when an optimizer's state is cut.
+    `failure` is never sent: why these ranks cannot go on from here."""
 
     generation: int
     giver: Giver | None = None
     seating: Seating | None = None
+    holders: list[Holder] = []
     done: bool = False
     failure: Sentence = ""
 

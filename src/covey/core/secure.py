@@ -15,10 +15,12 @@ from covey.core import shamir
 from covey.core.messages import Message, Sentence
 
 DEVICE_ID_MAX = 200
-DEVICES_MAX = 20_000  # of one secure round
+DEVICES_MAX = 10_000  # of one secure round: their names fit into one message
 PUBLIC_KEY = 32
 SEALED = 2 * shamir.SHARE_BYTES + 16  # two shares and a tag
 
+Signature = Annotated[bytes, Meta(max_length=1024)]
+Chain = Annotated[tuple[Annotated[bytes, Meta(max_length=4096)], ...], Meta(max_length=3)]
 FlId = Annotated[str, Meta(min_length=1, max_length=DEVICE_ID_MAX)]
 PublicKey = Annotated[bytes, Meta(min_length=PUBLIC_KEY, max_length=PUBLIC_KEY)]
 Sealed = Annotated[bytes, Meta(min_length=SEALED, max_length=SEALED)]
@@ -65,6 +67,8 @@ class ExchangeKeys(Asking, frozen=True, kw_only=True):
 
     c_pk: Annotated[PublicKey, Meta(description="X25519, for shares.")]
     s_pk: Annotated[PublicKey, Meta(description="X25519, for masks.")]
+    signature: Annotated[Signature, Meta(description="Of both keys, with pki_verify.")] = b""
+    certificate_chain: Chain = ()
 
 
 class GetKeys(Asking, frozen=True):
@@ -92,6 +96,18 @@ class GetClientList(Asking, frozen=True):
     """POST /getClientList: whose updates are in the sum."""
 
 
+class PushListSign(Asking, frozen=True, kw_only=True):
+    """POST /pushListSign: this device was given that list (with pki_verify)."""
+
+    signature: Signature
+
+
+class GetListSign(Asking, frozen=True, kw_only=True):
+    """POST /getListSign: which others were given the same. Its own signature comes again, for a scheduler that lost it."""
+
+    signature: Signature = b""
+
+
 class PlainShare(msgspec.Struct, frozen=True):
     """A share of one of a device's secrets: of its seed if its update is in the sum, else of its key."""
 
@@ -105,7 +121,7 @@ class ReconstructSecrets(Asking, frozen=True, kw_only=True):
     reconstruct_secret_shares: Annotated[tuple[PlainShare, ...], Meta(max_length=DEVICES_MAX)]
 
 
-SecureAsk = ExchangeKeys | GetKeys | ShareSecrets | GetSecrets | GetClientList | ReconstructSecrets
+SecureAsk = ExchangeKeys | GetKeys | ShareSecrets | GetSecrets | GetClientList | PushListSign | GetListSign | ReconstructSecrets
 
 
 # -- what they are told ----------------------------------------------------------------------------------------------
@@ -118,6 +134,8 @@ class RemoteKeys(msgspec.Struct, frozen=True, omit_defaults=True):
     index: Annotated[int, Meta(description="Its place: of two devices the one with the lower adds their mask.")]
     c_pk: PublicKey
     s_pk: PublicKey
+    signature: Signature = b""
+    certificate_chain: Chain = ()
 
 
 class KeyList(Message, frozen=True):
@@ -143,7 +161,20 @@ class ClientList(Message, frozen=True):
     clients: tuple[FlId, ...]
 
 
-Payload = KeyList | ShareList | ClientList
+class ListSignature(msgspec.Struct, frozen=True):
+    """That a device was given the list."""
+
+    fl_id: FlId
+    signature: Signature
+
+
+class SignatureList(Message, frozen=True):
+    """Who else was given the list, in their own hand."""
+
+    client_list_sign: tuple[ListSignature, ...]
+
+
+Payload = KeyList | ShareList | ClientList | SignatureList
 
 
 class Secure(Message, frozen=True):
@@ -172,6 +203,8 @@ class Keys(msgspec.Struct, frozen=True):
     c_pk: bytes
     s_pk: bytes
     size: int
+    signature: bytes = b""
+    chain: tuple[bytes, ...] = ()
 
 
 class Uploaders(msgspec.Struct, frozen=True):

@@ -26,17 +26,21 @@ from covey.core.secure import (
     ExchangeKeys,
     GetClientList,
     GetKeys,
+    GetListSign,
     GetSecrets,
     KeyList,
     Keys,
+    ListSignature,
     Payload,
     Phase,
+    PushListSign,
     ReconstructSecrets,
     RemoteKeys,
     SealedShare,
     SecureAsk,
     ShareList,
     ShareSecrets,
+    SignatureList,
     Unmasking,
     Uploaders,
     Verdict,
@@ -90,6 +94,7 @@ class SecureRound:
         self._sharers: dict[str, None] = {}
         self._revealed: dict[str, dict[int, bytes]] = {}  # by whose secret, by the place of whoever told
         self._revealers: dict[str, None] = {}
+        self._signatures: dict[str, bytes] = {}
 
     @classmethod
     def resume(cls, kept: Uploaders, window_s: float, now: float) -> SecureRound:
@@ -107,7 +112,9 @@ class SecureRound:
         """Take a request, or say why not. The same request may come again."""
         device = ask.fl_id
         if isinstance(ask, ExchangeKeys):
-            return self._exchange(device, Keys(ask.c_pk, ask.s_pk, 1 if self._even else ask.data_size), now)
+            return self._exchange(
+                device, Keys(ask.c_pk, ask.s_pk, 1 if self._even else ask.data_size, ask.signature, ask.certificate_chain), now
+            )
         if device not in self._places and self.phase is not Phase.KEYS:
             return Spoken(Verdict.LATE, "this device gave no keys in time for this round")
         if isinstance(ask, GetKeys):
@@ -118,7 +125,9 @@ class SecureRound:
             return self._secrets(device)
         if isinstance(ask, GetClientList):
             return self._clients(device)
-        return self._reveal(device, ask, now)
+        if isinstance(ask, PushListSign | GetListSign):
+            return self._sign(device, ask)
+        return self._reveal(device, ask)
 
     def _exchange(self, device: str, keys: Keys, now: float) -> Spoken:
         known = self._keys.get(device)
@@ -158,7 +167,9 @@ class SecureRound:
             self._needed,
             len(self._ring),
             sum(keys.size for keys in self._keys.values()),
-            tuple(RemoteKeys(other, self._places[other], keys.c_pk, keys.s_pk) for other, keys in near),
+            tuple(
+                RemoteKeys(other, self._places[other], keys.c_pk, keys.s_pk, keys.signature, keys.chain) for other, keys in near
+            ),
         )
 
     def _share(self, device: str, ask: ShareSecrets, now: float) -> Spoken:
@@ -228,7 +239,18 @@ class SecureRound:
             return Spoken(Verdict.LATE, "this device's update is not in the sum")
         return Spoken(Verdict.TAKEN, "", ClientList(self.list.clients))
 
-    def _reveal(self, device: str, ask: ReconstructSecrets, now: float) -> Spoken:
+    def _sign(self, device: str, ask: PushListSign | GetListSign) -> Spoken:
+        """The signatures of enough neighbours, for devices that trust no list of a server's alone."""
+        if self.list is None or device not in self.list.clients:
+            return Spoken(Verdict.WRONG, "only devices on the list may sign it, and only once there is a list")
+        if ask.signature:
+            self._signatures[device] = ask.signature
+        if isinstance(ask, PushListSign):
+            return TAKEN
+        found = [ListSignature(d, self._signatures[d]) for d in [device, *self._near(device)] if d in self._signatures]
+        return Spoken(Verdict.TAKEN, "", SignatureList(tuple(found))) if len(found) >= self._needed else WAIT
+
+    def _reveal(self, device: str, ask: ReconstructSecrets) -> Spoken:
         if self.list is None or device not in self.list.clients:
             return Spoken(Verdict.WRONG, "only devices on the list may tell shares, and only once there is a list")
         if device in self._revealers or self.unmasking is not None:

@@ -101,7 +101,7 @@ KEYS: Mapping[str, Key] = {
     "sign_thr_ratio": Key(0.6, _number(0.5, 1), "a number from 0.5 to 1"),
     "sign_global_lr": Key(1.0, _number(0, above=True), "a number above 0"),
     "sign_dim_out": Key(0, _number(0, 50), "a whole number from 0 to 50"),
-    "pki_verify": Key(False, lambda v: not v, "False: device certificates are not built yet"),
+    "pki_verify": Key(False, _any, _FLAG),
     "root_first_ca_path": Key("", _any, _TEXT),
     "root_second_ca_path": Key("", _any, _TEXT),
     "equip_crl_path": Key("", _any, _TEXT),
@@ -121,6 +121,7 @@ KEYS: Mapping[str, Key] = {
     # Our own.
     "durability": Key("process", _one_of(*DURABILITIES), ", ".join(DURABILITIES)),
     "update_model_min": Key(0, _number(0), "a whole number, 0 or more"),
+    "device_rate": Key(0.0, _number(0), "requests per second, 0 (any number) or more"),
     "dp_noise": Key(0.0, _number(0), "a number, 0 (none) or more"),
     "dp_budget": Key(0.0, _number(0), "a number, 0 (none) or more"),
     "update_reach": Key(16.0, _number(0, 2**20, above=True), "a number above 0, up to 1048576"),
@@ -238,6 +239,7 @@ def plan() -> Plan:
         reconstruct=number("reconstruct_secrets_threshold"),
         reach=float(get_fl_context("update_reach")),
         noise=_noise(),
+        signed=bool(get_fl_context("pki_verify")),
         compress=text("upload_compress_type"),
         sparse_rate=float(get_fl_context("upload_sparse_rate")),
     )

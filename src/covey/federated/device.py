@@ -11,7 +11,9 @@ counted once.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import random
 import secrets
@@ -28,6 +30,7 @@ from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated import compress, masked_device
 from covey.federated.compress import Compressor
 from covey.federated.model import Floats, Layout, flat_head, raw, read_head
+from covey.federated.privacy.identity import Identity, Trust, request_text
 from covey.federated.privacy.noise import on_device
 from covey.federated.privacy.ring import Told
 from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
@@ -126,14 +129,20 @@ class Device:
         fl_name: str = "",
         context: ssl.SSLContext | None = None,
         patience_s: float = 60.0,
+        identity: Identity | None = None,
+        trust: Trust | None = None,
     ) -> None:
+        """`identity` signs every request (`pki_verify`); in a secure round `trust` says who vouches for the other devices."""
         listed = servers.split(",") if isinstance(servers, str) else list(servers)
         self._servers = [_split(server.strip()) for server in listed if server.strip()]
         if not self._servers:
             raise UsageError("a device needs the address of at least one server: http://HOST:PORT")
         if data_size < 1:
             raise UsageError(f"data_size={data_size} is not possible: a device needs at least one sample")
-        self.fl_id = fl_id or f"device-{secrets.token_hex(8)}"
+        if identity is not None and fl_id not in ("", identity.name):
+            raise UsageError(f"the certificate is that of {identity.name}, and fl_id={fl_id} is another")
+        self.identity, self.trust = identity, trust
+        self.fl_id = fl_id or (identity.name if identity is not None else f"device-{secrets.token_hex(8)}")
         self.data_size = data_size
         self.fl_name = fl_name
         self._context = context
@@ -251,11 +260,25 @@ class Device:
         connection.putrequest("POST", f"{prefix}/{path}")
         connection.putheader("content-type", content_type)
         connection.putheader("content-length", str(sum(len(piece) for piece in pieces)))
+        for name, value in self._proof(f"{prefix}/{path}", pieces).items():
+            connection.putheader(f"x-covey-{name}", value)
         connection.endheaders()
         for piece in pieces:
             connection.send(piece)
         with connection.getresponse() as response:
             return response.headers.get_content_type(), memoryview(response.read())
+
+    def _proof(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
+        """That this device says this, now and once."""
+        if self.identity is None:
+            return {}
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+        nonce, at = secrets.token_hex(16), str(now_ms())
+        signature = self.identity.sign(request_text(path, nonce, at, digest.digest()))
+        chain = ",".join(base64.b64encode(one).decode() for one in self.identity.chain)
+        return {"chain": chain, "nonce": nonce, "time": at, "signature": base64.b64encode(signature).decode()}
 
     def _connected(self) -> http.client.HTTPConnection:
         if self._connection is None:

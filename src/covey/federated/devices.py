@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
-from covey.federated import openapi
+from covey.federated import openapi, page
+from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
 from covey.federated.protocol import (
@@ -50,6 +51,7 @@ class Devices:
         self._joins: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
         limit = 4 * server.layout.size + HEADER_ROOM
         self.relay = Relay(server, replies)
+        self._gate = Gate(server.settings.gate)
         self._site = Site(self._receive, self._refusal, body_max=limit)
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = server.settings.prefix
@@ -60,6 +62,7 @@ class Devices:
             **{f"{prefix}/{name}": partial(self._secure, name) for name in PATHS},
         }
         self._document = openapi.encoded(prefix)
+        self._pages = page.files(prefix)
 
     async def open(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
         await self._site.open(sockets, context)
@@ -72,6 +75,9 @@ class Devices:
     def _receive(self, request: Request) -> None:
         if request.method == "GET" and request.path == f"{self._server.settings.prefix}/openapi.json":
             return request.reply([self._document])
+        if request.method == "GET" and request.path in self._pages:
+            content, kind = self._pages[request.path]
+            return request.reply([content], kind)
         if request.method == "GET" and request.path == "/healthz":
             return request.reply([b'{"message":"ok","code":"0"}'])
         serve = self._paths.get(request.path)
@@ -81,7 +87,11 @@ class Devices:
         if request.method != "POST":
             return request.reply([self._refusal(405, f"{request.path} answers POST")], status=405)
         try:
+            request.device = self._gate.enter(request)
             return serve(request)
+        except Refusal as refusal:
+            code = Code.NOT_READY if refusal.later else Code.REQUEST_ERROR
+            return self._replies.say(request, code, str(refusal), retry_ms=1000 if refusal.later else 0)
         except (ValueError, msgspec.MsgspecError) as error:
             return self._replies.say(request, Code.REQUEST_ERROR, str(error))
 
@@ -103,7 +113,7 @@ class Devices:
 
     def _start_job(self, request: Request) -> None:
         asked: StartJob = read_fields(StartJob, request.body, request.content_type)
-        if self._replies.refused(request, asked.timestamp, asked.fl_name):
+        if self._replies.refused(request, asked.timestamp, asked.fl_name, asked.fl_id):
             return None
         if asked.data_size < 1:
             reason = f"data_size is {asked.data_size}: a device needs at least one sample"
@@ -219,5 +229,5 @@ class Devices:
 def _cipher(plan: Plan) -> Cipher:
     """What devices are to do with their updates."""
     if plan.secure:
-        return Cipher("PW_ENCRYPT", plan.reach, plan.noise)
+        return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)
     return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

@@ -32,22 +32,31 @@ Piece = bytes | memoryview
 class Request:
     """One request. Answer it exactly once."""
 
-    __slots__ = ("_connection", "accept", "at", "body", "content_type", "method", "path")
+    __slots__ = ("_connection", "_headers", "accept", "at", "body", "content_type", "device", "method", "path")
 
-    def __init__(
-        self, connection: Connection, method: str, path: str, content_type: str, accept: str, body: memoryview
-    ) -> None:
+    def __init__(self, connection: Connection, method: str, path: str, headers: dict[bytes, bytes], body: memoryview) -> None:
+        self._headers = headers
+        self.device = ""  # who asks, where that is proven
         self._connection = connection
         self.method = method
         self.path = path
-        self.content_type = content_type
-        self.accept = accept
+        self.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().decode("latin-1")
+        self.accept = headers.get(b"accept", b"").decode("latin-1")
         self.body = body
         self.at = time.time()
 
     def reply(self, pieces: Sequence[Piece], content_type: str = "application/json", status: int = 200) -> None:
         """Send the answer; a device that is gone does not hear it."""
         self._connection.answer(status, content_type, pieces)
+
+    def header(self, name: str) -> str:
+        """One of ours: `x-covey-NAME`."""
+        return self._headers.get(b"x-covey-" + name.encode(), b"").decode("latin-1")
+
+    @property
+    def peer(self) -> str:
+        """The address it comes from."""
+        return self._connection.peer
 
     @property
     def gone(self) -> bool:
@@ -73,11 +82,13 @@ class Connection(asyncio.BufferedProtocol):
         self._method = ""
         self.since = time.monotonic()
         self.closed = False
+        self.peer = ""
 
     # -- asyncio's calls ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self.peer = str((transport.get_extra_info("peername") or ("",))[0])
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,10 +177,8 @@ class Connection(asyncio.BufferedProtocol):
     def _complete(self) -> None:
         assert self._body is not None
         self._busy = True
-        get = self._headers.get
         path = self._url.partition(b"?")[0].decode("latin-1")
-        content_type = get(b"content-type", b"").partition(b";")[0].strip().decode("latin-1")
-        request = Request(self, self._method, path, content_type, get(b"accept", b"").decode("latin-1"), self._body)
+        request = Request(self, self._method, path, self._headers, self._body)
         self._site.receive(request)
 
     def answer(self, status: int, content_type: str, pieces: Sequence[Piece]) -> None:

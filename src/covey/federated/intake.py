@@ -75,7 +75,7 @@ class Intake:
             metadata, values = decode_masked(request.body) if secure else server.layout.decode(request.body)
         fields = read_metadata(metadata)
         orders, part = server.orders, server.holdings.part
-        if self._replies.refused(request, fields.timestamp, fields.fl_name):
+        if self._replies.refused(request, fields.timestamp, fields.fl_name, fields.fl_id):
             return None
         if orders is None or part is None or not server.accepts:
             return say(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)

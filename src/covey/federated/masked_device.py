@@ -6,6 +6,7 @@ a server must never ask for is one, and nothing is sent.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,14 +15,19 @@ from covey.core.secure import (
     ExchangeKeys,
     GetClientList,
     GetKeys,
+    GetListSign,
     GetSecrets,
     KeyList,
+    PushListSign,
     ReconstructSecrets,
+    RemoteKeys,
     ShareList,
     ShareSecrets,
 )
+from covey.errors import PeerError, UsageError
 from covey.federated.model import MASKED, Floats
 from covey.federated.privacy import ring
+from covey.federated.privacy.identity import PublicKey, keys_text, list_text, signed
 from covey.federated.privacy.noise import clipped
 from covey.federated.privacy.ring import Told
 from covey.federated.privacy.session import Session, units
@@ -47,17 +53,19 @@ def send(device: Device, task: Task, change: Floats, told: Told) -> bool:
 
 
 def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
-    session = Session(device.fl_id)
+    session, cipher, weight = Session(device.fl_id), task.plan.cipher, device.data_size
+    if cipher.noise is not None:  # the servers cannot: they never see it
+        change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
+    ring.check(change, cipher.reach)  # before others wait for this device
 
     def ask(path: str, kind: Any, **fields: Any) -> SecureAnswer:
         return _asked(device, task, path, kind, fields)
 
-    ask("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk)
+    names = Names(device, task)
+    ask("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk, **names.vouch(session))
     listed = ask("getKeys", GetKeys)
+    names.check(listed.remote_publickeys)
     keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
-    cipher, weight = task.plan.cipher, device.data_size
-    if cipher.noise is not None:  # the servers cannot: they never see it
-        change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
     words = ring.encode(change, told, weight, units(keys, cipher.reach))
     ask("shareSecrets", ShareSecrets, encrypted_shares=session.share(keys))
     shares = ask("getSecrets", GetSecrets)
@@ -68,7 +76,60 @@ def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
         raise Late
     listed = ask("getClientList", GetClientList)
     if not listed.done:
+        if names.signed:
+            signature = names.sign(keys.session, listed.clients)
+            ask("pushListSign", PushListSign, signature=signature)
+            names.compare(ask("getListSign", GetListSign, signature=signature), keys, listed.clients)
         ask("reconstructSecrets", ReconstructSecrets, reconstruct_secret_shares=session.reveal(listed.clients))
+
+
+class Names:
+    """Who the other devices are, where they have certificates: an operator cannot put keys or lists of its own between."""
+
+    def __init__(self, device: Device, task: Task) -> None:
+        self.signed = task.plan.cipher.signed
+        self._iteration = task.iteration
+        self._device = device
+        self._keys: dict[str, PublicKey] = {}
+        if self.signed and (device.identity is None or device.trust is None):
+            raise UsageError("devices sign for each other here (pki_verify): give Device(identity=..., trust=...)")
+
+    def vouch(self, session: Session) -> dict[str, Any]:
+        """This device's keys in its own hand."""
+        identity = self._device.identity
+        if not self.signed or identity is None:
+            return {}
+        said = keys_text(session.fl_id, self._iteration, session.c_pk, session.s_pk)
+        return {"signature": identity.sign(said), "certificate_chain": identity.chain}
+
+    def check(self, others: tuple[RemoteKeys, ...]) -> None:
+        """That keys are those of devices, not of a server."""
+        if not self.signed or self._device.trust is None:
+            return
+        for other in others:
+            try:
+                name, key = self._device.trust.verify(other.certificate_chain, datetime.now(UTC))
+            except ValueError as error:
+                raise PeerError(f"{error}: nothing was sent") from None
+            said = keys_text(other.fl_id, self._iteration, other.c_pk, other.s_pk)
+            if name != other.fl_id or not signed(key, other.signature, said):
+                raise PeerError(f"the keys that the server gave for {other.fl_id} are not signed by it: nothing was sent")
+            self._keys[name] = key
+
+    def sign(self, session: str, clients: tuple[str, ...]) -> bytes:
+        assert self._device.identity is not None
+        return self._device.identity.sign(list_text(session, clients))
+
+    def compare(self, answer: SecureAnswer, keys: KeyList, clients: tuple[str, ...]) -> None:
+        """That as many others as are needed were given the same list."""
+        said = list_text(keys.session, clients)
+        same = {
+            one.fl_id
+            for one in answer.client_list_sign
+            if one.fl_id in self._keys and signed(self._keys[one.fl_id], one.signature, said)
+        }
+        if not answer.done and len(same) + 1 < keys.needed:
+            raise PeerError(f"{len(same) + 1} devices signed the list, and {keys.needed} are needed: no share was told")
 
 
 def _asked(device: Device, task: Task, path: str, kind: Any, fields: dict[str, Any]) -> SecureAnswer:
@@ -84,7 +145,7 @@ def _asked(device: Device, task: Task, path: str, kind: Any, fields: dict[str, A
             **fields,
         )
         answer = device.phase(path, msgspec.msgpack.encode(said))
-        if answer.done and not isinstance(said, GetClientList | ReconstructSecrets):
+        if answer.done and not isinstance(said, GetClientList | PushListSign | GetListSign | ReconstructSecrets):
             raise Late  # before this device's update came
         if answer.retcode == Code.SUCCEED:
             return answer

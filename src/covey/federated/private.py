@@ -1,11 +1,16 @@
-"""Which settings of privacy go together."""
+"""Which settings of privacy go together, and which devices are let in."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from covey.core import graph
 from covey.core.federation import Plan
+from covey.core.secure import DEVICES_MAX
 from covey.errors import UsageError
+from covey.federated import context
 from covey.federated.compress import NONE
+from covey.federated.gate import GateSettings
 from covey.federated.strategies import Strategy
 
 DEVICES_MIN = 3  # in a sum of fewer each knows the other
@@ -22,8 +27,8 @@ def check(plan: Plan, strategy: Strategy) -> None:
         raise UsageError(f"PW_ENCRYPT masks every value, and upload_compress_type={plan.compress} sends others: use {NONE}")
     if strategy.sees_all or strategy.staleness:
         raise UsageError(f"{name} needs to see single updates, and PW_ENCRYPT hides them: use FedAvg or one like it")
-    if plan.threshold < DEVICES_MIN:
-        raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold of at least {DEVICES_MIN}, not {plan.threshold}")
+    if not DEVICES_MIN <= plan.threshold <= DEVICES_MAX:
+        raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold from {DEVICES_MIN} to {DEVICES_MAX}, not {plan.threshold}")
     least = min(plan.needed, plan.update_min or plan.needed)
     needed = plan.reconstruct or graph.default_needed(graph.degree(plan.threshold) + 1)
     if plan.reconstruct and 2 * plan.reconstruct <= plan.threshold:
@@ -36,3 +41,15 @@ def check(plan: Plan, strategy: Strategy) -> None:
             f"a round of {plan.threshold} devices that closes with {least} updates cannot be unmasked, which takes {needed}: "
             "raise update_model_ratio or lower reconstruct_secrets_threshold (more than half of the devices)"
         )
+
+
+def gate() -> GateSettings:
+    """`pki_verify` and its files. Raises `UsageError` where one is missing."""
+    replay, rate = context.number("replay_attack_time_diff"), float(context.get_fl_context("device_rate"))
+    if not context.get_fl_context("pki_verify"):
+        return GateSettings(replay_ms=replay, per_second=rate)
+    roots = [context.text(key) for key in ("root_first_ca_path", "root_second_ca_path") if context.text(key)]
+    if not roots:
+        raise UsageError("pki_verify needs root_first_ca_path (and may have root_second_ca_path): who vouches for devices")
+    lists = [context.text("equip_crl_path")] if context.text("equip_crl_path") else []
+    return GateSettings(tuple(map(Path, roots)), tuple(map(Path, lists)), replay, rate)

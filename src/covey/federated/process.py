@@ -217,6 +217,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
             server_mode=context.text("server_mode"),
             prefix=context.text("http_url_prefix"),
             replay_ms=context.number("replay_attack_time_diff"),
+            gate=private.gate(),
             keep_models=context.number("keep_models"),
             lease_s=return_s / 2,
             patience_s=-1.0 if comes_back else LOST_S,

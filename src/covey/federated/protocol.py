@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.dp import Noise
-from covey.core.secure import DEVICE_ID_MAX, FlId, RemoteKeys, SealedShare
+from covey.core.secure import DEVICE_ID_MAX, FlId, ListSignature, RemoteKeys, SealedShare
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -105,6 +105,7 @@ class SecureAnswer(Answer, frozen=True, omit_defaults=True):
     samples: Annotated[int, Meta(description="getKeys: the data_size of all of them.")] = 0
     remote_publickeys: Annotated[tuple[RemoteKeys, ...], Meta(description="getKeys: with whom to mask.")] = ()
     encrypted_shares: Annotated[tuple[SealedShare, ...], Meta(description="getSecrets: the neighbours' shares.")] = ()
+    client_list_sign: Annotated[tuple[ListSignature, ...], Meta(description="getListSign: who was given the same list.")] = ()
     done: Annotated[bool, Meta(description="The round is over and has its model: nothing more is asked for.")] = False
     clients: Annotated[tuple[FlId, ...], Meta(description="getClientList: whose updates are in the sum.")] = ()
 
@@ -113,6 +114,7 @@ class Cipher(msgspec.Struct, frozen=True):
     """`cipher` of `fl_plan_config`: what becomes of an update on the device."""
 
     encrypt_type: str = "NOT_ENCRYPT"
+    signed: Annotated[bool, Meta(description="PW_ENCRYPT: keys and the list are signed for the other devices.")] = False
     reach: Annotated[float, Meta(description="PW_ENCRYPT: how far a value may be from the model.")] = 0.0
     noise: Annotated[Noise | None, Meta(description="Clip the update, count once; if local, add noise to it too.")] = None
 

@@ -19,7 +19,9 @@ from covey.core.secure import (
     ExchangeKeys,
     GetClientList,
     GetKeys,
+    GetListSign,
     GetSecrets,
+    PushListSign,
     ReconstructSecrets,
     Secure,
     SecureAsk,
@@ -40,6 +42,8 @@ PATHS: Final[dict[str, type[SecureAsk]]] = {
     "shareSecrets": ShareSecrets,
     "getSecrets": GetSecrets,
     "getClientList": GetClientList,
+    "pushListSign": PushListSign,
+    "getListSign": GetListSign,
     "reconstructSecrets": ReconstructSecrets,
 }
 ANSWER_S: Final = 2.0  # for the scheduler
@@ -66,7 +70,7 @@ class Relay:
         server, say = self._server, self._replies.say
         ask: SecureAsk = read_fields(PATHS[name], request.body, request.content_type)
         orders = server.orders
-        if self._replies.refused(request, ask.timestamp, ""):
+        if self._replies.refused(request, ask.timestamp, "", ask.fl_id):
             return None
         if orders is None or not server.claims.is_member:
             return say(request, Code.NOT_READY, "the cluster is not ready: try another server", retry_ms=RETRY_MS)

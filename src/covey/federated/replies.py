@@ -42,8 +42,8 @@ class Replies:
         orders = self._server.orders
         return orders.round - orders.base if orders is not None else 0
 
-    def refused(self, request: Request, timestamp: int, name: str) -> bool:
-        """Whether the device's clock, always checked, or the job it means was wrong, and it was told so."""
+    def refused(self, request: Request, timestamp: int, name: str, fl_id: str = "") -> bool:
+        """Whether the device's clock, always checked, the job it means or its name was wrong, and it was told so."""
         limit, ours = self._server.settings.replay_ms, self._server.settings.fl_name
         apart = abs(now_ms() - timestamp)
         if apart > limit:
@@ -53,6 +53,8 @@ class Replies:
             self.say(request, Code.OUT_OF_TIME, reason)
         elif name and ours and name != ours:
             self.say(request, Code.REQUEST_ERROR, f"this server learns {ours}, not {name[:100]}")
+        elif fl_id and request.device not in ("", fl_id):
+            self.say(request, Code.REQUEST_ERROR, f"the certificate is that of {request.device}, and fl_id says {fl_id}")
         else:
             return False
         return True

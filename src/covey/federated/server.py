@@ -38,6 +38,7 @@ from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated import summing
 from covey.federated.accumulator import Accumulator
 from covey.federated.devices import Devices
+from covey.federated.gate import GateSettings
 from covey.federated.holdings import Holdings
 from covey.federated.intake import Intake
 from covey.federated.masked_sum import MaskedSum
@@ -72,6 +73,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     server_mode: str = "FEDERATED_LEARNING"
     prefix: str = ""
     replay_ms: int = 600_000
+    gate: GateSettings = GateSettings()
     keep_models: int = 3
     lease_s: float = 15.0  # without a word from the scheduler, after which nothing is acknowledged any more
     patience_s: float = -1.0  # how long a lost scheduler is waited for; negative: for ever

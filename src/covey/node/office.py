@@ -27,7 +27,7 @@ from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
 from covey.node.scheduler import RETRY_DISK_S, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
-from covey.settings import Loaded, Settings
+from covey.settings import Loaded, Settings, serving_said
 from covey.store import registry
 from covey.store.cells import Cells, FileCells, open_cells
 from covey.store.journal import Fenced, Journal, open_journal
@@ -268,6 +268,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
         extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,
         copies=settings.ps_copies,
+        serving=serving_said(settings),
         worker_max=settings.worker_max,
         last_call_s=settings.last_call_s,
         shrink_after_s=settings.shrink_after_s,

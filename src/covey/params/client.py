@@ -7,6 +7,7 @@ perhaps, and asks again; the program only waits. Arrays are sent from the caller
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -21,9 +22,12 @@ import numpy as np
 from covey.core.serving import Serving
 from covey.core.shards import Sharing, first
 from covey.errors import CoveyError, UsageError
+from covey.params.cache import Cache, Piece
 from covey.params.messages import (
     ALL,
     Answered,
+    Changed,
+    Check,
     Declare,
     Load,
     Moved,
@@ -54,6 +58,7 @@ class Asking(msgspec.Struct, frozen=True):
     message: Request
     arrays: Arrays = ()
     into: Arrays = ()
+    heard: Callable[[Answered, Array], None] | None = None  # for an answer whose arrays have no place yet
 
 
 Make = Callable[[Sharing], list[Asking]]
@@ -148,7 +153,10 @@ class Channel:
                         return Moved(self._gone())
                     self._connection = peer.connect()
                 send(self._connection, asked.message, asked.arrays)
-                return receive_answer(self._connection, asked.into)[0]
+                answer, body = receive_answer(self._connection, asked.into)
+                if asked.heard is not None:
+                    asked.heard(answer, body)
+                return answer
             except (OSError, EOFError, msgspec.MsgspecError):
                 if self._connection is not None:
                     self._connection.close()
@@ -319,6 +327,53 @@ class Client:
         values = np.empty_like(found)
         values[orders[-1]] = found
         return values
+
+    def check_rows(self, step: int, name: str, rows: Array, cache: Cache) -> Callable[[], Array]:
+        """The same, asking only for what changed since it was seen; begins at once, and what is returned waits for it. By one
+        thread, one after the other."""
+        spec = self._known(name)
+        self._check_rows(spec, rows)
+        pieces: list[tuple[Piece, Array]] = []
+        versions: list[int] = []
+
+        def make(sharing: Sharing) -> list[Asking]:
+            pieces.clear()
+            versions.append(sharing.version)
+            servers = _owners(sharing)
+            order, cuts = _by_server(self._placement(spec, sharing), rows, servers)
+            known = cache.numbers(rows, sharing.version)
+            asked = []
+            for server, (low, high) in zip(servers, cuts, strict=True):
+                if low < high:
+                    places = order[low:high]
+                    part = Part(name, high - low, spec.width, spec.dtype)
+                    message = Check(step, part, cache.origins.get(server, ""), sharing=sharing.version)
+                    heard = functools.partial(self._heard_of, spec, server, rows[places], places, pieces)
+                    asked.append(Asking(server, message, [rows[places], known[places]], (), heard))
+            return asked
+
+        work = Work(self, make)
+
+        def result() -> Array:
+            work.wait()
+            found = np.empty((len(rows), spec.width), spec.dtype)
+            values = []
+            for piece, places in pieces:
+                values.append(np.empty((len(places), spec.width), spec.dtype))
+                cache.fill(piece, values[-1])
+                found[places] = values[-1]
+            cache.keep(versions[-1], [piece for piece, _ in pieces], values)
+            return found
+
+        return result
+
+    @staticmethod
+    def _heard_of(
+        spec: Spec, server: int, rows: Array, places: Array, pieces: list[tuple[Piece, Array]], said: Answered, body: Array
+    ) -> None:
+        if isinstance(said, Changed):
+            changed, values = body[: len(rows)].view(bool), body[len(rows) :].copy().view(spec.dtype).reshape(-1, spec.width)
+            pieces.append((Piece(server, said.origin, said.number, rows, changed, values), places))
 
     def standing(self) -> int:
         """The step this rank is to take next, as far as the servers know."""

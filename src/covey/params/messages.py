@@ -104,6 +104,15 @@ class Pull(Request, frozen=True):
     parts: Parts
 
 
+class Check(Request, frozen=True):
+    """Values of some rows for a step, those alone that changed: after the rows come the numbers of the change at which each is
+    known, of the rows' origin that is named."""
+
+    step: Annotated[int, Meta(ge=0)]
+    part: Part
+    origin: str
+
+
 class Standing(Request, frozen=True):
     """Where does this rank stand?"""
 
@@ -194,6 +203,13 @@ class Values(Message, frozen=True):
     step: int
 
 
+class Changed(Message, frozen=True):
+    """To `Check`: a byte for each row, whether it changed, and the values of those; and the number of the last change."""
+
+    origin: str
+    number: int
+
+
 class Moved(Message, frozen=True):
     """Not by that sharing: rows have moved, and this is the newer one."""
 
@@ -210,10 +226,10 @@ class No(Message, frozen=True):
         return PeerError(self.reason) if self.stale else UsageError(self.reason)
 
 
-Worker = Declare | Push | Pull | Standing | Save | Load
+Worker = Declare | Push | Pull | Check | Standing | Save | Load
 Asked = Worker | Follow | Restore | Renew | Forget | Whole | Take | Sever | Drop
 Change = Declare | Push | Take | Sever | Drop  # what a copy repeats
-Answered = Yes | Values | Moved | No | Whole
+Answered = Yes | Values | Changed | Moved | No | Whole
 _asked = msgspec.msgpack.Decoder(Asked)
 _answered = msgspec.msgpack.Decoder(Answered)
 _encoder = msgspec.msgpack.Encoder()

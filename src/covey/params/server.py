@@ -22,6 +22,7 @@ from covey.core.serving import Mode, Serving
 from covey.core.shards import SLOTS, Sharing, first, holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.params import files
+from covey.params.cache import UNKNOWN
 from covey.params.copies import Chain, Kept, ask, restore
 from covey.params.messages import (
     ALL,
@@ -29,6 +30,8 @@ from covey.params.messages import (
     Answered,
     Asked,
     Change,
+    Changed,
+    Check,
     Declare,
     Drop,
     Follow,
@@ -37,6 +40,7 @@ from covey.params.messages import (
     Message,
     Moved,
     No,
+    Part,
     Pull,
     Push,
     Renew,
@@ -212,9 +216,9 @@ class Server:
         """Whether every slot that is this server's is here."""
         return len(self._own.shelf.slots) == self._sharing.owners.count(self.rank)
 
-    def _has(self, pull: Pull, body: Array) -> bool:
+    def _has(self, parts: list[Part], body: Array) -> bool:
         """Whether the rows that are asked for are here; other rows may still be under way."""
-        if self._here() or body.nbytes % 8 or any(part.count == ALL for part in pull.parts):
+        if self._here() or body.nbytes % 8 or any(part.count == ALL for part in parts):
             return self._here()
         wanted = set(np.unique(body.view(np.int64) % SLOTS).tolist())
         return (wanted & set(self._mine())) <= self._own.shelf.slots
@@ -291,6 +295,8 @@ class Server:
             return self._load(asked), []
         if isinstance(asked, Pull):
             return self._pull(asked, body)
+        if isinstance(asked, Check):
+            return self._check(asked, body)
         self._await(asked, self._here)
         if isinstance(asked, Push):
             return self._push(asked, body), []
@@ -338,7 +344,7 @@ class Server:
         return Yes(push.step)
 
     def _pull(self, pull: Pull, body: Array) -> tuple[Answered, list[Array]]:
-        self._await(pull, lambda: self._has(pull, body))
+        self._await(pull, lambda: self._has(pull.parts, body))
         self._own.shelf.check(pull.parts, body)  # what is wrong is said at once
         shelf = self._reach(pull, pull.step)
         found = shelf.values(pull.parts, body)
@@ -347,6 +353,18 @@ class Server:
             whole = [part.count == ALL for part in pull.parts]
             found = [values.copy() if one else values for values, one in zip(found, whole, strict=True)]
         return Values(shelf.step), found
+
+    def _check(self, asked: Check, body: Array) -> tuple[Answered, list[Array]]:
+        if body.nbytes != asked.part.count * 16:
+            raise UsageError(f"{body.nbytes} bytes came for {asked.part.count} rows of {asked.part.name} and their numbers")
+        rows = body[: body.nbytes // 2]
+        self._await(asked, lambda: self._has([asked.part], rows))
+        self._own.shelf.check([asked.part], rows)
+        shelf = self._reach(asked, asked.step)
+        if asked.origin != self._own.origin:
+            body[body.nbytes // 2 :].view(np.int64)[:] = UNKNOWN
+        number, changed, values = shelf.changed(asked.part, body)
+        return Changed(self._own.origin, number), [changed.view(np.uint8), values]
 
     def _standing(self, rank: int) -> Answered:
         if rank >= self.serving.workers:
@@ -427,11 +445,16 @@ class Server:
                     kept.shelf.unpack(message.state, body)
                     self._copies[asked.server] = kept
                     self._holding.notify_all()
+                    send(connection, Yes(kept.count))
                 else:
                     assert kept is not None and isinstance(message, Change)
-                    _repeat(kept.shelf, message, body)
                     kept.count += 1
-            send(connection, Yes(kept.count))
+                    send(connection, Yes(kept.count))  # it is here: who asks for these rows waits until it is done, too
+                    try:
+                        _repeat(kept.shelf, message, body)
+                    except BaseException:  # a copy that cannot follow is none: all rows are sent again
+                        self._copies.pop(asked.server, None)
+                        raise
 
 
 def _repeat(shelf: Shelf, message: Change, body: Array) -> None:

@@ -106,8 +106,13 @@ class Shard:
             ours, theirs = getattr(known, field), getattr(spec, field)
             if ours != theirs:
                 raise UsageError(f"{spec.name} is declared with {field} {theirs}, but it has {field} {ours} already")
-        if known.rule.kind != spec.rule.kind:
-            raise UsageError(f"{spec.name} is declared with {spec.rule.kind}, but its optimizer is {known.rule.kind} already")
+        ours, theirs = (msgspec.structs.asdict(rule) for rule in (known.rule, spec.rule))
+        for field in ("kind", *(field for field in ours if field not in ("kind", "lr"))):
+            if ours[field] != theirs[field]:
+                raise UsageError(
+                    f"{spec.name} is declared with the optimizer's {field} {theirs[field]}, but it has {ours[field]} already:"
+                    " all workers must say the same"
+                )
 
     def gifts(self, push: Push, pieces: list[Piece], *, owned: bool) -> list[Gift]:
         """What a push gives these rows, checked. Raises `UsageError`; nothing has changed then."""

@@ -108,6 +108,19 @@ class Shelf:
         faces = self._faces()
         return [self._values(piece, faces[piece.name]) for piece in parse(parts, body, faces, self.server, values=False)]
 
+    def changed(self, part: Part, body: Array) -> tuple[int, Array, Array]:
+        """The number of the last change, which of the rows changed since the numbers that follow them, and their values."""
+        faces, half = self._faces(), body.nbytes // 2
+        [piece] = parse([part], body[:half], faces, self.server, values=False)
+        since = body[half:].view(np.int64)
+        if piece.rows is None or len(since) != len(piece.rows):
+            raise UsageError(f"{part.name}: so many numbers of changes are needed as there are rows")
+        if len(self.shards) > 1:  # which number is meant?
+            return -1, np.ones(len(piece.rows), bool), self._values(piece, faces[part.name])
+        table = self.shards[0].tables[part.name]
+        changed = table.changed(piece.rows, since)
+        return table.updates, changed, table.values(piece.rows[changed])
+
     # -- slots come and go -------------------------------------------------------------------------------------------
 
     def sever(self, slots: Iterable[int]) -> None:

@@ -22,6 +22,7 @@ class Table:
         self.server = server
         self.placement = Placement(spec.rows, spec.striped, owners)
         self.updates = 0
+        self._changed: Array | None = None  # by row: the update that changed it last; kept once somebody asks
         shape = (self.placement.size(server), spec.width)
         dtype = DTYPES[spec.dtype]
         if values is not None:
@@ -64,11 +65,20 @@ class Table:
         """A gradient for some rows, by their numbers in the parameter, each named once."""
         self.updates += 1
         local = self.placement.local(rows)
+        if self._changed is not None:
+            self._changed[slice(None) if self.spec.rule.moves_all else local] = self.updates
         update_rows(self.spec.rule, lr, self.updates, self.weights, local, gradient, list(self.states.values()))
 
     def values(self, rows: Array | None) -> Array:
         """The values of some rows, or of all: those are not copied."""
         return self.weights if rows is None else np.take(self.weights, self.placement.local(rows), axis=0)
+
+    def changed(self, rows: Array, since: Array) -> Array:
+        """Which of these rows changed since the update that goes with each; before the first call, all may have."""
+        if self._changed is None:
+            self._changed = np.full(len(self.weights), self.updates, np.int64)
+        found: Array = self._changed[self.placement.local(rows)] > since
+        return found
 
 
 def merged(rows: Array, gradient: Array) -> tuple[Array, Array]:

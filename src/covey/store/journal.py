@@ -188,7 +188,8 @@ def has_journal(folder: Path, job: str) -> bool:
 
 def key_of(record: Record) -> str:
     if isinstance(record, MemberRecord):
-        return f"member/{'worker' if record.role is Role.WORKER else 'server'}/{record.rank:08}"
+        group = "server" if record.role.group is Role.PSERVER else record.role
+        return f"member/{group}/{record.rank:08}"
     if isinstance(record, Incident):
         return f"incident/{record.number % KEPT_MAX:08}"
     return f"agent/{record.id}" if isinstance(record, AgentRecord) else "cluster"

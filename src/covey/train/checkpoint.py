@@ -2,6 +2,7 @@
 
 Every rank writes into a folder of its own, because ranks may lie on different disks and because any one copy will do: in data
 parallel all ranks hold the same state, so another rank's copy replaces a lost or damaged one, also in a world of another size.
+(Where an optimizer's state is cut, each writes the slots it has, and `resume` puts them together.)
 
 A checkpoint of step k (k steps are committed) is two files. `train-k.safetensors` holds the tensors, under names that any
 reader of the format understands. `train-k.json`, the manifest, holds everything else, with the size and checksum of the tensors
@@ -109,19 +110,23 @@ class Checkpoint:
 
     def load(self, step: int, *, rank: int) -> Any | None:
         """The state of a step: this rank's own copy if it is whole, else any other rank's, else None."""
+        return next(self.copies(step, rank=rank), None)
+
+    def copies(self, step: int, *, rank: int) -> Iterator[Any]:
+        """The state of a step as each rank wrote it, where it is whole; this rank's own first."""
         for manifest in self._copies(step, rank):
             try:
-                return self._read(manifest, step)
+                yield self._read(manifest, step)
             except _UnusableError as unusable:
                 log.warning("a checkpoint of step %d is skipped: %s", step, unusable)
-        return None
 
-    def newest(self, *, rank: int) -> tuple[int, Any] | None:
-        """The newest step of which there is a whole copy, and its state."""
+    def newest(self, *, rank: int, before: int | None = None) -> tuple[int, Any] | None:
+        """The newest step, perhaps before another, of which there is a whole copy, and its state."""
         for step in self.available():
-            state = self.load(step, rank=rank)
-            if state is not None:
-                return step, state
+            if before is None or step < before:
+                state = self.load(step, rank=rank)
+                if state is not None:
+                    return step, state
         return None
 
     # -- writing -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, HealPlan, Number, Report, Resumed, Seating
+from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, Giver, HealPlan, Holder, Number, Report, Resumed, Seating
 from covey.errors import PeerError
 from covey.train.gloo import Built, Done, Gloo
 from covey.train.meeting import Meeting, Place, Planned, Regroup
@@ -48,8 +48,23 @@ class Source(Protocol):
 
     @property
     def whole(self) -> bool: ...  # whether there is a state to give
+    @property
+    def spoiled(self) -> bool: ...  # the parameters, being the last collective's result, were changed by the program
     def donate(self) -> Donation: ...
     def dump(self) -> tuple[int, str]: ...
+
+
+class Slots(Protocol):
+    """An optimizer whose state is cut: it has that of some parameters, and may need that of others."""
+
+    @property
+    def count(self) -> int: ...  # of all
+    @property
+    def holds(self) -> bytes: ...  # a mask of those that are here
+    def give(self, wanted: bytes) -> Donation: ...
+    def collect(self, holders: list[Holder], rank: int, world: int) -> Any: ...  # what this place needs and has not
+    def move(self, rank: int, world: int, collected: Any) -> None: ...  # to another place, with what it needs there
+    def settle(self) -> None: ...  # everyone has what they need: let go of the rest
 
 
 class Collectives:
@@ -60,6 +75,8 @@ class Collectives:
         self.donation: Donation | None = None  # what this process received, being a replacement
         self.homes: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
         self.on_live: Callable[[], None] = lambda: None  # called before a collective that others take part in
+        self.slots: Slots | None = None  # of the loop's optimizer, if its state is cut
+        self.collected: Any = None  # what this process, being a replacement, received of them
         self.place: Place = meeting.place  # of the agreed generation
         self.seating: Seating | None = None  # who is in the world, once it has changed
         self.seated = 0  # the newest seating by which the data is shared
@@ -77,7 +94,8 @@ class Collectives:
         self._half = False  # a state arrived in part, over what this process had begun with
         self._handed: dict[Number, list[Any]] = {}
         self._passing: Number | None = None
-        self._resumed = self._agreed
+        self._resumed = self._settled = self._agreed
+        self._holders: list[Holder] = []  # as the last plan says
         self._server: Server | None = None
         self.waited_s = 0.0  # in collectives, so far
         os.register_at_fork(after_in_child=self._forked)
@@ -93,6 +111,11 @@ class Collectives:
     def count(self) -> int:
         """How many collectives this step has had so far."""
         return self._n
+
+    @property
+    def completed(self) -> Number | None:
+        """The last one."""
+        return self._completed
 
     def skip_to(self, count: int) -> None:
         """A replacement that received state need not run what the others did to have it."""
@@ -115,6 +138,9 @@ class Collectives:
             group = self._group()
             if group is not None and self._wait(operation.issue(group)):
                 results = operation.results()
+                if self.slots is not None and self._settled != self._agreed:
+                    self._settled = self._agreed  # everyone takes part again, so everyone has collected
+                    self.slots.settle()
                 break
         self.waited_s += time.monotonic() - since
         self._meeting.waits = None
@@ -165,6 +191,17 @@ class Collectives:
             if plan is not None and self._carry_out(plan):
                 self._agreed, self._newcomer, self.place = generation, False, place
                 return
+
+    def collect(self) -> None:
+        """A replacement that received state before its optimizer was made: the slots it needs. If a holder is gone, it begins
+        again, as one that has received nothing."""
+        try:
+            self._collect()
+        except PeerError as error:
+            self._meeting.say(Broke(self._agreed, str(error)[:500]))
+            self._await_regroup(self._agreed)
+            self._newcomer = self._half = True
+            self.agree()
 
     def finish(self) -> None:
         """The program is at its end: stay, as one who can give, until every rank is."""
@@ -230,7 +267,9 @@ class Collectives:
     def _report(self, generation: int, finished: bool = False) -> HealPlan | None:
         """Say where this rank stands and wait for the plan; None when the generation is over first."""
         if self._server is None:
-            self._server = Server(self._meeting.address, self._donate, self._give_results)
+            give = {"state": self._donate, "results": self._give_results, "slots": self._give_slots}
+            self._server = Server(self._meeting.address, **give)
+        slots = self.slots if self.source is not None else None
         self._meeting.say(
             Report(
                 generation=generation,
@@ -238,6 +277,9 @@ class Collectives:
                 waits=self._meeting.waits,
                 needs_state=self._newcomer,
                 whole=all(self._whole.values()) and (self.source is None or self.source.whole),
+                spoiled=self.source is not None and self.source.spoiled,
+                slots=slots.count if slots is not None else 0,
+                holds=slots.holds if slots is not None else b"",
                 finished=finished,
                 seated=self.seated,
                 port=self._server.port,
@@ -256,27 +298,45 @@ class Collectives:
 
     def _carry_out(self, plan: HealPlan) -> bool:
         """Fetch what the plan says this rank lacks. False if the giver is gone: a new generation follows."""
-        self.seating = plan.seating or self.seating
-        if plan.giver is None:
+        self.seating, self._holders = plan.seating or self.seating, plan.holders
+        if plan.giver is None and not plan.holders:
             if self._half:
                 raise PeerError("the state was received in part when its giver died, and nobody else has it: start it again")
             return True
         try:
-            giver, kind = plan.giver, "state" if self._newcomer else "results"
-            received = fetch(giver.address, giver.port, giver.token, kind, self.homes() if self._newcomer else {})
+            self._fetch(plan.giver, plan.generation)
         except PeerError as error:
             self._half = self._newcomer
             self._meeting.say(Broke(plan.generation, str(error)[:500]))
             self._await_regroup(plan.generation)
             return False
+        return True
+
+    def _fetch(self, giver: Giver | None, generation: int) -> None:
+        """All that this rank lacks, or nothing."""
+        if giver is None:
+            return self._collect()
+        kind, homes = ("state", self.homes()) if self._newcomer else ("results", {})
+        received = fetch(giver, kind, homes)
+        self._collect()
         self._half = False
-        self._meeting.say(Fetched(plan.generation))
+        self._meeting.say(Fetched(generation))
         self._handed = received.results
         if self._newcomer:
             self.donation = received
             if received.last is not None:  # ahead from now on: this rank may be the only one left who can give the last result
                 self._completed, self._kept = received.last, dict(received.results)
-        return True
+        return None
+
+    def _collect(self) -> None:
+        """The slots this rank needs in its place, which may be another than it was."""
+        if self.slots is not None and self._holders:
+            place = self._meeting.place
+            collected = self.slots.collect(self._holders, place.rank, place.world)
+            if self.source is not None:
+                self.slots.move(place.rank, place.world, collected)
+            else:
+                self.collected = collected
 
     def _await_regroup(self, generation: int) -> None:
         while self._meeting.place.generation == generation:
@@ -284,16 +344,20 @@ class Collectives:
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
-    def _donate(self) -> Donation:
+    def _donate(self, _wanted: bytes) -> Donation:
         """Called by the server's thread while this rank is at a safe point."""
         state = self.source.donate() if self.source is not None else Donation()
         steps = (BEFORE, state.step)
         needed = {n: results for n, results in self._kept.items() if n.step in steps or n == self._completed}
         return msgspec.structs.replace(state, results=needed, last=self._completed)
 
-    def _give_results(self) -> Donation:
+    def _give_results(self, _wanted: bytes) -> Donation:
         assert self._completed is not None
         return Donation(results={self._completed: self._kept[self._completed]})
+
+    def _give_slots(self, wanted: bytes) -> Donation:
+        assert self.slots is not None
+        return self.slots.give(wanted)
 
     def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
         if passing:

@@ -95,10 +95,10 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut(self, step: int, index: int, limit: int | None) -> list[range]:
         """A member's part in micro-batches: as few as keep to the limit, and as equal as can be, since some layers cannot do
-        with a single sample. A member without a part still takes part in the step: one sample, which counts for nothing."""
+        with a single sample. A member without a part still takes part in the step: a batch, which counts for nothing."""
         span = self.span(step, index)
         if not span:
-            return [range(1)]
+            return [self._idle(step)]
         count = -(-len(span) // limit) if limit is not None else 1
         return [range(span.start + i * len(span) // count, span.start + (i + 1) * len(span) // count) for i in range(count)]
 
@@ -112,9 +112,13 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return [self.span(step, i) for i, seat in enumerate(self.seats) if seat in here]
 
     def counted(self, step: int, present: tuple[int, ...]) -> list[int]:
-        """The places that count when these are present. Where nobody is left who has a part, all have taken the first sample,
+        """The places that count when these are present. Where nobody is left who has a part, all have taken the first batch,
         which was to count for nothing (see `cut`): then it is the one that counts."""
-        return [place for span in self._held(step, present) for place in span] or [0]
+        return [place for span in self._held(step, present) for place in span] or list(self._idle(step))
+
+    def _idle(self, step: int) -> range:
+        """What a member without a part takes."""
+        return range(min(self.batch_size, self.length(step)))
 
     def after(self, step: int, present: tuple[int, ...]) -> Course:
         """The course once a step has counted for those who were present at its reduction; they share the next one."""

@@ -1,13 +1,13 @@
 """A data set and its loader: the samples of this rank, batch by batch.
 
-Which samples those are is the course's affair. Each batch is loaded under random numbers of its own, so augmentation repeats
-when a batch is loaded again, with or without loader workers.
+Which samples those are is the course's affair, or, where the data set is a stream, the stream's. Each batch is loaded under
+random numbers of its own, so augmentation repeats when a batch is loaded again, with or without loader workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.errors import UsageError
 from covey.train import course
@@ -15,6 +15,9 @@ from covey.train.arguments import whole
 from covey.train.chance import seed_all
 from covey.train.course import Course, Share
 from covey.train.gloo import torch_module
+
+if TYPE_CHECKING:
+    from covey.train.stream import Stream  # which imports torch
 
 
 class Seeded:
@@ -49,7 +52,10 @@ class Numbers:
 
 
 class Data:
-    """A map-style data set, cut into batches for this rank. `options` go to torch's DataLoader (num_workers, ...).
+    """A data set, cut into batches for this rank. `options` go to torch's DataLoader (num_workers, ...).
+
+    One with a length and samples by number is shared among the ranks. One that can only be iterated over is a stream, of which
+    each rank reads its own, in its own order.
 
     `batch_size` is a rank's at the first start. In a smaller world a rank's part of a step is larger: it comes in micro-batches
     of at most `limit` samples. Without a limit, a loop that accumulates takes at most `batch_size` at once, and any other takes
@@ -62,8 +68,11 @@ class Data:
         for name in ("sampler", "batch_sampler", "drop_last"):
             if name in options:
                 raise UsageError(f"Data(..., {name}=...) is not possible: the batches follow from seed, step and rank")
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise UsageError("Data needs a map-style data set, with a length and samples by number")
+        self.streams = _is_stream(dataset)
+        if not self.streams and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise UsageError("Data needs a data set with a length and samples by number, or an iterable one")
+        if self.streams and limit is not None:
+            raise UsageError("Data(..., limit=...) is not possible with an iterable data set: its batches are always as large")
         whole("Data", "batch_size", batch_size, 1)
         whole("Data", "limit", 1 if limit is None else limit, 1)
         self.dataset = dataset
@@ -72,8 +81,20 @@ class Data:
         self.shuffle = shuffle
         self.options = options
 
+    def stream(self, *, seed: int, accumulate: int) -> Stream | None:
+        """This rank's stream, if the data set is one."""
+        if not self.streams:
+            return None
+        from covey.train.stream import Stream
+
+        return Stream(self.dataset, self.batch_size, accumulate, seed, self.options)
+
     def course(self, *, seed: int, world: int, accumulate: int) -> Course:
         """The way through this data of a training that starts."""
+        if self.streams:
+            from covey.train.stream import begin
+
+            return begin(self.batch_size, accumulate, world, seed)
         return course.begin(
             len(self.dataset),
             batch_size=self.batch_size,
@@ -89,3 +110,9 @@ class Data:
         return iter(
             torch.utils.data.DataLoader(Seeded(self.dataset, share), batch_sampler=Numbers(share, first), **self.options)
         )
+
+
+def _is_stream(dataset: Any) -> bool:
+    """torch's own have a `__getitem__` that only raises. By name: torch is not imported to find out."""
+    named = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
+    return named or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))

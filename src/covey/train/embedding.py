@@ -9,6 +9,7 @@ import numpy as np
 from covey.errors import UsageError
 from covey.params.messages import Begin
 from covey.params.optimizers import Array, Rule
+from covey.train.arguments import whole
 from covey.train.gloo import torch_module
 
 torch = torch_module()
@@ -26,7 +27,8 @@ class Source(Protocol):
 class Embedding(Module):  # type: ignore[misc]
     """Looks rows up as `torch.nn.Embedding` does, but has no parameter here. Train it in a `covey.Loop`.
 
-    `optimizer` is one of `covey.params.optimizers`; without one, the loop's optimizer says which.
+    `optimizer` is one of `covey.params.optimizers`; without one, the loop's optimizer says which. `vocab_cache_size`: so many
+    rows are remembered here, and travel only when they have changed.
     """
 
     def __init__(
@@ -38,13 +40,16 @@ class Embedding(Module):  # type: ignore[misc]
         init: Literal["normal", "uniform", "zeros"] = "normal",
         scale: float = NORMAL,
         seed: int = 0,
+        vocab_cache_size: int = 0,
     ) -> None:
         super().__init__()
         if vocab_size < 1 or embedding_size < 1:
             raise UsageError(f"Embedding({vocab_size}, {embedding_size}) is not possible: give numbers above 0")
-        self.vocab_size, self.embedding_size = vocab_size, embedding_size
+        whole("Embedding", "vocab_cache_size", vocab_cache_size, 0)
+        self.vocab_size, self.embedding_size, self.vocab_cache_size = vocab_size, embedding_size, vocab_cache_size
         self.rule, self.begin = optimizer, Begin(init, scale, seed)
         self.source: Source | None = None
+        self.next: Array | None = None  # rows that the next step will need
         self.used: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
 
     def forward(self, ids: Any) -> Any:
@@ -57,6 +62,12 @@ class Embedding(Module):  # type: ignore[misc]
             self.used.append((numbers, values))
         where = torch.from_numpy(places.reshape(tuple(ids.shape))).to(ids.device)
         return torch.nn.functional.embedding(where, values)
+
+    def prefetch(self, ids: Any) -> None:
+        """The next step will look these up: they are fetched as soon as its values are there, while this step ends."""
+        if self.vocab_cache_size == 0:
+            raise UsageError("prefetch needs room for what it fetches: give Embedding a vocab_cache_size")
+        self.next = np.unique(ids.detach().cpu().numpy().reshape(-1).astype(np.int64))
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.embedding_size}, on the servers"

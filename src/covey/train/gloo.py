@@ -72,6 +72,12 @@ class Gloo:
         """Issue a gathering; its completion is `Done` in the inbox."""
         return self._issue(self._group.allgather([outputs], [tensor]), (outputs, tensor))
 
+    def broadcast(self, tensor: Any, root: int) -> Any:
+        """Issue a broadcast; its completion is `Done` in the inbox."""
+        options = torch_module().distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._issue(self._group.broadcast([tensor], options), tensor)
+
     def abandon(self) -> None:
         """Leave the group behind. Its works fail soon, and it is freed when the last one has."""
         for name, descriptor in self._sockets.items():

@@ -21,13 +21,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.core.messages import Dumped, Resumed
+from covey.core.messages import Dumped, Number, Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
+from covey.train import resume
+from covey.train.admission import admit
 from covey.train.arguments import of_kind, whole
 from covey.train.chance import mix, seed_all
 from covey.train.checkpoint import Checkpoint
@@ -39,9 +41,12 @@ from covey.train.group import Group
 from covey.train.operations import Broadcast
 from covey.train.pace import Pace
 from covey.train.reducer import Reducer
-from covey.train.state import State
+from covey.train.state import OPTIMIZER, State
 from covey.train.transfer import Donation
-from covey.train.tree import from_bytes, pack, to_bytes
+from covey.train.tree import pack
+
+if TYPE_CHECKING:
+    from covey.train.sharded import Sharing
 
 log = logging.getLogger("covey")
 
@@ -71,35 +76,49 @@ class Loop:
         of_kind("Loop", "data", data, Data)
         of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
         of_kind("Loop", "schedulers", schedulers, list, tuple)
+        admit(model, optimizer)
         self.model, self.optimizer, self.data = model, optimizer, data
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
-        course = data.course(seed=seed, world=group.world, accumulate=accumulate)
+        self._stream = data.stream(seed=seed, accumulate=accumulate)
+        if self._stream is not None and steps is None:
+            raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
         self._epochs, self._steps = epochs, steps
-        self._course = self._until_the_end(course)
         self._following: Course | None = None  # the course after this step, once its reduction is complete
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._share: Share | None = None  # of the course, for this rank
         self._index = 0
         self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
-        self._cut = course.cut(0, 0, self._limit)
         self._state = State(model, optimizer)
         self._stepping = self._applied = False  # the optimizer runs; has run in this step
         self._again, self._repeats = False, 0
         self._checkpoint = checkpoint
         self._group = group
-        from covey.train.served import Served  # which imports torch: a program without a loop does without it
+        from covey.train.served import Served  # these import torch: a program without a loop does without it
+        from covey.train.sharded import ShardedOptimizer
 
         self._served = Served(model, optimizer, group)
+        # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
+        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        self._course = self._until_the_end(data.course(seed=seed, world=group.world, accumulate=accumulate))
+        self._cut = self._course.cut(0, 0, self._limit)
+        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        self._shared_at: Number | None = None  # the collective by which the parameters were shared last
+        if self._sharded is not None:
+            if self._served.any:
+                raise UsageError("ShardedOptimizer cannot train parameters that are served: give it a model without them")
+            self._sharded.begin(self._share_parameters)
         self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
         self._before = 0
         self._checked = self._received = False
         self._pace = Pace()
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
+        if self._stream is not None:
+            self._stream.expect(self._course.seats)
+            self.register("stream", self._stream.known, self._stream.put)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
         optimizer.register_step_pre_hook(self._optimizer_steps)
@@ -110,7 +129,13 @@ class Loop:
             self._reducer = Reducer(model, self._collectives, shares=self, active=lambda: self.boundary)
             self._attach(self._collectives)
         else:
+            if self._sharded is not None:
+                self._sharded.sit(0, 1)
             self._resume()
+        if self._stream is not None:
+            self._stream.sit(self._seat, self.step)
+            if group.rank == 0 and not self._received:
+                self._stream.say()
         if self._served.any:
             folder = str(checkpoint.folder.absolute()) if checkpoint is not None else ""
             self.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
@@ -176,12 +201,16 @@ class Loop:
                 else:
                     self.micro += 1
             self._commit()
+        if self._stream is not None:
+            self._stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
 
     def _waited(self) -> float:
         return self._collectives.waited_s if self._collectives is not None else 0.0
 
     def _batches(self) -> Iterator[Any]:
+        if self._stream is not None:
+            return self._stream.batches(self.step)
         assert self._share is not None
         return self.data.batches(self._share, self.step)
 
@@ -257,6 +286,8 @@ class Loop:
                 self._checked = True
         if self._served.any:
             self._served.refresh(self.step)
+        if self._stream is not None:
+            self._stream.mark_boundary(self.step, self._group)
         self._state.mark_boundary()
 
     def _commit(self) -> None:
@@ -295,7 +326,14 @@ class Loop:
             )
         if self._served.any:
             self._push_served()
-        self._stepping = True
+        self._stepping = self._sharded is None  # one that is sharded changes nothing before all have its values
+
+    def _share_parameters(self, sharing: Sharing) -> None:
+        if self._collectives is None:
+            return sharing.run_alone()
+        self._collectives.run(sharing, limited=False)
+        self._shared_at = self._collectives.completed
+        return None
 
     def _push_served(self) -> None:
         push = self._served.push()
@@ -303,6 +341,7 @@ class Loop:
             self._collectives.run(push)
         else:
             push.run_alone()
+        self._served.fetch_ahead()
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._stepping, self._applied = False, True
@@ -316,10 +355,22 @@ class Loop:
         """Whether this rank's state is that of a boundary, or that after the optimizer, and nothing in between."""
         return not self._stepping and (self._applied or self._state.intact)
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether the last collective shared the parameters, and the program has changed them since."""
+        assert self._collectives is not None
+        last = self._sharded is not None and self._shared_at == self._collectives.completed
+        return last and self._sharded is not None and self._sharded.changed
+
     def donate(self) -> Donation:
         """This rank's state at a safe point: that of the step's boundary, or that after the optimizer ran."""
-        state = self._about() | (self._state.now() if self._applied else self._state.at_boundary())
+        state = self._at_rest()
+        if self._sharded is not None:
+            state[OPTIMIZER] = self._sharded.frame()  # each place has its own slots, from who has them
         return Donation(step=self.step, applied=self._applied, before=self._before, state=state)
+
+    def _at_rest(self) -> dict[str, Any]:
+        return self._about() | (self._state.now() if self._applied else self._state.at_boundary())
 
     def state(self) -> dict[str, Any]:
         """Everything a replacement or a checkpoint must have, as it is now."""
@@ -336,9 +387,9 @@ class Loop:
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
         gasp = self._checkpoint or Checkpoint("covey_dump")
-        given, meeting = self.donate(), self._group.meeting
-        state = given.state | {"step": given.step + given.applied}
-        if given.applied and self._following is not None:
+        meeting = self._group.meeting
+        state = self._at_rest() | {"step": self.step + self._applied}
+        if self._applied and self._following is not None:
             state["course"] = self._following.state()
         if self._served.any:
             self._served.gasp(state["step"], str(gasp.folder.absolute()))
@@ -348,11 +399,15 @@ class Loop:
 
     def _attach(self, collectives: Collectives) -> None:
         """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
-        collectives.homes = self._state.homes
+        collectives.homes, collectives.slots = self._state.homes, self._sharded
         if collectives.needs_state:
             collectives.agree()
+        elif collectives.donation is not None:
+            collectives.collect()
         given = collectives.donation
         if given is None or given.state is None:
+            if self._sharded is not None:
+                self._sharded.sit(self._group.rank, self._group.world)
             tensors = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
             collectives.run(Broadcast(tensors, 0, self._group.rank), passing=True)
             self._resume()
@@ -360,6 +415,10 @@ class Loop:
             self._received = True
             collectives.skip_to(given.before)
             self.step, self.replaying = given.step, given.applied
+            if self._sharded is not None:
+                self._sharded.sit(self._group.rank, self._group.world)
+                given.state[OPTIMIZER] = self._sharded.given(given.state[OPTIMIZER], collectives.collected)
+                collectives.collected = None
             self._restore(given.state)
             collectives.on_live = self._catch_up
             if not self.replaying:
@@ -375,10 +434,7 @@ class Loop:
         """From the newest checkpoint that any rank has whole, on a fresh start."""
         if self._checkpoint is None:
             return
-        found = self._checkpoint.newest(rank=self._group.rank)
-        state = found[1] if found is not None else None
-        if self._collectives is not None:
-            state = self._agree_on(found[0] if found is not None else -1, state)
+        state = resume.newest(self._checkpoint, self._group, self._sharded, together=self._collectives is not None)
         if state is not None:
             self.step = state["step"]
             try:
@@ -392,23 +448,6 @@ class Loop:
             if len(self._course.seats) != world:
                 log.info("resumed in a world of %d, after one of %d", world, len(self._course.seats))
             self._course = self._course.seated(tuple(range(world)))
-
-    def _agree_on(self, step: int, state: Any) -> Any:
-        """The newest state among all ranks': every rank gets it, from its own disk or from a rank that has it. There may be two
-        of one step: who died with its only result wrote another one than those who then did the step again."""
-        torch = torch_module()
-        mine = [step, *(state.get("made_in", (0, 0)) if state is not None else (0, 0))]
-        everyone = [t.tolist() for t in self._group.all_gather(torch.tensor(mine))]
-        best = max(everyone)
-        if best[0] < 0 or all(found == best for found in everyone):
-            return state
-        giver = everyone.index(best)
-        flat = to_bytes(state) if self._group.rank == giver else torch.empty(0, dtype=torch.uint8)
-        size = self._group.all_reduce(torch.tensor(flat.numel()), "max")
-        if self._group.rank != giver:
-            flat = torch.empty(int(size), dtype=torch.uint8)
-        self._group.broadcast(flat, giver)
-        return state if mine == best else from_bytes(flat)
 
     def _restore(self, state: Any) -> None:
         self._course = self._until_the_end(self._course.restored(state["course"]))

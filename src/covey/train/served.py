@@ -9,6 +9,7 @@ is repeated after a death like any other.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import numpy as np
 from covey.core.serving import Mode
 from covey.errors import PeerError, UsageError
 from covey.params import files
+from covey.params.cache import Cache
 from covey.params.client import Client, Given, Work
 from covey.params.messages import DTYPES, Begin, Spec
 from covey.params.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
@@ -34,17 +36,33 @@ def mark(target: Any, *, recurse: bool, init_in_server: bool, optimizer: Rule | 
     """Have a parameter, or all that a module trains, served."""
     torch = torch_module()
     if isinstance(target, torch.nn.Module):
-        if init_in_server and any(True for _ in target.parameters(recurse)):
-            raise UsageError("init_in_server is for tables too large for a worker: use covey.Embedding, whose rows begin there")
+        if init_in_server:
+            for module in list(target.modules()) if recurse else [target]:
+                if type(module) is torch.nn.Embedding:
+                    take_over(module, optimizer)
         found = [p for p in target.parameters(recurse) if p.requires_grad]
     elif isinstance(target, torch.nn.Parameter):
-        if init_in_server:
-            raise UsageError("init_in_server is for tables too large for a worker: use covey.Embedding, whose rows begin there")
         found = [target]
     else:
         raise UsageError(f"set_param_ps takes a torch module or parameter, not a {type(target).__name__}")
     for parameter in found:
-        setattr(parameter, MARK, (optimizer,))
+        if parameter.is_meta:
+            raise UsageError(
+                "a parameter on the meta device has no memory here, and needs some to be computed with: only a"
+                " torch.nn.Embedding does without, with init_in_server=True"
+            )
+        setattr(parameter, MARK, (optimizer, init_in_server))
+
+
+def take_over(module: Any, optimizer: Rule | None) -> None:
+    """A torch.nn.Embedding whose rows begin and stay on the servers. Its weight, which may be on the meta device, is let go."""
+    if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise UsageError(
+            "an Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse cannot begin on the servers: do without"
+        )
+    module.served = Embedding(module.num_embeddings, module.embedding_dim, optimizer=optimizer, scale=1.0)  # as torch's
+    module.weight = None
+    module.forward = module.served.forward
 
 
 def is_served(parameter: Any) -> bool:
@@ -62,6 +80,8 @@ class Served:
         self._group = group
         self.step = 0
         self.pushed = True
+        self._caches: dict[str, Cache] = {}
+        self._ahead: dict[str, Callable[[], Array]] = {}  # by table: what was asked for in the step before
         if self.any:
             self.client: Client = group.client
             self.sync = self.client.serving.mode is Mode.SYNC
@@ -82,10 +102,11 @@ class Served:
     def declare(self, rank: int) -> None:
         """Make all parameters known to the servers; rank 0 says how they begin."""
         for name, parameter in self.whole.items():
+            begin = Begin("normal", seed=zlib.crc32(name.encode())) if getattr(parameter, MARK)[1] else Begin("given")
             values = self._flat(parameter)
             rule = getattr(parameter, MARK)[0] or rule_of(self._optimizer, self._lr_group(parameter), rows=False)
-            spec = Spec(name, values.size, 1, _dtype(name, values), False, rule, Begin("given"))
-            self.client.declare(spec, values, first=rank == 0)
+            spec = Spec(name, values.size, 1, _dtype(name, values), False, rule, begin)
+            self.client.declare(spec, values if begin.kind == "given" else None, first=rank == 0)
         for name, table in self.tables.items():
             rule = table.rule or rule_of(self._optimizer, self._optimizer.param_groups[0], rows=True)
             spec = Spec(name, table.vocab_size, table.embedding_size, "float32", True, rule, table.begin)
@@ -128,7 +149,24 @@ class Served:
     def rows(self, table: Embedding, numbers: Array) -> Array:
         """Rows for this step."""
         name = next(name for name, found in self.tables.items() if found is table)
-        return self.client.pull_rows(self.step, name, numbers)
+        if not table.vocab_cache_size:
+            return self.client.pull_rows(self.step, name, numbers)
+        if (fetched := self._ahead.pop(name, None)) is not None:
+            fetched()  # into the cache: what has changed since is asked for below
+        return self.client.check_rows(self.step, name, numbers, self._cache(name, table))()
+
+    def _cache(self, name: str, table: Embedding) -> Cache:
+        if name not in self._caches:
+            self._caches[name] = Cache(table.embedding_size, table.vocab_cache_size)
+        return self._caches[name]
+
+    def fetch_ahead(self) -> None:
+        """The step is complete on all servers, and this rank has gone on: what the next one needs may be asked for. Not
+        earlier: asking for a step's values makes the one before it final, and a replacement may still have to repeat it."""
+        for name, table in self.tables.items():
+            rows, table.next = table.next, None
+            if rows is not None:
+                self._ahead[name] = self.client.check_rows(self.step + 1, name, rows, self._cache(name, table))
 
     def gradients(self) -> list[Given]:
         """What this step has gathered; with it the optimizer has nothing left to do for them."""

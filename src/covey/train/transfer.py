@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Number
+from covey.core.messages import Giver, Number
 from covey.errors import PeerError
 from covey.train import tree
 from covey.train.gloo import torch_module
@@ -34,6 +34,8 @@ GIFTS_MAX: Final = 32  # at the same time
 SEND: Final = b"s"  # from a receiver that cannot read the giver's memory
 THANKS: Final = b"t"
 ALIGNED: Final = 64  # bytes
+KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p"}
+WANTED_MAX: Final = 65536  # bytes
 
 
 class Donation(msgspec.Struct, frozen=True):
@@ -72,9 +74,10 @@ class _Meta(msgspec.Struct, frozen=True):
 class Server:
     """Gives on request, to whoever knows the token. The token reaches the receiver through the scheduler's plan."""
 
-    def __init__(self, address: str, state: Callable[[], Donation], results: Callable[[], Donation]) -> None:
+    def __init__(self, address: str, **give: Callable[[bytes], Donation]) -> None:
+        """`give` has what to call for each of `KINDS`; it is told what is wanted of it."""
         self.token = secrets.token_hex(TOKEN_SIZE // 2)
-        self._give = {b"s": state, b"r": results}
+        self._give = {KINDS[kind]: found for kind, found in give.items()}
         self._free = threading.Semaphore(GIFTS_MAX)
         self._socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = int(self._socket.getsockname()[1])
@@ -105,23 +108,26 @@ class Server:
         asked = bytes(_receive(connection, bytearray(TOKEN_SIZE + 1)))
         if hmac.compare_digest(asked[:TOKEN_SIZE], self.token.encode()) and asked[TOKEN_SIZE:] in self._give:
             connection.settimeout(SILENCE_S)
-            _send(connection, self._give[asked[TOKEN_SIZE:]]())
+            size = int.from_bytes(_receive(connection, bytearray(4)), "big")
+            if size <= WANTED_MAX:
+                wanted = bytes(_receive(connection, bytearray(size)))
+                _send(connection, self._give[asked[TOKEN_SIZE:]](wanted))
 
 
-def fetch(address: str, port: int, token: str, kind: str, homes: Mapping[str, Any] = MappingProxyType({})) -> Donation:
+def fetch(giver: Giver, kind: str, homes: Mapping[str, Any] = MappingProxyType({}), *, wanted: bytes = b"") -> Donation:
     """Receive all of it or nothing. Raises `PeerError` when the giver is gone.
 
     `homes` are tensors of this process by their names in the state: what fits is received straight into them, which spares
     fresh memory and a copy. Not if the state is that after the optimizer: it is needed twice, and must stay as it is.
     """
     try:
-        with socket.create_connection((address, port), CONNECT_S) as connection:
+        with socket.create_connection((giver.address, giver.port), CONNECT_S) as connection:
             connection.settimeout(SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(token.encode() + (b"s" if kind == "state" else b"r"))
+            connection.sendall(giver.token.encode() + KINDS[kind] + len(wanted).to_bytes(4, "big") + wanted)
             return _read(connection, homes)
     except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise PeerError(f"the state could not be fetched from {address}: {error}") from None
+        raise PeerError(f"the state could not be fetched from {giver.address}: {error}") from None
 
 
 def _send(connection: socket.socket, given: Donation) -> None:

@@ -54,16 +54,21 @@ def _unit(most: float, devices: int) -> float:
     return 2.0 ** math.floor(math.log2(room / most))
 
 
-def encode(values: NDArray[np.float32], told: Told, weight: int, units: Scale) -> Words:
-    """A device's numbers, ready to be masked. Raises `UsageError` for values that do not fit."""
+def check(values: NDArray[np.float32], reach: float) -> None:
+    """Raises `UsageError` for values that do not fit."""
     if len(values) and not np.isfinite(values).all():
         raise UsageError("the update has values that are not finite: nothing was sent")
     greatest = float(np.abs(values).max()) if len(values) else 0.0
-    if greatest > units.reach:
+    if greatest > reach:
         raise UsageError(
-            f"a value of the update is {greatest:g} away from the model, and {units.reach:g} is the reach: nothing was sent; "
+            f"a value of the update is {greatest:g} away from the model, and {reach:g} is the reach: nothing was sent; "
             "train with a smaller learning rate or raise update_reach"
         )
+
+
+def encode(values: NDArray[np.float32], told: Told, weight: int, units: Scale) -> Words:
+    """A device's numbers, ready to be masked. Raises `UsageError` for values that do not fit."""
+    check(values, units.reach)
     numbers = np.empty(len(values) + TOLD, np.float64)
     np.multiply(values, weight * units.values, out=numbers[: len(values)], dtype=np.float64)
     fits = all(math.isfinite(number) and abs(number) <= TOLD_RANGE for number in told)

@@ -57,7 +57,11 @@ class Session:
         for other in keys.remote_publickeys:
             place = other.index + 1
             both = of_seed[place] + of_key[place]
-            share = masks.seal(both, self._c, other.c_pk, keys.session, self.fl_id, other.fl_id)
+            try:
+                masks.agreed(self._s, other.s_pk)
+                share = masks.seal(both, self._c, other.c_pk, keys.session, self.fl_id, other.fl_id)
+            except ValueError:
+                raise PeerError(f"the keys of {other.fl_id} are none: nothing was sent") from None
             sealed.append(SealedShare(other.fl_id, share))
         return tuple(sealed)
 

@@ -1,0 +1,142 @@
+"""What privacy costs: a secure round of many devices with real processes, and small uploads against accuracy.
+
+The round: devices are threads here, servers and scheduler are processes; a tenth of the devices goes away before its upload.
+Server time is the CPU time of scheduler and servers over the whole round. Bytes are all that a device sends and receives in
+the round apart from the model it is given, against the bare weights as float32. Compression: `covey federated simulate`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from bench.report import Aim, table
+from covey.federated import FedAvg
+from covey.federated.compress import NONE
+from covey.federated.device import Device
+from covey.federated.model import Layout
+from covey.federated.private_trial import Treatment
+from covey.federated.simulate import simulate
+
+EXPANSION = 1.73  # of the paper (Bonawitz 2017) for 1,024 users with 2^20 values of 16 bits
+SERVER_S = 5.0
+KINDS = [(NONE, 1.0), ("QUANT", 1.0), ("TOP_K", 0.1), ("TOP_K", 0.02), ("DIFF_SPARSE_QUANT", 0.4), ("DIFF_SPARSE_QUANT", 0.1)]
+
+
+class Gone(Exception):
+    pass
+
+
+class Counting(Device):
+    """A device that counts its bytes, and may go away before its upload."""
+
+    sent = received = 0
+    leaves = False
+
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+        if self.leaves:
+            raise Gone
+        return super().update(arrays, fields, layout)
+
+    def _request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
+        kind, body = super()._request(path, pieces, content_type)
+        if path != "startFLJob":
+            self.sent += sum(len(piece) for piece in pieces)
+            self.received += len(body)
+        return kind, body
+
+
+def measure_secure(cluster: Callable[..., AbstractContextManager[Any]], size: int, devices: int, gone: int) -> dict[str, float]:
+    """One secure round."""
+    ratio = (devices - gone) / devices
+    with cluster(size, 1, devices, "process", encrypt_type="PW_ENCRYPT", update_model_ratio=ratio) as running:
+        crowd = [Counting(running.urls, f"device-{number}", data_size=10) for number in range(devices)]
+        done: list[bool] = []
+
+        def live(device: Counting, leaves: bool) -> None:
+            device.leaves = leaves
+            task = device.join()
+            assert task is not None
+            try:
+                done.append(task.send(task.flat + np.float32(0.01)))
+            except Gone:
+                return
+
+        before, started = _cpu(running), time.perf_counter()
+        threads = [threading.Thread(target=live, args=(d, number < gone)) for number, d in enumerate(crowd)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wall, cpu = time.perf_counter() - started, _cpu(running) - before
+        assert sum(done) == devices - gone, f"{sum(done)} of {devices - gone} devices were counted"
+        with Device(running.urls, "judge", data_size=1) as judge:
+            values = judge.model(1)[1]["w"]
+        assert np.allclose(values, 0.01, atol=1e-5), "the sum is wrong"
+    stayed = crowd[gone:]
+    traffic = [device.sent + device.received for device in stayed]
+    return {"cpu_s": cpu, "wall_s": wall, "bytes": float(np.mean(traffic)), "expansion": float(np.mean(traffic)) / (4 * size)}
+
+
+def _cpu(running: Any) -> float:
+    times = [process.cpu_times() for process in (*running.servers, *running.schedulers)]
+    return float(sum(one.user + one.system for one in times))
+
+
+def measure_small(devices: int, rounds: int) -> list[dict[str, Any]]:
+    """Bytes of values and accuracy of each compression, on the embedded digits."""
+    found = []
+    for kind, rate in KINDS:
+        last = list(simulate(devices, rounds, FedAvg(), treatment=Treatment(compress=kind, sparse_rate=rate)))[-1]
+        found.append({"kind": kind, "rate": rate, "bytes": last.sent_bytes, "accuracy": last.accuracy})
+    return found
+
+
+def measure(cluster: Callable[..., AbstractContextManager[Any]], size: int, *, few: bool) -> dict[str, Any]:
+    devices = 20 if few else 100
+    return {
+        "devices": devices,
+        "size": size,
+        "dropped": measure_secure(cluster, size, devices, devices // 10),
+        "all": measure_secure(cluster, size, devices, 0),
+        "small": measure_small(100, 5 if few else 30),
+    }
+
+
+def aims(found: dict[str, Any]) -> list[Aim]:
+    row, what = found["dropped"], f"a secure round of {found['devices']} devices x {found['size']:,} values, a tenth dropped"
+    return [
+        Aim(f"{what}: server CPU", f"at most {SERVER_S:g} s", f"{row['cpu_s']:.2f} s", row["cpu_s"] <= SERVER_S),
+        Aim(f"{what}: bytes", f"at most {EXPANSION} x", f"{row['expansion']:.2f} x", row["expansion"] <= EXPANSION),
+    ]
+
+
+def sections(found: dict[str, Any]) -> list[str]:
+    rows = [
+        [name, f"{row['cpu_s']:.2f}", f"{row['wall_s']:.1f}", f"{row['bytes']:,.0f}", f"{row['expansion']:.2f}"]
+        for name, row in (("none dropped", found["all"]), ("a tenth dropped", found["dropped"]))
+    ]
+    whole = found["small"][0]["bytes"]
+    small = [
+        [
+            one["kind"],
+            f"{one['rate']:g}",
+            f"{one['bytes']:,.0f}",
+            f"{whole / one['bytes']:.1f}",
+            f"{100 * one['accuracy']:.1f} %",
+        ]
+        for one in found["small"]
+    ]
+    head = [
+        f"secure round, {found['devices']} devices x {found['size']:,}",
+        "server CPU s",
+        "wall s",
+        "bytes per device",
+        "x bare",
+    ]
+    return [table(head, rows), table(["upload", "rate", "bytes of values", "times smaller", "accuracy"], small)]
