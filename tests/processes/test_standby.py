@@ -252,3 +252,9 @@ def test_a_run_does_not_stand_by_for_another_in_the_same_folder(shell: Shell) ->
     assert "the lease is held by another cluster" in (shell.folder / "second" / "scheduler.log").read_text()
     shell.release()
     assert first.wait() == 0
+
+
+def test_runs_at_several_addresses_without_a_store_are_refused(shell: Shell) -> None:
+    where = {"MS_SCHED_HOST": f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"}
+    run = shell.ask("run", "--nnodes", "2", "--nproc-per-node", "1", "train.py", str(shell.go), env=where)
+    assert run.code == 10 and "several schedulers must agree who leads: set COVEY_LEASE" in run.text()

@@ -29,6 +29,7 @@ from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
 from covey.node.host import address_towards
 from covey.node.log import configure, log
+from covey.node.office import lease_store
 from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import Schedulers
@@ -71,6 +72,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
+        if sockets is not None and "," in plan.master_host:
+            lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)

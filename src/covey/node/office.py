@@ -76,13 +76,7 @@ class Office:
 
     async def stand_by(self) -> int:
         """One of several schedulers: wait until this one leads, act while it does, and wait again."""
-        store = self._settings.lease or ("file" if self._folder else "")
-        if not store or (store.startswith("file") and not self._folder):
-            raise UsageError(
-                "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
-                " COVEY_LEASE=file and MS_RECOVERY_PATH"
-            )
-        cells = open_cells(store, folder=self._folder, job=self._job)
+        cells = open_cells(lease_store(self._settings, self._folder), folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
         leading = Leading(cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s)
         while True:
@@ -249,6 +243,17 @@ class Office:
                 tls=self._settings.tls_config,
             )
         )
+
+
+def lease_store(settings: Settings, folder: str) -> str:
+    """Where several schedulers agree who leads: what COVEY_LEASE says, else the journal's folder."""
+    store = settings.lease or ("file" if folder else "")
+    if not store or (store.startswith("file") and not folder):
+        raise UsageError(
+            "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
+            " COVEY_LEASE=file and MS_RECOVERY_PATH"
+        )
+    return store
 
 
 def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:
