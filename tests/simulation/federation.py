@@ -30,6 +30,7 @@ from covey.core.federation import (
 from covey.core.managed import Managed
 from covey.core.model import Host
 from covey.core.roster import Effect, Keep, Limits
+from covey.core.secure import Secure, Secured
 
 DELAY_S = (0.001, 0.02)
 
@@ -37,7 +38,9 @@ DELAY_S = (0.001, 0.02)
 class Simulated:
     """The whole: clock, network, processes, devices, and what was promised to whom."""
 
-    def __init__(self, seed: int, servers: int, devices: int, *, hosts: int = 1, iterations: int = 10**6) -> None:
+    def __init__(
+        self, seed: int, servers: int, devices: int, *, hosts: int = 1, iterations: int = 10**6, secure: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -47,15 +50,28 @@ class Simulated:
         self.acked: dict[int, set[str]] = {}
         self.results: dict[int, frozenset[str]] = {}
         self.gave_up: set[int] = set()
-        self.plan = Plan(threshold=devices, ratio=0.75, start_window_s=1.0, update_window_s=1.0, iterations=iterations)
+        self.voided: set[int] = set()
+        self.plan = Plan(
+            threshold=devices,
+            ratio=0.75,
+            start_window_s=1.0,
+            update_window_s=1.0,
+            iterations=iterations,
+            secure=secure,
+            cipher_window_s=1.0,
+            share_ratio=0.75,
+        )
         self.wanted = servers
         self.scheduler = SimScheduler(self)
         self.servers = {str(n): SimServer(self, str(n), f"host{n % hosts}") for n in range(servers)}
         for server in self.servers.values():
             server.start()
-        self.devices = [SimDevice(self, f"d{n}") for n in range(devices)]
+        self.devices = [self.device(f"d{n}") for n in range(devices)]
         for device in self.devices:
             self.after(self.random.random(), device.act)
+
+    def device(self, name: str) -> SimDevice:
+        return SimDevice(self, name)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self._serial += 1
@@ -154,6 +170,7 @@ class SimServer:
         self.logs: dict[tuple[int, str], list[str]] = {}
         self.model = 0
         self.life = 0
+        self.serial = 0
         self.alive = False
         self.locked = False
 
@@ -170,6 +187,7 @@ class SimServer:
         self.sealed = self.drained = False
         self.unable: set[str] = set()
         self.waiting: dict[tuple[int, str], list[Callable[[str], None]]] = {}
+        self.asked: dict[int, Callable[[Secured], None]] = {}
         self.reached: set[str] = set()
         self.link = 0
         self.claims.restore(self.part_round, self.mine())
@@ -235,6 +253,10 @@ class SimServer:
             for device in message.refused:
                 for call in self.waiting.pop((-1, device), ()):
                     call("refused")
+        elif isinstance(message, Secured):
+            answer = self.asked.pop(message.serial, None)
+            if answer is not None:
+                answer(message)
 
     def _follow(self, orders: Orders) -> None:
         was = self.claims.is_member
@@ -271,7 +293,7 @@ class SimServer:
         orders = self.orders
         if orders is None or not self.claims.settled(self.part_round):
             return
-        if orders.stage in (Stage.SEALING, Stage.SUMMING):
+        if orders.stage in (Stage.SEALING, Stage.UNMASKING, Stage.SUMMING):
             self.sealed = True
         if self.node_id in orders.leaving and not self.drained:
             self.drained, self.locked = True, False
@@ -279,13 +301,20 @@ class SimServer:
     def _work(self) -> None:
         orders, world = self.orders, self.world
         assert orders is not None
-        if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model == orders.round - 1:
+        if orders.void and orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model == orders.round - 1:
+            world.voided.add(orders.round)
+            assert orders.round not in world.results, f"round {orders.round} is abandoned and has a sum"
+            self.model = orders.round
+            self.stand()
+        elif orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model == orders.round - 1:
             total: list[str] = []
             for node_id, numbers in orders.parts:
                 other = world.servers[node_id]
                 if not other.alive or other.part_round != orders.round or len(other.mine()) != numbers.count:
                     return
                 total += other.mine()
+            found = orders.unmasking
+            assert found is None or set(found.list.clients) == set(total), f"round {orders.round} unmasks another sum"
             self._summed(orders.round, total)
         elif self.model < orders.round - 1 and orders.source and world.servers[orders.source].model >= orders.round - 1:
             self.model = orders.round - 1
@@ -296,6 +325,7 @@ class SimServer:
     def _summed(self, number: int, total: list[str]) -> None:
         world = self.world
         assert len(set(total)) == len(total), f"round {number} counts an update twice"
+        assert number not in world.voided, f"round {number} was abandoned and has a sum"
         missing = world.acked.get(number, set()) - set(total)
         assert not missing or number in world.gave_up, f"round {number} lost {missing}"
         assert world.results.setdefault(number, frozenset(total)) == frozenset(total), f"round {number} has two results"
@@ -316,6 +346,7 @@ class SimServer:
             adopted=adopted,
             unable=tuple(self.unable),
             drained=self.drained,
+            devices=tuple(self.mine()) if self.sealed and self.world.plan.secure else (),
         )
         self._say(standing)
 
@@ -361,6 +392,13 @@ class SimServer:
         self.waiting.setdefault((-1, device), []).append(call)
         self._say(Joining(self.orders.round, (device,)))
         return None
+
+    def relay(self, number: int, ask: Any, call: Callable[[Secured], None]) -> None:
+        """A request of a secure round."""
+        self.serial += 1
+        serial = self.serial
+        self.asked[serial] = call
+        self._say(Secure(serial, number, ask))
 
     def update(self, number: int, device: str, call: Callable[[str], None]) -> None:
         self.waiting.setdefault((number, device), []).append(call)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 from tests.simulation.federation import Simulated
+from tests.simulation.masked import Masked
 
 from covey.errors import UsageError
 
@@ -56,11 +57,12 @@ def scale(world: Simulated) -> None:
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 @pytest.mark.parametrize("scheduler", [False, True])
 @pytest.mark.parametrize("scaling", [False, True])
-def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool, masked: bool) -> None:
     for seed in range(SEEDS):
-        world = Simulated(seed, servers=4, devices=8, hosts=hosts)
+        world = Masked(seed, 4, 8, hosts=hosts, forgetful=0.02) if masked else Simulated(seed, 4, 8, hosts=hosts)
         chaos(world, scheduler=scheduler, scaling=scaling)
-        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}"
+        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, masked {masked}"
         try:
             world.run(CHAOS_S)
             for server in world.servers.values():
@@ -68,6 +70,8 @@ def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool) -> None:
                     server.start()
             if world.scheduler.machine is None:
                 world.scheduler.start()
+            if isinstance(world, Masked):
+                world.forgetful = 0.0
             world.run(CHAOS_S + PEACE_S / 2)
             done = len(world.results)
             world.run(CHAOS_S + PEACE_S)

@@ -108,6 +108,15 @@ def test_an_abandoned_round_repeats_its_iteration_under_the_next_number() -> Non
     assert late.verdict is Verdict.LATE and late.reason.startswith("the round was abandoned: 2 devices")
 
 
+def test_nobody_joins_a_round_that_has_its_keys() -> None:
+    bench = Bench(plan=SECURE).form()
+    sim = Masks(bench)
+    assert bench.machine._join(Joining(1, NAMES[:1])).admitted == NAMES[:1], "it may ask again"
+    sim.keys(list(NAMES))
+    late = bench.machine._join(Joining(1, NAMES[:1]))
+    assert late.refused == NAMES[:1] and "has its keys" in late.reason
+
+
 def test_a_window_of_updates_that_ends_with_too_few_abandons_the_round() -> None:
     """Nobody can take the place of a device that is missing: its masks are in the others' updates."""
     bench = Bench(plan=SECURE).form()

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from tests.unit.secure import REACH, Sim
 
 from covey.core import graph, shamir
-from covey.core.secure import GetSecrets, KeyList, PlainShare, ReconstructSecrets, RemoteKeys, ShareSecrets, Verdict
+from covey.core.secure import (
+    ExchangeKeys,
+    GetSecrets,
+    KeyList,
+    Phase,
+    PlainShare,
+    ReconstructSecrets,
+    RemoteKeys,
+    ShareSecrets,
+    Verdict,
+)
 from covey.core.secure_round import SecureRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import masks, ring
@@ -236,6 +246,18 @@ def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
     assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is Verdict.WRONG
     sim.sizes["nobody"] = 1
     assert sim.ask(GetSecrets, "nobody").verdict is Verdict.LATE
+
+
+def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:
+    sim = Sim(3)
+    sim.keys(sim.names[:2])
+    sim.round.phase = Phase.KEYS  # its window goes on
+    sim.sessions["device-0"] = Session("device-0")
+    sim.keys([*sim.names[:1], *sim.names[2:]])
+    given = sim.round._key_list("device-1").remote_publickeys
+    assert sim.sessions["device-0"].s_pk in {one.s_pk for one in given} and len(given) == 2
+    again = Session("device-0")
+    assert sim.ask(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is Verdict.LATE
 
 
 def test_a_wrong_key_of_a_dropped_device_is_noticed() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from covey.core.effects import Level, Send
-from covey.core.federation import FederationRecord, Instance, Orders, Plan, Stage, Standing
+from covey.core.federation import FederationRecord, Instance, Joined, Joining, Orders, Plan, Stage, Standing
 from covey.core.messages import Message
 from covey.core.roster import Server
 from covey.core.rounds import Rounds
@@ -50,6 +50,14 @@ class Masked(Rounds):
             return Secured(message.serial, Verdict.LATE, "this device was not admitted to the round: ask startFLJob")
         said = self.secure.hear(message.ask, self._now)
         return Secured(message.serial, said.verdict, said.reason, said.payload)
+
+    def _join(self, asked: Joining) -> Joined:
+        """Without keys, or with others than it gave, a device has no place in a round that has its keys."""
+        if self.secure is not None and self.secure.phase is not Phase.KEYS and asked.round == self.round:
+            return Joined(
+                asked.round, (), asked.ids, f"iteration {self.iteration} has its keys: it goes on with those who gave them"
+            )
+        return super()._join(asked)
 
     # -- the round ---------------------------------------------------------------------------------------------------
 

@@ -130,12 +130,11 @@ class SecureRound:
         return self._reveal(device, ask)
 
     def _exchange(self, device: str, keys: Keys, now: float) -> Spoken:
-        known = self._keys.get(device)
-        if known is not None:
-            return TAKEN if known == keys else Spoken(Verdict.WRONG, "this device gave other keys before in this round")
+        if self._keys.get(device) == keys:
+            return TAKEN
         if self.phase is not Phase.KEYS:
             return Spoken(Verdict.LATE, "the round has its keys")
-        if len(self._keys) >= min(self._wanted, DEVICES_MAX):
+        if device not in self._keys and len(self._keys) >= min(self._wanted, DEVICES_MAX):
             return Spoken(Verdict.LATE, f"the round has keys of {len(self._keys)} devices, and takes no more")
         if self._since < 0:
             self._since = now

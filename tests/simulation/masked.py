@@ -1,0 +1,127 @@
+"""Devices of secure rounds for the simulation: every phase, at any server, with bytes that mean nothing.
+
+What must hold whatever dies: in one round all devices that are given a list are given the same one, and a sum is unmasked with
+the list it was made of. The arithmetic is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.simulation.federation import SimDevice, Simulated
+
+from covey.core.claims import Outcome
+from covey.core.secure import (
+    SEALED,
+    ClientList,
+    ExchangeKeys,
+    GetClientList,
+    GetKeys,
+    GetSecrets,
+    KeyList,
+    PlainShare,
+    ReconstructSecrets,
+    SealedShare,
+    Secured,
+    ShareList,
+    ShareSecrets,
+    Verdict,
+)
+
+
+class Masked(Simulated):
+    """A cluster whose updates are masked."""
+
+    def __init__(self, seed: int, servers: int, devices: int, *, hosts: int = 1, forgetful: float = 0.0) -> None:
+        self.lists: dict[int, tuple[str, ...]] = {}
+        self.forgetful = forgetful  # how often a device goes away instead of its next step
+        super().__init__(seed, servers, devices, hosts=hosts, secure=True)
+
+    def device(self, name: str) -> SimDevice:
+        return MaskedDevice(self, name)
+
+
+class MaskedDevice(SimDevice):
+    """Joins as any other; from then on one step after the other until the round is done, abandoned, or goes on without it."""
+
+    world: Masked
+
+    def __init__(self, world: Masked, name: str) -> None:
+        super().__init__(world, name)
+        self.step = 0
+        self.near: list[str] = []
+        self.held: list[str] = []
+        self.list: tuple[str, ...] = ()
+
+    def act(self) -> None:
+        if self.round < 0:
+            self.step = 0
+            return super().act()
+        if self.world.random.random() < self.world.forgetful:
+            self.round = -1
+            return self.world.after(self.world.random.uniform(0.5, 3.0), self.act)
+        if self.step == 4:
+            return super().act()
+        self.attempt += 1
+        attempt, world, number = self.attempt, self.world, self.round
+        server = world.random.choice(list(world.servers.values()))
+
+        def answered(found: Secured) -> None:
+            world.carry(server.node_id, self.name, lambda: self._told(attempt, number, found))
+
+        def arrive() -> None:
+            if server.alive:
+                server.relay(number, self._ask(), answered)
+
+        world.carry(self.name, server.node_id, arrive)
+        return world.after(1.0, lambda: self._late(attempt))
+
+    def _ask(self) -> Any:
+        def made(kind: type, **fields: object) -> Any:
+            return kind(fl_id=self.name, iteration=1, timestamp=0, data_size=1, ticket="", **fields)
+
+        name = self.name.encode().rjust(32)
+        steps: list[Callable[[], Any]] = [
+            lambda: made(ExchangeKeys, c_pk=name, s_pk=name),
+            lambda: made(GetKeys),
+            lambda: made(ShareSecrets, encrypted_shares=tuple(SealedShare(other, bytes(SEALED)) for other in self.near)),
+            lambda: made(GetSecrets),
+            lambda: None,
+            lambda: made(GetClientList),
+            lambda: made(ReconstructSecrets, reconstruct_secret_shares=tuple(PlainShare(d, bytes(33)) for d in self.held)),
+        ]
+        return steps[self.step]()
+
+    def _told(self, attempt: int, number: int, found: Secured) -> None:
+        if attempt != self.attempt or number != self.round:
+            return
+        assert found.verdict is not Verdict.WRONG, f"{self.name} in step {self.step}: {found.reason}"
+        if found.verdict in (Verdict.LATE, Verdict.DONE):
+            self.round = -1
+        elif found.verdict is Verdict.TAKEN:
+            self._take(number, found.payload)
+        self._again()
+
+    def _take(self, number: int, payload: object) -> None:
+        if isinstance(payload, KeyList):
+            self.near = [other.fl_id for other in payload.remote_publickeys]
+        elif isinstance(payload, ShareList):
+            self.held = [self.name, *(one.fl_id for one in payload.encrypted_shares)]
+        elif isinstance(payload, ClientList):
+            first = self.world.lists.setdefault(number, payload.clients)
+            assert first == payload.clients, f"round {number} has two lists: {first} and {payload.clients}"
+        self.step = min(self.step + 1, 6)  # shares are told again until the round is over
+
+    def _heard(self, attempt: int, number: int, word: str, server: Any = None) -> None:
+        joining = number < 0
+        if attempt == self.attempt and not joining and word == str(Outcome.COUNTED):
+            self.world.acked.setdefault(number, set()).add(self.name)
+            self.step = 5
+            return self._again()
+        return super()._heard(attempt, number, word, server)
+
+    def _again(self) -> None:
+        self.attempt += 1
+        attempt = self.attempt
+        self.world.after(self.world.random.uniform(0.01, 0.1), lambda: self.act() if attempt == self.attempt else None)
