@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.simulation.plan import Place, Plan
 from tests.simulation.world import World
 
@@ -44,6 +45,7 @@ def test_ten_thousand_nodes_form_and_one_dies() -> None:
     assert "worker:node-4711" in world.nodes["w0"].reason
 
 
+@pytest.mark.timeout(400)
 def test_ten_thousand_nodes_come_back_to_a_restarted_scheduler_and_one_returns() -> None:
     world = formed_world(recovery=True)
     world.crash_scheduler("to see who comes back")
