@@ -22,9 +22,12 @@ from typing import Any
 from bench import bandwidth, peers
 from bench.formation import BIN, SCRIPTS
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from bench.training import PHASES, Death, deaths
+from bench.training import PHASES, Death, deaths, training
 
 WORLD = 4
+SPARE_MEDIAN_S = {0: 0.1, 100: 0.25}  # the aims with a spare, by megabytes
+SPARE_LOAD = 0.02
+SLOW_S = 3.0  # what a script with a slow start takes before its loop
 COVEY, LOADERS = "covey", "covey, num_workers=2"
 TORCHRUN, TORCHRUN_LOADERS, TORCHFT = "torchrun --max-restarts", "torchrun --max-restarts, num_workers=2", "torchft 0.2.0"
 PEERS = {COVEY: TORCHRUN, LOADERS: TORCHRUN_LOADERS}  # which is compared with which
@@ -47,8 +50,8 @@ def torchrun() -> list[str]:
 def measure_kills(kills: int, peer_kills: int) -> Found:
     far = (50, 150)
     found = {
-        COVEY: deaths(COVEY, covey(), ["0", "0"], world=WORLD, count=kills),
-        LOADERS: deaths(LOADERS, covey(), ["2", "0"], world=WORLD, count=kills),
+        COVEY: deaths(COVEY, covey(), ["0", "0", "0"], world=WORLD, count=kills),
+        LOADERS: deaths(LOADERS, covey(), ["2", "0", "0"], world=WORLD, count=kills),
         TORCHRUN: deaths(TORCHRUN, torchrun(), ["0"], world=WORLD, count=peer_kills, between=far),
         TORCHRUN_LOADERS: deaths(TORCHRUN_LOADERS, torchrun(), ["2"], world=WORLD, count=peer_kills, between=far),
     }
@@ -61,21 +64,45 @@ def measure_kills(kills: int, peer_kills: int) -> Found:
 
 def measure_sizes(kills: int) -> dict[int, list[Death]]:
     return {
-        size: deaths(f"{size} MB", covey(), ["0", str(size)], world=WORLD, count=kills, between=(5, 15)) for size in SIZES_MB
+        size: deaths(f"{size} MB", covey(), ["0", str(size), "0"], world=WORLD, count=kills, between=(5, 15))
+        for size in SIZES_MB
     }
+
+
+def measure_spares(kills: int) -> dict[str, list[Death]]:
+    """The same training with a spare and without, in turn; with 100 MB more; and with a start that takes long."""
+    found: dict[str, list[Death]] = {}
+    for what, megabytes, slow_s in (("small", 0, 0.0), ("100 MB", 100, 0.0), (f"{SLOW_S:g} s before its loop", 0, SLOW_S)):
+        for spares in (1, 0):
+            name = f"{what}, {'a spare' if spares else 'none'}"
+            command, arguments = covey("--spares", str(spares)), ["0", str(megabytes), str(slow_s)]
+            found[name] = deaths(name, command, arguments, world=WORLD, count=kills, between=(5, 15), spare=bool(spares))
+    return found
+
+
+def measure_standing_by(for_s: float) -> float:
+    with training(covey("--spares", "1"), ["0", "0", "0"], WORLD) as run:
+        run.await_spare(1)
+        return run.spare_load(for_s)
 
 
 def measure_hangs(kills: int) -> list[Death]:
     command = covey("--node-timeout", f"{SILENCE_S:g}")
-    return deaths(f"stopped, --node-timeout {SILENCE_S:g}", command, ["0", "0"], world=WORLD, count=kills, how=signal.SIGSTOP)
+    return deaths(
+        f"stopped, --node-timeout {SILENCE_S:g}", command, ["0", "0", "0"], world=WORLD, count=kills, how=signal.SIGSTOP
+    )
 
 
 def seconds(found: list[Death]) -> Spread:
     return spread(death.again for death in found)
 
 
-def aims(kills: Found, moved: list[dict[str, Any]]) -> list[Aim]:
-    found = []
+def aims(kills: Found, moved: list[dict[str, Any]], spares: Found, load: float) -> list[Aim]:
+    found = [Aim("a spare that stands by: part of a core", f"at most {SPARE_LOAD:.0%}", f"{load:.2%}", load <= SPARE_LOAD)]
+    for megabytes, limit_s in SPARE_MEDIAN_S.items():
+        mine = seconds(spares[f"{f'{megabytes} MB' if megabytes else 'small'}, a spare"]).scaled(1000)
+        what = f"a spare, {megabytes} MB more state: kill to next step"
+        found.append(Aim(what, f"median {1000 * limit_s:g} ms", mine.show(" ms", 0), mine.median <= 1000 * limit_s))
     for way, peer in PEERS.items():
         theirs = seconds(kills[peer]).median
         mine = seconds(kills[way]).scaled(1000)
@@ -133,6 +160,11 @@ def sizes_table(sizes: dict[int, list[Death]], small: list[Death]) -> str:
     return table(header, rows)
 
 
+def spares_table(spares: Found) -> str:
+    rows = [[way, str(len(found)), seconds(found).scaled(1000).show(digits=0)] for way, found in spares.items()]
+    return table(["training, spare", "kills", "next step on all ranks (ms)"], rows)
+
+
 def moved_table(moved: list[dict[str, Any]]) -> str:
     columns = ("fetch", "raw", "fresh", "ratio")
     rows = [[f"{row['megabytes']} MB", *(Spread(**row[column]).show() for column in columns)] for row in moved]
@@ -172,14 +204,18 @@ def main() -> None:
     about = machine()
     kills = measure_kills(options.kills or (6 if options.quick else 24), 2 if options.quick else 5)
     sizes = measure_sizes(1 if options.quick else 3)
+    spares = measure_spares(options.kills or (3 if options.quick else 24))
+    load = measure_standing_by(10.0 if options.quick else 60.0)
     hangs = measure_hangs(2 if options.quick else 6)
     moved = [bandwidth.measure(size, 5 if options.quick else 15) for size in SIZES_MB]
-    found = aims(kills, moved)
+    found = aims(kills, moved, spares, load)
     data = {
         "machine": about,
         "quick": options.quick,
         "kills": {way: [death._asdict() for death in rows] for way, rows in kills.items()},
         "sizes": {size: [death._asdict() for death in rows] for size, rows in sizes.items()},
+        "spares": {way: [death._asdict() for death in rows] for way, rows in spares.items()},
+        "spare_load": load,
         "hangs": [death._asdict() for death in hangs],
         "bandwidth": moved,
         "aims": [aim._asdict() for aim in found],
@@ -189,7 +225,13 @@ def main() -> None:
     hung = (
         f"A worker that stops without dying (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {after} to the next step on all ranks."
     )
-    sections = [aims_table(found), kills_table(kills), phases_table(waterfalls), sizes_table(sizes, kills[COVEY])]
+    sections = [
+        aims_table(found),
+        kills_table(kills),
+        phases_table(waterfalls),
+        sizes_table(sizes, kills[COVEY]),
+        spares_table(spares),
+    ]
     sections += [hung, moved_table(moved)]
     publish("recovery-quick" if options.quick else "recovery", data, sections, draw(kills, sizes))
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from bench.formation import running
 
 LOOK_S = 0.02
@@ -74,6 +76,20 @@ class Training:
         while any(len(self.stamps[rank]) < wanted for rank, wanted in goal.items()):
             self._pause(deadline, f"{count} steps of every rank")
 
+    def await_spare(self, count: int) -> None:
+        """Until a spare stands by, for the `count`th time."""
+        deadline = time.monotonic() + START_S
+        while (self._folder / "scheduler.log").read_text().count(" stands by: ") < count:
+            self._pause(deadline, f"a spare that stands by for the {count}th time")
+
+    def spare_load(self, seconds: float) -> float:
+        """What part of a core a spare that stands by uses."""
+        log = str(self._folder / "spare_0.log")
+        [spare] = [p for p in psutil.Process(self._process.pid).children() if _output(p.pid) == log]
+        before, at = sum(spare.cpu_times()[:2]), time.monotonic()
+        time.sleep(seconds)
+        return (sum(spare.cpu_times()[:2]) - before) / (time.monotonic() - at)
+
     def strike(self, how: signal.Signals = signal.SIGKILL) -> Death:
         """Signal a random rank, and watch until the training is ahead of where it was."""
         rank = random.randrange(len(self.stamps))
@@ -109,6 +125,13 @@ class Training:
         self.look()
 
 
+def _output(pid: int) -> str:
+    """The file that a process prints to."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    return ""
+
+
 def _after(stamps: list[Stamp], at: float) -> set[int]:
     return {s.step for s in stamps if s.kind == "step" and s.at > at}
 
@@ -138,11 +161,15 @@ def deaths(
     count: int,
     between: tuple[int, int] = (10, 40),
     how: signal.Signals = signal.SIGKILL,
+    spare: bool = False,
 ) -> list[Death]:
-    """So many deaths of random ranks in one training, each at a random moment, `between` so many steps apart."""
+    """So many deaths of random ranks in one training, each at a random moment, `between` so many steps apart, and each when
+    there is a `spare`, if it is to have one."""
     found: list[Death] = []
     with training(command, arguments, world) as run:
         for number in range(count):
+            if spare:
+                run.await_spare(number + 1)
             run.await_steps(random.randint(*between))
             time.sleep(random.uniform(0, LOOK_S))
             found.append(run.strike(how))

@@ -1,6 +1,8 @@
-"""A training that heals, until it is ended from outside: healing_loop.py FOLDER [LOADER WORKERS] [MB OF FROZEN PARAMETERS]
+"""A training that heals, until it is ended from outside: healing_loop.py FOLDER LOADERS MEGABYTES SECONDS
 
-Frozen parameters are state that a replacement must receive, but no gradient that every step must carry.
+It has so many loader workers, so many MB of frozen parameters, which are state that a replacement must receive, but no gradient
+that every step must carry; and it takes so many seconds before it has read what it needs. It does not ask for its rank before
+it has its loop, so a spare gets that far.
 """
 
 import sys
@@ -16,20 +18,23 @@ import covey  # noqa: E402
 
 PIECE = 16 << 20  # floats of one frozen parameter, at most
 
-folder, loaders, megabytes = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+folder, loaders, megabytes, slow_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 covey.init()
 torch.set_num_threads(1)
 covey.set_seed(1)
-stamps = Stamps(folder, covey.get_rank(), started)
-stamps.add("joined")
+joined = time.monotonic()
 model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
 rest = int(megabytes * 250_000)
 for number, size in enumerate([PIECE] * (rest // PIECE) + [rest % PIECE]):
     model[1].register_parameter(f"frozen_{number}", nn.Parameter(torch.ones(size), requires_grad=False))
 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
 dataset = torch.utils.data.TensorDataset(torch.randn(1024, 784), torch.randint(0, 10, (1024,)))
-stamps.add("built")
+time.sleep(slow_s)
+built = time.monotonic()
 loop = covey.Loop(model, optimizer, covey.Data(dataset, 32, num_workers=loaders), steps=10**9)
+stamps = Stamps(folder, covey.get_rank(), started)
+stamps.add("joined", at=joined)
+stamps.add("built", at=built)
 stamps.add("attached", loop.step)
 for images, labels in loop:
     optimizer.zero_grad()

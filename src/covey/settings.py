@@ -148,7 +148,7 @@ def hosts(text: str) -> str:
 
 def store(text: str) -> str:
     """Where schedulers agree who leads."""
-    if not re.fullmatch(r"file(://.+)?|etcds?://[^/]+(/.+)?|kubernetes://[^/]+(/[^/]+)?", text):
+    if not re.fullmatch(r"file(://.+)?|etcds?://[^/]+:\d{1,5}(/.+)?|kubernetes://[^/]+(/[^/]+)?", text):
         raise ValueError(text)
     return path(text)
 
@@ -186,6 +186,7 @@ PATH = Kind(path, "a path without control characters is")
 TEXT = Kind(str, "any text is")
 LADDER = Kind(rungs, f"any of {', '.join(Strategy)}, separated by commas, are")
 STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or more, or a negative number for never, is")
+LEASE = Kind(seconds(lambda value: value >= 1), "1 second or more is")  # four pulses, each at a tick
 PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable characters is")
 COUNT = Kind(whole(1, NODES_MAX), f"a whole number from 1 to {NODES_MAX} is")
 COUNT_OR_NONE = Kind(whole(0, NODES_MAX), f"a whole number from 0 to {NODES_MAX} is")
@@ -253,6 +254,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
+    spares: Annotated[int, Var("COVEY_SPARES", COUNT_OR_NONE, "how many spares each host has, beside its workers")] = 0
     worker_max: Annotated[int, Var("COVEY_WORKER_MAX", COUNT_OR_NONE, "how many workers may come in all; 0: MS_WORKER_NUM")] = 0
     last_call_s: Annotated[float, Var("COVEY_LAST_CALL", GRACE, "seconds for more than MS_WORKER_NUM to come at first")] = 3.0
     shrink_after_s: Annotated[
@@ -270,7 +272,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tls_client_password: Annotated[str, Var("COVEY_TLS_CLIENT_PASSWORD", PASSPHRASE, "of the client's p12", secret=True)] = ""
     standbys: Annotated[int, Var("COVEY_STANDBYS", COUNT_OR_NONE, "schedulers that stand by, beside the one that leads")] = 0
     lease: Annotated[str, Var("COVEY_LEASE", STORE, "where schedulers agree who leads: file, etcd or kubernetes")] = ""
-    lease_s: Annotated[float, Var("COVEY_LEASE_TIME", POSITIVE, "seconds without a sign until a leader is replaced")] = 5.0
+    lease_s: Annotated[float, Var("COVEY_LEASE_TIME", LEASE, "seconds without a sign until a leader is replaced")] = 5.0
     job: Annotated[str, Var("COVEY_JOB", NAME, "the job's name: a journal of another job is refused")] = ""
     taskd: Annotated[str, Var("TASKD_PROCESS_ENABLE", ON_OFF, "off: TaskD's calls and its line in torchrun do nothing")] = "on"
     taskd_port: Annotated[int, Var("COVEY_TASKD_PORT", PORT, "where TaskD's manager listens")] = TASKD_PORT

@@ -11,6 +11,7 @@ from covey.core.model import PHASE_MAX, Progress, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.ending import say_plainly
 from covey.node.log import configure, log
+from covey.node.spare import is_spare
 from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
 from covey.settings import load, require_raw, suspects
 from covey.train.group import Group
@@ -50,14 +51,16 @@ def init() -> None:
                 run_in_this_process(loaded)
             if settings.supervise and settings.role is Role.WORKER:
                 _stay_behind()
-            configure(settings, f"{settings.role}:{settings.node_id}" if settings.node_id else f"{settings.role}")
+            role = Role.SPARE if is_spare() else settings.role
+            configure(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
             for sentence in suspects(os.environ):
                 log.warning("%s", sentence)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
             node = Node(settings, door(settings))
             place = node.join()
-            os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
+            if place.rank >= 0:
+                os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
             _world.node, _world.group = node, Group(node)
             node.at_end = _world.group.finish
             if settings.role is Role.PSERVER:
@@ -85,7 +88,7 @@ def _stay_behind() -> None:
 
 
 def get_rank() -> int:
-    """This worker's rank, from 0."""
+    """This worker's rank, from 0. A spare waits here until it has one."""
     return _joined().group.rank
 
 
@@ -114,7 +117,8 @@ def restart_count() -> int:
 
 def is_replacement() -> bool:
     """Whether this process took the place of one that died."""
-    return restart_count() > 0
+    node = _joined().node
+    return (node is not None and node.began_as_spare) or restart_count() > 0
 
 
 def group() -> Group:

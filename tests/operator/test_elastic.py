@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 from tests.operator.cluster import Kubernetes, job, replica
@@ -53,3 +54,29 @@ def test_a_running_world_shrinks_and_progress_is_shown(kubernetes: Kubernetes) -
     (kubernetes.folder / "go").touch()
     status = kubernetes.until("less", "Succeeded", deadline_s=SLOW_S)
     assert status["restartsTotal"] == 0 and "scaling" not in status
+
+
+def has_changed(kubernetes: Kubernetes, number: int, seen: int) -> bool:
+    """The others train in a world of that size, there are as many pods, and nothing is under way."""
+    trains = f"world {number}" in kubernetes.kubelet.log("more-worker-0")[seen:]
+    return trains and len(kubernetes.pods("more")) == number + 1 and "scaling" not in kubernetes.status("more")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", [["python"], ["covey", "run", "--no-live", "--tail_worker_log", "-1"]], ids=["init", "run"])
+def test_a_running_world_grows_shrinks_and_grows_again(kubernetes: Kubernetes, command: list[str]) -> None:
+    kubernetes.operator()
+    kubernetes.apply(elastic(kubernetes, "more", 2, [*command, str(kubernetes.folder / "long.py")]))
+    for index in range(2):
+        kubernetes.heard(f"more-worker-{index}", "step 4 world 2", SLOW_S)
+    before = kubernetes.pods("more")
+    for number in (3, 2, 3):
+        kubernetes.patch("more", {"spec": {"replicas": number}}, sub="scale")
+        seen = len(kubernetes.kubelet.log("more-worker-0"))
+        kubernetes.wait(partial(has_changed, kubernetes, number, seen), f"a world of {number}", SLOW_S)
+    after = kubernetes.pods("more")
+    assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in before), "nobody was restarted"
+    assert all(len(pids(kubernetes, f"more-worker-{index}")) == 1 for index in range(2))
+    (kubernetes.folder / "go").touch()
+    status = kubernetes.until("more", "Succeeded", deadline_s=SLOW_S)
+    assert status["restartsTotal"] == 0 and status["workers"].endswith("/3")

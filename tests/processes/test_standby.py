@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -193,9 +194,67 @@ def test_a_standby_at_the_same_address_ends_a_leader_that_is_stopped(cluster: Re
     assert [node.wait() for node in (second, *workers)] == [0, 0, 0]
 
 
-def test_several_schedulers_without_a_store_are_refused(cluster: Recovering) -> None:
-    cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None}
+@pytest.mark.parametrize("store", [None, "file"])
+def test_several_schedulers_without_a_store_are_refused(cluster: Recovering, store: str | None) -> None:
+    cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None, "COVEY_LEASE": store}
     cluster.host = f"127.0.0.1:{cluster.port},127.0.0.1:{free_port()}"
     lonely = cluster.scheduler()
     assert lonely.wait() == 10
     assert "several schedulers must agree who leads: set COVEY_LEASE" in lonely.text()
+
+
+def test_a_standby_ends_with_the_code_its_cluster_ended_with(cluster: Recovering) -> None:
+    cluster.env |= {"COVEY_LEASE": "file", "MS_ENABLE_RECOVERY": 0}
+    first, workers = cluster.formed()
+    second = cluster.scheduler()
+    second.wait_for("stands by")
+    workers[1].kill()
+    code = first.wait()
+    assert code != 0 and second.wait() == code, "who asks the standby must not take a failure for a success"
+
+
+def test_a_lease_that_was_removed_does_not_shut_the_journal_of_its_cluster(cluster: Recovering) -> None:
+    cluster.env |= {"COVEY_LEASE": "file", "COVEY_LEASE_TIME": LEASE_S}
+    cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
+    first, workers = cluster.formed()
+    first.kill()
+    second = cluster.scheduler()
+    second.wait_for("cluster ready")
+    second.kill()
+    shutil.rmtree(cluster.journal / "lease")
+    third = cluster.scheduler()
+    third.wait_for("token 3")
+    for node in workers:
+        node.wait_for("found again", count=2)
+    cluster.release()
+    assert [node.wait() for node in (third, *workers)] == [0, 0, 0]
+    assert third.text().count("leads no longer") == 1
+
+
+def test_who_stepped_down_can_be_ended_by_ctrl_c(cluster: Recovering) -> None:
+    pair = Pair(cluster)
+    pair.first.stop()
+    pair.second.wait_for(LEADS)
+    pair.first.resume()
+    pair.first.wait_for("leads no longer, and stands by")
+    pair.first.wait_for("another scheduler leads: this one stands by")
+    pair.first.signal(signal.SIGINT)
+    assert pair.first.wait() == 130
+    pair.end(pair.second)
+
+
+def test_a_run_does_not_stand_by_for_another_in_the_same_folder(shell: Shell) -> None:
+    words = ("run", "-n", "1", "--standbys", "1", "--recovery-path", shell.folder / "recovery")
+    first = shell.covey(*words, "train.py", str(shell.go), env={"COVEY_LEASE_TIME": LEASE_S})
+    shell.heard(0, "rank=0")
+    second = shell.covey(*words, "--log-dir", shell.folder / "second", "train.py", str(shell.go), name="second")
+    assert second.wait() == 40, "it would have ended with 0 when the first did"
+    assert "the lease is held by another cluster" in (shell.folder / "second" / "scheduler.log").read_text()
+    shell.release()
+    assert first.wait() == 0
+
+
+def test_runs_at_several_addresses_without_a_store_are_refused(shell: Shell) -> None:
+    where = {"MS_SCHED_HOST": f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"}
+    run = shell.ask("run", "--nnodes", "2", "--nproc-per-node", "1", "train.py", str(shell.go), env=where)
+    assert run.code == 10 and "several schedulers must agree who leads: set COVEY_LEASE" in run.text()

@@ -125,7 +125,7 @@ def _command(theatre: Theatre, words: list[str]) -> None:
         agent, _, rank = name.partition("/")
         parent = theatre.nodes[agent]
         assert isinstance(parent, AgentProcess)
-        parent.children[rank].exit(int(options.get("code", "1")))
+        parent.children[f"worker:{rank}"].exit(int(options.get("code", "1")))
     elif words == ["kill", "scheduler"]:
         theatre.crash_scheduler("by the script")
         theatre.over = ""  # the script may start it again

@@ -67,11 +67,17 @@ class Checker:
             self.formed.add(cluster.cluster_id)
             wish = scheduler.registered[link.id]
             assert isinstance(wish, Register)
-            self._check_member(wish.role, message.rank, wish.life, wish.incarnation)
+            if message.node_id:  # a spare was promoted, and the place must be its own if the scheduler dies now
+                self._check_member(Role.WORKER, message.rank, wish.life, message.incarnation)
+                if (kept_life := self._disk.life_of(message.rank)) != wish.life:
+                    raise Violation(f"rank {message.rank} is promised to {wish.life}, the journal has {kept_life}", wish.life)
+            else:
+                rank = message.rank if wish.role is not Role.SPARE else int(wish.node_id)
+                self._check_member(wish.role, rank, wish.life, wish.incarnation)
         elif isinstance(message, Start):
             self.formed.add(cluster.cluster_id)
             for a in message.assignments:
-                self._check_member(Role.WORKER, a.rank, "", a.incarnation)
+                self._check_member(a.role, a.rank, "", a.incarnation)
 
     def _check_member(self, role: Role, rank: int, life: str, incarnation: int) -> None:
         kept = self._disk.member(role, rank)
@@ -121,6 +127,9 @@ class Checker:
         if cluster.phase not in (Phase.FORMING, Phase.ENDED) and not right:
             raise Violation(f"{cluster.phase} with {workers} workers", scheduler.name)
         taken: set[tuple[str, int]] = set()
+        lives = [member.life for member in cluster.members.values() if member.life]
+        if len(set(lives)) < len(lives):
+            raise Violation(f"one life holds two places: {sorted(lives)}", *lives)
         for key, member in cluster.members.items():
             if key != (member.role, member.node_id):
                 raise Violation(f"{member.name} is listed as {key}", member.name)
@@ -153,7 +162,7 @@ class Checker:
         wish = node.wish
         if isinstance(wish, RegisterAgent) or isinstance(message, Start):
             return
-        if isinstance(message, Formed):
+        if isinstance(message, Formed) and message.rank >= 0:
             told = self._ranks.setdefault(wish.life, (node.cluster, message.rank))
             if self._resizes:
                 self._ranks[wish.life] = (node.cluster, message.rank)
@@ -166,6 +175,8 @@ class Checker:
                 raise Violation(f"{wish.life} and {holder} both hold rank {wish.rank} in generation {message.generation}")
 
     def started(self, agent: AgentProcess, start: Start, assignment: Assignment) -> None:
+        if assignment.role is Role.SPARE:  # its next life is no new generation
+            return
         place = (agent.cluster, start.generation, group_of(Role.WORKER), assignment.rank)
         incarnation = self._runs.setdefault(place, assignment.incarnation)
         if incarnation != assignment.incarnation:

@@ -30,7 +30,7 @@ def key_of(record: Record) -> Key:
 
 
 def group_of(role: Role) -> str:
-    return "workers" if role is Role.WORKER else "servers"
+    return {Role.WORKER: "workers", Role.SPARE: "spares"}.get(role, "servers")
 
 
 class Disk:
@@ -65,6 +65,11 @@ class Disk:
     def cluster(self) -> ClusterRecord | None:
         record = self.durable.get(("cluster",))
         return record if isinstance(record, ClusterRecord) else None
+
+    def life_of(self, rank: int) -> str:
+        """Whose this worker's rank is."""
+        record = self.member(Role.WORKER, rank)
+        return record.life if record is not None else ""
 
     def member(self, role: Role, rank: int) -> MemberRecord | None:
         record = self.durable.get(("member", group_of(role), str(rank)))

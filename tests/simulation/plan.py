@@ -43,6 +43,7 @@ class Place:
     node_id: str = ""
     slots: int = 0  # above 0: an agent
     first_rank: int = -1
+    spares: int = 0
     welcome: bool = True  # False: this one is meant to be refused
     restarts: int = 0
     late_s: float = 0.0
@@ -136,6 +137,9 @@ def draw(random: Random) -> Plan:
             _more_hosts(random, plan)
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
+    if plan.cluster.strategies and Strategy.RECOVER in plan.cluster.strategies:
+        for place in places:
+            place.spares = random.choice((0, 1, 2)) if place.slots else 0
     return plan
 
 

@@ -237,6 +237,10 @@ class NodeProcess(Process):
     def linked(self) -> bool:
         return self._link is not None and self.machine.stage is Stage.MEMBER
 
+    @property
+    def progress(self) -> Progress:
+        return self.trainer.progress if self.trainer is not None else Progress(self.step_no, "step")
+
     def leave(self, code: int, reason: str) -> None:
         self.world.tell(self.name, "is asked to leave", f"code {code}, {reason}")
         self.post(self._step, LeaveAsked(code, reason))
@@ -271,6 +275,8 @@ class NodeProcess(Process):
 
     def delivered(self, message: FromScheduler) -> None:
         """The program hears this: in every generation the ranks of a group find each other over the board."""
+        if isinstance(message, Formed) and message.node_id and self.trainer is None:
+            self.trainer = Trainer(self)  # a spare no more
         if isinstance(message, Formed):
             self._world = message.world
         if isinstance(message, Formed | Regrouped):
@@ -286,7 +292,7 @@ class NodeProcess(Process):
         if generation != self._generation:
             self._generation = generation
             self.met.clear()
-        if self._world <= TRAINING_MAX:
+        if wish.role is not Role.SPARE and self._world <= TRAINING_MAX:
             self.say(Put(f"{wish.role.group}/{wish.rank}", b"here", generation))
             for rank in range(self._world):
                 self.say(Get(f"{wish.role.group}/{rank}", generation))
@@ -314,7 +320,7 @@ class NodeProcess(Process):
             self.say(effect.message)
         elif isinstance(effect, SendBeat):
             self.step_no += 1
-            self.say(Beat(self.trainer.progress if self.trainer is not None else Progress(self.step_no, "step")))
+            self.say(Beat(self.progress))
         elif isinstance(effect, Close):
             if self._link is not None:
                 link, self._link = self._link, None
@@ -350,9 +356,12 @@ class ChildProcess(NodeProcess):
         self.agent = agent
         self.assignment = assignment
         self.attaches = attaches
-        name = f"{agent.name}/{assignment.rank}.{assignment.incarnation}"
+        self.process = f"{assignment.name}.{assignment.incarnation}"  # as a promotion calls it
+        self.ready = False  # a spare, up to where it needs a rank
+        letter = "s" if assignment.role is Role.SPARE else ""
+        name = f"{agent.name}/{letter}{assignment.rank}.{assignment.incarnation}"
         wish = Register(
-            Role.WORKER,
+            assignment.role,
             assignment.node_id,
             life=world.new_life(name),
             host=world.host(agent.host),
@@ -362,6 +371,17 @@ class ChildProcess(NodeProcess):
         never = msgspec.structs.replace(world.plan.node, topo_timeout_s=-1.0, node_timeout_s=-1.0)
         super().__init__(world, name, agent.host, wish, never)
         self.preempted = lambda: self.exit(TERMINATED)
+        if assignment.role is Role.SPARE:
+            world.after(world.random.choice((0.1, 3.0)), self.post, self.stand_by)
+
+    def stand_by(self) -> None:
+        self.ready = True
+        self.say(Beat(self.progress))
+
+    @property
+    def progress(self) -> Progress:
+        spare = self.trainer is None and self.assignment.role is Role.SPARE
+        return Progress(stands_by=self.ready) if spare else super().progress
 
     def exit(self, code: int) -> None:
         """The program ends by itself."""
@@ -396,27 +416,42 @@ class AgentProcess(NodeProcess):
         if not isinstance(message, Start):
             return
         self.start = message
-        wanted = {a.node_id: a for a in message.assignments}
-        for node_id, child in list(self.children.items()):
-            wish = wanted.get(node_id)
+        self._adopt(message)
+        wanted = {a.name: a for a in message.assignments}
+        for name, child in list(self.children.items()):
+            wish = wanted.get(name)
             if wish is None or wish.incarnation != child.assignment.incarnation:
                 self._end(child)
-                del self.children[node_id]
+                del self.children[name]
         for assignment in message.assignments:
-            child_here = self.children.get(assignment.node_id)
-            if child_here is None:
+            child_here = self.children.get(assignment.name)
+            if child_here is None and assignment.process:
+                said = (assignment.node_id, assignment.incarnation, KILLED, "the spare was gone already")
+                self.say(Exited(*said))
+            elif child_here is None:
                 self.world.checker.started(self, message, assignment)
                 child = ChildProcess(self.world, self, assignment, self.world.random.random() < self.world.plan.attach)
-                self.children[assignment.node_id] = child
+                self.children[assignment.name] = child
                 self.world.tell(child.name, "started", f"rank {assignment.rank}, generation {message.generation}")
-                self.say(Started(assignment.node_id, assignment.incarnation, 1))
+                self.say(Started(assignment.node_id, assignment.incarnation, 1, assignment.role))
             elif not child_here.alive:
                 self.child_over(child_here)
 
+    def _adopt(self, start: Start) -> None:
+        """Spares that have become workers, dead or alive."""
+        for assignment in start.assignments:
+            for name, child in list(self.children.items()):
+                if child.process == assignment.process and child.assignment != assignment:
+                    if (before := self.children.get(assignment.name)) is not None:
+                        self._end(before)
+                    child.assignment = assignment
+                    self.children[assignment.name] = self.children.pop(name)
+
     def child_over(self, child: ChildProcess) -> None:
-        if self.children.get(child.assignment.node_id) is child and self.machine.stage is Stage.MEMBER:
+        mine = child.assignment
+        if self.children.get(mine.name) is child and self.machine.stage is Stage.MEMBER:
             code = child.code if child.code is not None else KILLED
-            self.say(Exited(child.assignment.node_id, child.assignment.incarnation, code, f"exit code {code}", ["last line"]))
+            self.say(Exited(mine.node_id, mine.incarnation, code, f"exit code {code}", ["last line"], role=mine.role))
 
     def gone(self, silently: bool = False) -> None:
         super().gone(silently)
@@ -441,6 +476,9 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
         running = all(settled(child, scheduler) for child in node.children.values() if child.alive and child.attaches)
         return running and wish.agent in cluster.agents
     member = cluster.members.get((wish.role, wish.node_id))
+    if wish.role is Role.SPARE:
+        spare = member is not None and member.present and (member.life, member.incarnation) == (wish.life, wish.incarnation)
+        return spare and wish.generation == cluster.generation
     if scheduler.world.meets and len(node.met) < cluster.size(wish.role):
         return False
     return (

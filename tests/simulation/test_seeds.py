@@ -41,6 +41,7 @@ def test_the_worlds_are_not_boring() -> None:
         plans.add((world.plan.cluster.recovery, world.plan.cluster.server_num > 0, any(p.slots for p in world.plan.places)))
     wanted = {"formed", "died", "left", "suspect", "held off", "refused", "returned", "re-attached", "restored", "restart all"}
     wanted |= {"committed", "handed a result", "handed over", "recover-in-place", "recover", "dump", "trained on"}
+    wanted |= {"promote", "stands by"}
     wanted |= {"elastic-training", "resized", "takes a host"}
     wanted |= {"wait", "end", "ended well", "scheduler crashes", "slept", "gone before the cluster formed"}
     assert not {what for what in wanted if not counts[what]}

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
 
+import msgspec
 from tests.simulation import processes
 from tests.simulation.chaos import Chaos
 from tests.simulation.checkers import Checker, Violation
@@ -138,7 +139,7 @@ class World:
         for node in self.awake():
             if isinstance(node, AgentProcess):
                 for child in list(node.children.values()):
-                    if child.alive:
+                    if child.alive and child.assignment.role is not Role.SPARE:  # nobody waits for a spare
                         child.exit(0)
             else:
                 node.leave(0, "done")
@@ -158,7 +159,7 @@ class World:
     def meets(self) -> bool:
         """Whether all ranks of a group can be expected on the board: nobody left, and no word was reordered."""
         assert self.scheduler is not None
-        members = self.scheduler.machine.cluster.members.values()
+        members = self.scheduler.machine.cluster.placed()
         attached = all(m.life and m.state is not NodeState.LEFT for m in members)
         return attached and len(members) <= TRAINING_MAX and self.plan.weather.reorder == 0
 
@@ -266,6 +267,7 @@ class World:
             agent = RegisterAgent(
                 place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint
             )
+            agent = msgspec.structs.replace(agent, spares=place.spares)
             return AgentProcess(self, life, place.host, agent)
         self.tell(life, "started", f"as {place.role} {place.node_id!r}")
         wish = Register(place.role, place.node_id, life, self.host(place.host), fingerprint, pid=self._lives)

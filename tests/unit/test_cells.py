@@ -68,6 +68,26 @@ def test_of_many_who_write_at_once_one_does(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_two_whose_processes_have_the_same_number_do_not_write_into_each_others_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers that share a disk, in which both are process 1."""
+
+    async def check() -> None:
+        one, two = FileCells(tmp_path), FileCells(tmp_path)
+        claim = one._claim
+
+        def interrupted(draft: Path, key: str, version: int) -> bool:
+            list(two.put("lease", b"two", 7).__await__())  # from a version that is not there: it changes nothing
+            return claim(draft, key, version)
+
+        monkeypatch.setattr(one, "_claim", interrupted)
+        assert await one.put("lease", b"one", 0) == 1
+        assert await one.get("lease") == (b"one", 1)
+
+    asyncio.run(check())
+
+
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be read or written"):
@@ -103,7 +123,7 @@ def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path:
         with pytest.raises(Fenced, match="another scheduler leads, with token 2"):
             await old.commit([record(7)])
         await new.commit([record(2)])
-        with pytest.raises(Fenced, match="another scheduler has led since"):
+        with pytest.raises(Fenced, match="another scheduler leads, with token 2: this one's is 1"):
             await shared(cells, 1)
         with pytest.raises(StoreError, match="belongs to another job"):
             await open_shared(cells, token=3, job="other", worker_num=2, server_num=0)
@@ -134,3 +154,15 @@ def test_a_write_whose_answer_was_lost_is_known_as_ones_own(tmp_path: Path) -> N
         assert (await shared(cells, 2)).read() == (record(2),)
 
     asyncio.run(check())
+
+
+def test_a_journal_is_led_by_tokens_or_held_by_one_scheduler_but_not_both(tmp_path: Path) -> None:
+    alone = local(tmp_path, 0)
+    with pytest.raises(StoreError, match="another scheduler holds the journal"):
+        local(tmp_path, 1)
+    alone.close()
+    leader = local(tmp_path, 1)
+    with pytest.raises(StoreError, match="another scheduler holds the journal"):
+        local(tmp_path, 0)
+    leader.close()
+    local(tmp_path, 0).close()

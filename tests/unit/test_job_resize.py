@@ -10,21 +10,21 @@ from tests.unit.test_job_plan import of, told
 
 from covey.core.incidents import Incident, Outcome, Stage
 from covey.core.job import live as lives
-from covey.core.job.actions import CreatePod, DeletePod, LetGo
+from covey.core.job.actions import CreatePod, DeletePod, Expect, LetGo
 from covey.core.job.live import Live
 from covey.core.job.resize import ASK_S, PATIENCE_S, STRANGE_S
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView, NodeView
 
 
-def cluster(*pods: int, resizable: bool = True, processes: int = 1) -> Live:
+def cluster(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 0) -> Live:
     """A world with the workers of these pods, `processes` in each."""
     names = [f"train-worker-{index}" for index in pods]
     if processes == 1:
         workers = {name: name for name in names}
     else:
         workers = {str(n): name for n, name in enumerate(name for name in names for _ in range(processes))}
-    return Live(phase=Phase.READY, generation=1, step=7, resizable=resizable, workers=workers)
+    return Live(phase=Phase.READY, generation=1, step=7, resizable=resizable, workers=workers, goal=goal)
 
 
 def running(*, live: Live | None, **more: Any) -> World:
@@ -53,6 +53,27 @@ def test_growth_creates_pods_that_join_the_world() -> None:
     made = world.look()
     assert "nobody was restarted" in told(made)["MSJobScaled"] and "scaling" not in world.status
     assert not of(world.look(), CreatePod) and not told(world.look())
+
+
+def test_the_scheduler_is_told_whom_to_let_in_until_it_knows() -> None:
+    world = running(live=cluster(0, 1, 2, goal=3))
+    scale(world, 5)
+    made = world.look()
+    assert of(made, Expect) == [Expect(2)] and len(of(made, CreatePod)) == 2
+    world.carry_out(made)
+    assert not of(world.look(), Expect)
+    world.now += ASK_S
+    assert of(world.look(), Expect) == [Expect(2)], "said again where nothing came of it"
+    world.live = cluster(0, 1, 2, goal=5)
+    assert not of(world.look(), Expect)
+    world.runs("train-worker-3")
+    world.ends("train-worker-3", 1)
+    world.carry_out(world.look())
+    world.look()
+    world.now += ASK_S
+    assert of(world.look(), Expect) == [Expect(0)], "who was taken back is not expected any more"
+    world.live = cluster(0, 1, 2, goal=3)
+    assert not of(world.look(), Expect)
 
 
 def test_a_newcomer_that_fails_takes_the_growth_back_and_harms_nobody() -> None:

@@ -28,8 +28,8 @@ class Store:
 class Replica:
     """A candidate, and the version of the cell as it knows it."""
 
-    def __init__(self, name: str, store: Store, now: float = 0.0) -> None:
-        self.candidate = Candidate(name, f"http://{name}", duration_s=D, now=now)
+    def __init__(self, name: str, store: Store, now: float = 0.0, cluster: str = "ours") -> None:
+        self.candidate = Candidate(name, f"http://{name}", cluster=cluster, duration_s=D, now=now)
         self.store, self.version = store, 0
 
     def act(self, began: float, written: bool, answered: float | None) -> None:
@@ -100,6 +100,34 @@ def test_a_renewal_whose_answer_was_lost_does_not_end_a_leadership() -> None:
     assert store.cell.beat > first.candidate.seen.beat
     first.settle(0.6)
     assert first.candidate.leads(1.0) and first.candidate.token == 1
+
+
+def test_a_token_that_the_journal_has_seen_is_outbid_once_nobody_leads() -> None:
+    _, first, second = pair()
+    second.candidate.outbid(7)
+    second.settle(0.1)
+    assert first.candidate.leads(0.1) and not second.candidate.leads(0.1), "it lets who leads lead"
+    first.candidate.outbid(7)
+    assert not first.candidate.leads(0.1)
+    first.settle(0.2)
+    assert first.candidate.leads(0.2) and first.candidate.token == 8
+
+
+def strangers(replica: Replica) -> str:
+    return replica.candidate.stranger
+
+
+def test_another_clusters_lease_is_known_once_its_holder_lives() -> None:
+    store, first, second = pair()
+    other = Replica("c", store, cluster="theirs")
+    other.settle(0.1)
+    assert strangers(other) == "", "it may be what is left of one that has ended"
+    first.act(0.2, True, 0.2)
+    other.settle(0.3)
+    second.settle(0.3)
+    assert strangers(other) == "ours" and strangers(second) == ""
+    other.settle(0.4 + D)
+    assert strangers(other) == "" and other.candidate.leads(0.4 + D), "whose holder died is free"
 
 
 rounds = st.lists(

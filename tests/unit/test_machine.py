@@ -27,6 +27,8 @@ from covey.core.messages import (
     Register,
     RegisterAgent,
     Regrouped,
+    ScaleAsked,
+    Scaling,
     Start,
     Started,
     Stop,
@@ -492,6 +494,34 @@ def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> N
     assert sent(again, Start)[5].assignments == [Assignment("2", 2, 1, 0)]
     made.step(LinkLost("reset", 5), 8.0)
     assert ended(tick(made, 20.0, beats=[1], since=8.0))
+
+
+def test_another_agent_from_the_same_host_is_the_end_of_the_one_out_of_reach() -> None:
+    """A pod that is replaced under its name: nobody waits for the node timeout."""
+    made = ready_agents(recovery=True, strategies=ladder(["recover"]), extra_ranks=0)
+    made.cluster.heals = True
+    made.step(LinkLost("reset", 2), 1.0)
+    third = Host("boot-third", "third", "10.0.0.3")
+    assert sent(made.step(Heard(RegisterAgent("x", "life of x", third, 1), 4), 1.5), Refused)[4].retry_after_s > 0
+    again = made.step(Heard(RegisterAgent("c", "life of c", OTHER, 1), 5), 2.0)
+    assert sent(again, Start)[5].assignments == [Assignment("2", 2, 2, 0)] and "b" not in made.cluster.agents
+
+
+def test_room_is_made_for_workers_that_come_by_themselves() -> None:
+    made = ready("a", "b")
+    assert isinstance(_asked(made, ScaleAsked(more=1, start=False)), Refused), "no step was finished yet"
+    made.cluster.trains = True
+    extra = Heard(register("c"), 7)
+    assert "one worker too many" in sent(made.step(extra, 1.0), Refused)[7].reason
+    effects = made.step(Heard(ScaleAsked(more=1, start=False), 9), 1.0)
+    assert [r.asked for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
+    joined = made.step(Heard(register("c"), 8), 1.0)
+    assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
+
+
+def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Refused:
+    made.step(Heard(asked, 9), 1.0)
+    return made.scaled
 
 
 def test_an_agent_whose_workers_have_finished_may_go() -> None:

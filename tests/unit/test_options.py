@@ -227,7 +227,7 @@ def test_options(line: str, field: str, value: object) -> None:
     [
         ("-n 0 t.py", "-n 0 is not allowed: a whole number from 1 to 1000000 is."),
         ("-n t.py", "-n t.py is not allowed: a whole number from 1 to 1000000 is."),
-        ("--local 0 t.py", "--local 0 is not allowed: a whole number from 1 to 1000000 is."),
+        ("--local 0 t.py", "--local 0 leaves nothing to run here: say -n and --spares, or more workers."),
         ("--nnodes 4:2 t.py", "--nnodes 4:2 is not allowed: a number of hosts, or a range such as 2:4, is."),
         ("--nproc-per-node xpu t.py", "--nproc-per-node xpu is not allowed: a number of workers, auto, cpu or gpu is."),
         ("--master_port 80 t.py", "--master_port 80 is not allowed: a port from 1024 to 65535 is."),

@@ -97,6 +97,9 @@ def test_a_good_value_is_read_and_its_origin_kept(variable: str, text: str, valu
     [
         ("MS_ROLE", "WORKER", "MS_SCHED, MS_WORKER, MS_PSERVER or MS_SERVER is."),
         ("MS_ROLE", "ms_worker", "MS_SCHED, MS_WORKER, MS_PSERVER or MS_SERVER is."),
+        ("COVEY_LEASE", "etcd://node1", "etcd://HOST:PORT"),
+        ("COVEY_LEASE", "etcd://node1:port/prefix", "etcd://HOST:PORT"),
+        ("COVEY_LEASE_TIME", "0.5", "1 second or more is"),
         ("MS_SCHED_HOST", "999.1.1.1", "DNS name"),
         ("MS_SCHED_HOST", "1.2.3", "DNS name"),
         ("MS_SCHED_HOST", "010.0.0.1", "DNS name"),

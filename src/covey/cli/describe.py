@@ -59,8 +59,9 @@ def _workers(plan: RunPlan) -> list[str]:
         return [f"{plan.world} in all, all on this host"]
     hosts = f"{plan.nnodes} hosts" if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
+    here = f"{plan.local} on this one ({which})" if plan.local else "none on this one, which has spares"
     later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""
-    return [f"{plan.world} in all on {hosts}, {plan.local} on this one ({which}){later}"]
+    return [f"{plan.world} in all on {hosts}, {here}{later}"]
 
 
 def _scheduler(plan: RunPlan) -> str:
@@ -117,4 +118,4 @@ def _settings(plan: RunPlan) -> list[str]:
 
 
 def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}..{first + count - 1}"
+    return "-" if not count else str(first) if count == 1 else f"{first}..{first + count - 1}"

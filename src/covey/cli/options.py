@@ -162,7 +162,8 @@ OPTIONS: dict[str, list[Option]] = {
     "covey's own": [
         Option("-n", "N", "worker_num", "workers of the whole cluster (default 1, or MS_WORKER_NUM)"),
         Option("--servers", "N", "server_num", "parameter servers, on the scheduler's host (default 0)"),
-        Option("--local", "N", "local", "workers on this host (default: all)", COUNT),
+        Option("--spares", "K", "spares", "workers of this host that wait to replace others (default 0)"),
+        Option("--local", "N", "local", "workers on this host (default: all); 0: its spares alone", COUNT_OR_NONE),
         Option("--master", "HOST:PORT", "master", "where the scheduler is; on that host it is started", ENDPOINT),
         Option("--master-addr", "HOST", "sched_host", "the same, host and port apart"),
         Option("--master-port", "PORT", "sched_port", "(default: a free one; 8118 for several hosts)"),

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from covey.cli import slurm
+from covey.core.recovery import Strategy
 from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, Given, Loaded, load, shown
 
@@ -152,6 +153,7 @@ def decide(
         step = None
     request = Request(asked, said, loaded, step, cpu_count, gpu_count)
     size = _size(request)
+    _check_spares(request)
     master_host, master_port = _master(request, size)
     words, module, python = _command(command, module=asked.module, no_python=asked.no_python)
     settings = loaded.settings
@@ -200,6 +202,10 @@ def decide(
 def _size(request: Request) -> Size:
     """Any two of world, workers here and hosts give the third; all three must agree."""
     world, local, nnodes = _world(request), _local(request), _nnodes(request)
+    if request.asked.local == 0:
+        if not (world and request.loaded.settings.spares):
+            raise UsageError(f"{request.words('local')} leaves nothing to run here: say -n and --spares, or more workers.")
+        return Size(world, _world_max(request, world, 0), 0, nnodes, -1)
     if world and local:
         _check_parts(request, world, local, nnodes)
         nnodes = nnodes or (world // local if world % local == 0 else 0)
@@ -318,6 +324,15 @@ def _master(request: Request, size: Size) -> tuple[str, int]:
             "they meet."
         )
     return settings.sched_host or LOOPBACK, settings.sched_port or (SEED_PORT if several else FREE)
+
+
+def _check_spares(request: Request) -> None:
+    settings = request.loaded.settings
+    if settings.spares and Strategy.RECOVER not in settings.strategy.split(","):
+        raise UsageError(
+            f"{request.loaded.said('spares')} needs the strategy recover, in which spares take over, but"
+            f" {request.loaded.said('strategy')}: name it too, or do without spares."
+        )
 
 
 # -- what runs, and how ----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
 from covey.node.host import address_towards
 from covey.node.log import configure, log
+from covey.node.office import lease_store
 from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import Schedulers
@@ -71,6 +72,8 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         sockets = _listen(plan)
+        if sockets is not None and "," in plan.master_host:
+            lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
@@ -152,8 +155,8 @@ def _report(outcome: Outcome, interrupted: list[int]) -> int:
 
 def _listen(plan: RunPlan) -> Sockets | None:
     """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
-    if plan.loaded.settings.role is Role.WORKER:
-        return None  # MS_ROLE says so: a pod of workers, with the scheduler in another
+    if plan.loaded.settings.role is Role.WORKER or not plan.local:
+        return None  # MS_ROLE says so: a pod of workers, with the scheduler in another; or only spares run here
     addresses = address.several(plan.master_host, plan.master_port)
     for number, (host, port) in enumerate(addresses, start=1):
         try:
@@ -284,7 +287,7 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
     if not plan.bind_core:
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // plan.local)
+    share = max(1, len(cores) // max(1, plan.local))
     return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
 
 
@@ -292,8 +295,11 @@ def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
     if not start.assignments:
         return
+    ranks = {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER}
+    if not ranks:
+        return
     agent.on_start = lambda start: None  # once: restarts go on in the same logs, and a scheduler that is back says it again
-    streams = echoed(plan, {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER})
+    streams = echoed(plan, ranks)
     for rank, stream in streams.items():
         prefix = f"[{rank}] " if len(streams) > 1 else ""
         if stream & STDOUT or not agent.separates_stderr:

@@ -44,7 +44,7 @@ class NodeReply(msgspec.Struct, frozen=True, rename="camel"):
 
     node_id: str
     rank_id: Annotated[str, Meta(description="A number; -1 before the cluster has formed.")]
-    role: Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER"]
+    role: Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]
     alive: Literal["true", "false"]
 
 
@@ -86,6 +86,7 @@ class ScaleOutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # in JSON 2.0 is a whole number too
     server_num: Annotated[float, Meta(ge=0, le=SLOTS, multiple_of=1)]
+    start: Annotated[bool, Meta(description="False: nobody is started, and workers that come by themselves may join.")] = True
 
 
 class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,11 +102,12 @@ class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: Annotated[str, Meta(max_length=REASON_MAX)] = ASKED
 
 
-_ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER"]] = {
+_ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]] = {
     Role.SCHEDULER: "SCHEDULER",
     Role.WORKER: "WORKER",
     Role.PSERVER: "PSERVER",
     Role.SERVER: "SERVER",
+    Role.SPARE: "SPARE",
 }
 
 
@@ -137,7 +139,7 @@ def operation(kept: list[Incident], number: str) -> Incident | None:
 def scale_out(body: bytes) -> ScaleAsked:
     """The wish in the body of POST /scaleout, with the seeds' words where it is none."""
     asked = _decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
-    return ScaleAsked(more=int(asked.worker_num), more_servers=int(asked.server_num))
+    return ScaleAsked(more=int(asked.worker_num), more_servers=int(asked.server_num), start=asked.start)
 
 
 def scale_in(body: bytes) -> ScaleAsked:

@@ -120,6 +120,10 @@ class Cluster(msgspec.Struct):
         """The members that count towards the number of this role."""
         return [member for member in self.members.values() if member.role.group is role.group]
 
+    def placed(self) -> list[Member]:
+        """Everyone but the spares, on whom nothing depends."""
+        return [member for member in self.members.values() if member.role is not Role.SPARE]
+
     def size(self, role: Role) -> int:
         return self._sizes.get(role.group, 0)
 

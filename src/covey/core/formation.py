@@ -55,20 +55,25 @@ class Layout:
         for member in cluster.members.values():
             where = (member.role.group, member.host.id)
             self._local_worlds[where] = self._local_worlds.get(where, 0) + 1
-        for member in (*self._workers, *sorted(cluster.of(Role.PSERVER), key=lambda m: m.rank)):
+        others = sorted((*cluster.of(Role.PSERVER), *cluster.of(Role.SPARE)), key=lambda m: (m.role, m.rank))
+        for member in (*self._workers, *others):
             self._children.setdefault(member.agent, []).append(member)
         hosts = dict.fromkeys(m.agent or m.host.id for m in self._workers)
         self._hosts = {host: index for index, host in enumerate(hosts)}
 
     def formed(self, member: Member) -> Formed:
         """What a node is told about its place."""
+        if member.role is Role.SPARE:
+            beside = self._local_worlds.get((Role.WORKER, member.host.id), 0)
+            return Formed(self._cluster.generation, -1, len(self._workers), -1, beside, sharing=self._cluster.sharing)
         world = len(self._workers) if member.role is Role.WORKER else self._cluster.size(member.role)
         local_world = self._local_worlds[(member.role.group, member.host.id)]
         seat = member.seat if member.seat != member.rank else -1
         server = member.role is Role.PSERVER
         lives = member.lives if server else member.restarts
         place = (member.rank, world, member.local_rank, local_world, lives, seat, member.since)
-        return Formed(self._cluster.generation, *place, len(self._workers) if server else 0, self._sharing(member))
+        taken = (member.node_id, member.incarnation) if member.process else ("", 0)
+        return Formed(self._cluster.generation, *place, len(self._workers) if server else 0, self._sharing(member), *taken)
 
     def _sharing(self, member: Member) -> Sharing | None:
         """One that is coming learns with whom it will share rows, and the others when it is here."""
@@ -85,7 +90,7 @@ class Layout:
         return Start(
             generation=cluster.generation,
             world=len(self._workers),
-            assignments=[Assignment(m.node_id, m.rank, m.incarnation, m.local_rank, m.role) for m in mine],
+            assignments=[Assignment(m.node_id, m.rank, m.incarnation, m.local_rank, m.role, m.process) for m in mine],
             master_address=first.host.address,
             master_port=cluster.agents.get(first.agent, agent).meet_port,
             host_index=self._hosts.get(agent.id, 0),

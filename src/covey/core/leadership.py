@@ -24,7 +24,9 @@ class Cell(msgspec.Struct, frozen=True):
     holder: str = ""
     beat: int = 0
     where: str = ""  # the holder's REST port, for who asks another
-    over: bool = False  # what was led has ended
+    cluster: str = ""  # where its schedulers are: others have no part in it
+    over: bool = False  # what was led has ended,
+    code: int = 0  # with this code
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -41,15 +43,18 @@ class Candidate:
     """One scheduler that leads or would. The shell asks what to do `next` whenever it is `due`, and says how that went;
     `failed` where the store did not answer."""
 
-    def __init__(self, name: str, where: str, *, duration_s: float, now: float) -> None:
+    def __init__(self, name: str, where: str, *, cluster: str = "", duration_s: float, now: float) -> None:
         self.seen = Cell()
         self.token = 0  # ours, while we lead
         self.due = now
         self._name = name
         self._where = where
+        self._cluster = cluster
         self._duration_s = duration_s
+        self._outbids = 0  # a token that the journal has seen, though the lease says nothing of it any more
         self._stood_by = False  # it has seen somebody lead what would end with `over`
         self._knows = False  # what the cell says: not before the first look, nor after a write that may have failed
+        self._lives = False  # the holder: its beat was seen to change
         self._same_since = now
         self._began = now  # when what is under way was begun
         self._sure_until = now
@@ -63,6 +68,11 @@ class Candidate:
         """Whether what this one stood by for has ended. Who comes later begins anew."""
         return self._stood_by and self.seen.over
 
+    @property
+    def stranger(self) -> str:
+        """Where the schedulers of another cluster are, one of which was seen to live and to hold this lease; or nothing."""
+        return self.seen.cluster if self._lives and self.seen.cluster != self._cluster else ""
+
     def next(self, now: float) -> Look | Write:
         """What to do now."""
         if self.token and now >= self._sure_until:
@@ -72,10 +82,11 @@ class Candidate:
         if self._knows and self.token:
             return Write(msgspec.structs.replace(self.seen, beat=self.seen.beat + 1))
         if self._knows and self._free(now):
-            return Write(Cell(self.seen.token + 1, self._name, 0, self._where))
+            return Write(Cell(max(self.seen.token, self._outbids) + 1, self._name, 0, self._where, self._cluster))
         return Look()
 
     def looked(self, cell: Cell, now: float) -> None:
+        self._lives = bool(cell.holder) and cell.holder == self.seen.holder and (self._lives or cell != self.seen)
         if cell != self.seen or not self._knows:
             self.seen, self._knows, self._same_since = cell, True, now
             self._stood_by |= bool(cell.holder)
@@ -94,6 +105,10 @@ class Candidate:
 
     def failed(self) -> None:
         self._knows = False
+
+    def outbid(self, token: int) -> None:
+        """Ours is too low: another led by this one. If that has ended, the lease must have been removed."""
+        self._outbids, self.token = max(self._outbids, token), 0
 
     def give_back(self) -> Write | None:
         """How to let go, so that the next one need not wait."""

@@ -5,8 +5,8 @@ place may be filled again), to a new generation of everyone (torchrun's restarts
 RETURNING until its members have re-attached or are overdue. The table `PHASES` lists the moves that exist; any other is a bug.
 
 The machine is one object, cut into rooms that each know only those before them: the `Ledger` here, `resizing` (the world
-changes its size), `sharing` (parameter servers come and go), `lifecycle` (forming, dying, healing, coming back, ending),
-`watch` (what follows from time alone) and `machine` (who says what over which link).
+changes its size), `sharing` (parameter servers come and go), `spares` (who waits to stand in), `lifecycle` (forming, dying,
+healing, coming back, ending), `watch` (what follows from time alone) and `machine` (who says what over which link).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incidents, Outcome
 from covey.core.messages import Regrouped, Stop
-from covey.core.model import Agent, ClusterSettings, Failure, Member, MemberRecord, Phase, Progress, Record
+from covey.core.model import Agent, ClusterSettings, Failure, Member, MemberRecord, NodeState, Phase, Progress, Record
 
 PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
@@ -90,6 +90,17 @@ class Ledger:
         """Nothing of the life before it counts for its progress, and it has time until it must show some."""
         member.progress = Progress()
         member.changed_at = self._now + max(0.0, FIRST_S - self.cluster.settings.stuck_s)
+
+    def _next_life(self, member: Member) -> None:
+        """A child's place, ready for the next process. The old one is ended by its agent, and need not learn it from us."""
+        self._speakers.pop(member.link, None)
+        member.incarnation += 1
+        member.restarts += 1
+        member.lives += 1
+        member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
+        member.process = ""
+        here = self.cluster.agents[member.agent].link
+        member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
 
     def _speak(self, link: int, speaker: Member | Agent) -> None:
         speaker.link = link

@@ -24,15 +24,14 @@ from covey.core.model import (
     MemberRecord,
     NodeState,
     Phase,
-    Progress,
     Record,
     Role,
 )
-from covey.core.sharing import Sharable
+from covey.core.spares import Spared
 from covey.errors import ExitCode
 
 
-class Lifecycle(Sharable):
+class Lifecycle(Spared):
     """From the first formation to the end."""
 
     # -- forming -----------------------------------------------------------------------------------------------------
@@ -61,14 +60,14 @@ class Lifecycle(Sharable):
 
     def _agent_gone(self, agent: Agent, code: int, reason: str, since: float | None = None) -> None:
         """With its agent a child's life is over, and nobody is left to start the next."""
-        everyone = self.cluster.children(agent.id)
-        children = [m for m in everyone if m.present]
-        done = everyone and not children and self.cluster.phase is not Phase.FORMING
+        children = self.cluster.children(agent.id)
+        placed = [m for m in children if m.role is not Role.SPARE]
+        done = placed and not any(m.present for m in placed) and self.cluster.phase is not Phase.FORMING
         if self.cluster.phase is Phase.ENDED or done:
             return
         del self.cluster.agents[agent.id]
         self._publish(f"agent:{agent.id}", "gone", reason, Level.of(code))
-        for member in children:
+        for member in [m for m in children if m.present]:
             self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})", since=since)
 
     def _over(
@@ -77,6 +76,8 @@ class Lifecycle(Sharable):
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         if not member.present or self.cluster.phase is Phase.ENDED:
             return None
+        if member.role is Role.SPARE:
+            return self._spare_over(member, code, reason)
         if code and self._gathering.done:  # every rank had come to its end: nothing is left to repeat
             code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
         member.state = NodeState.LEFT if code == 0 else NodeState.DEAD
@@ -109,7 +110,9 @@ class Lifecycle(Sharable):
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member, failure.code)
         self._publish("cluster", str(after), reason, Level.WARNING)
-        strategy = str(after) if after is not recovery.After.END else "dump" if self._can_dump() else "exit"
+        strategy = "recover" if after is recovery.After.PROMOTE else str(after)
+        if after is recovery.After.END:
+            strategy = "dump" if self._can_dump() else "exit"
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
@@ -118,8 +121,8 @@ class Lifecycle(Sharable):
             if self.cluster.phase is not Phase.HEALING:
                 self._move(Phase.HEALING, reason)
             self._regroup(_gone(member, failure), member)
-        elif after in (recovery.After.REPLACE, recovery.After.MOVE):
-            self._replace(member, failure, reason, moves=after is recovery.After.MOVE)
+        elif after in (recovery.After.REPLACE, recovery.After.MOVE, recovery.After.PROMOTE):
+            self._replace(member, failure, reason, after)
         elif after is recovery.After.SHRINK:
             self._shrink(member, _gone(member, failure), reason)
         elif after is recovery.After.RESTART_ALL:
@@ -162,8 +165,8 @@ class Lifecycle(Sharable):
             said = f"; step {step} is in {path}" if path else "; nobody could write down the state"
             self._end(dump.code, dump.reason + said, dump.failure)
 
-    def _replace(self, member: Member, failure: Failure, reason: str, moves: bool) -> None:
-        """One rank starts anew, on its host or on another; the others wait for it inside their step."""
+    def _replace(self, member: Member, failure: Failure, reason: str, after: recovery.After) -> None:
+        """One rank starts anew, on its host or on another, or in a spare; the others wait for it inside their step."""
         if not member.leaving:
             self.first_failure = self.first_failure or failure
         self._count("replacements")
@@ -176,19 +179,31 @@ class Lifecycle(Sharable):
         else:
             member.fruitless = member.fruitless + 1 if self._reached <= member.died_at_step else 1
             member.died_at_step = self._reached
-        if moves:
-            agent = recovery.refuge(self.cluster, member)
+        spare = recovery.stand_in(self.cluster, member) if after is recovery.After.PROMOTE else None
+        before = member.agent
+        if after is not recovery.After.REPLACE:
+            agent = self.cluster.agents[spare.agent] if spare else recovery.refuge(self.cluster, member)
             assert agent is not None
-            if member.link:  # nobody else may be there to end the old life
-                self._send(member.link, Refused(f"this life is over: {reason}"))
-                self._out.append(Close(member.link))
-            self._house(member, agent)
+            if agent.id != before:
+                self._dismiss(member, reason)
+                self._house(member, agent)
         sentence = _gone(member, failure)
         self._next_life(member)
-        self._regroup(sentence, member)
-        agent = self.cluster.agents[member.agent]
-        if agent.link:
-            self._send(agent.link, self._places().start(agent))
+        if spare is None:
+            self._regroup(sentence, member)
+        else:
+            link = self._promote(spare, member)
+            self._regroup(sentence, member, spare)
+            self._begin_life(member)
+            self._speak(link, member)
+            self._send(link, self._places().formed(member))
+        self._tell_agents({before, member.agent} if spare else {member.agent})  # the old life may still have to be ended
+
+    def _dismiss(self, member: Member, reason: str) -> None:
+        """Nobody else may be there to end the old life."""
+        if member.link:
+            self._send(member.link, Refused(f"this life is over: {reason}"))
+            self._out.append(Close(member.link))
 
     def _house(self, member: Member, agent: Agent) -> None:
         """From now on this is the agent that starts it."""
@@ -236,23 +251,13 @@ class Lifecycle(Sharable):
             failure = self.first_failure
             self._give_up(failure.code if failure else ExitCode.PEER_FAILED, f"{limit}, and {reason}", failure)
 
-    def _next_life(self, member: Member) -> None:
-        """A child's place, ready for the next process. The old one is ended by its agent, and need not learn it from us."""
-        self._speakers.pop(member.link, None)
-        member.incarnation += 1
-        member.restarts += 1
-        member.lives += 1
-        member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
-        here = self.cluster.agents[member.agent].link
-        member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
-
     def _restart_all(self, reason: str) -> None:
         self.cluster.restarts += 1
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         self.cluster.trains = False
         self._settled = set()
-        children = [member for member in self.cluster.members.values() if member.agent]
+        children = [member for member in self.cluster.placed() if member.agent]
         for member in children:
             self._next_life(member)
             member.lives = 0  # a server begins from nothing, as the workers do
@@ -310,7 +315,7 @@ class Lifecycle(Sharable):
 
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
-        phase, members = self.cluster.phase, self.cluster.members.values()
+        phase, members = self.cluster.phase, self.cluster.placed()
         if (
             self._dump is not None
             or phase not in (Phase.HEALING, Phase.RETURNING)

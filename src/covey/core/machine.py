@@ -164,7 +164,9 @@ class Machine(Watch):
         if was is NodeState.DEAD:
             self._persist(MemberRecord.of(member))
         if again:
-            self._publish(member.name, "re-attached", f"rank {member.rank} goes on")
+            self._publish(
+                member.name, "re-attached", f"{'spare' if member.role is Role.SPARE else 'rank'} {member.rank} goes on"
+            )
         self._send(link, self._places().formed(member))
         self._settle("every member is here again")
 
@@ -193,6 +195,10 @@ class Machine(Watch):
     def _register_agent(self, link: int, wish: RegisterAgent) -> None:
         answer = answer_agent(self.cluster, wish)
         who = f"agent:{wish.agent}"
+        if answer.verdict is Verdict.HOLD and (over := [a for a in self.cluster.agents.values() if _replaced(a, wish)]):
+            for agent in over:
+                self._agent_gone(agent, ExitCode.PEER_FAILED, "another agent came from its host")
+            answer = answer_agent(self.cluster, wish)
         if self._turned_away(link, wish, who, answer):
             return None
         if answer.verdict is Verdict.HOLD:
@@ -203,7 +209,7 @@ class Machine(Watch):
                 self._silence(agent.link)
             self._heard_of_children(agent)
         else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts)
+            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts, wish.spares)
             agent = Agent(wish.agent, wish.life, wish.host, *held)
             self.cluster.agents[agent.id] = agent
             if self.cluster.phase is Phase.FORMING:
@@ -263,6 +269,8 @@ class Machine(Watch):
         speaker.beat_at = self._now
         if isinstance(speaker, Member):
             self._reached = max(self._reached, beat.progress.step)
+            if beat.progress.stands_by and not speaker.progress.stands_by:
+                self._publish(speaker.name, "stands by", beat.progress.phase)
             if speaker.progress != beat.progress:
                 speaker.progress, speaker.changed_at = beat.progress, self._now
             if beat.progress.loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:
@@ -425,13 +433,31 @@ class Machine(Watch):
                 return Refused("no growth is under way that could be taken back")
             self._turn_back("asked to")
             return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
+        if not asked.start:
+            return self._make_room(asked.more)
         if sharing.meant(self.cluster, asked):
             change, reason = sharing.decide(self.cluster, self._settled, asked)
             return Scaling(self._scale_servers(change, reason), reason) if change is not None else Refused(reason)
         plan, reason = scaling.decide(self.cluster, asked)
         return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)
 
+    def _make_room(self, more: int) -> Scaling | Refused:
+        """So many more may come, and join by themselves."""
+        wanted, reason = scaling.room(self.cluster, more)
+        if wanted is None:
+            return Refused(reason)
+        self.cluster.asked = wanted
+        self._persist(self.cluster.record())
+        self._publish("cluster", "room", reason)
+        self._welcome_hosts()
+        return Scaling(0, reason)
+
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         self._send(link, Goodbye())
         if self.cluster.phase is not Phase.ENDED:
             self._end(ExitCode.STOPPED, asked.reason)
+
+
+def _replaced(agent: Agent, wish: RegisterAgent) -> bool:
+    """Whether an agent out of reach is known to be over, because the host it was on comes with another one in its place."""
+    return not agent.link and agent.host.id == wish.host.id and agent.first_rank == wish.first_rank

@@ -41,6 +41,8 @@ def answer_node(cluster: Cluster, wish: Register) -> Answer:
     """May this node join, and as what?"""
     if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint) or _impossible(cluster, wish):
         return Answer(Verdict.REFUSE, reason)
+    if promoted := _promoted(cluster, wish):
+        return promoted
     member = _holder(cluster, wish)
     if member is None:
         return _newcomer(cluster, wish)
@@ -68,6 +70,8 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
     if known is not None and any(m.present for m in cluster.children(known.id)):
         return Answer(Verdict.HOLD, f"the life before of the agent {wish.agent} is not known to be over yet")
+    if wish.spares and not wish.slots and not wish.servers:
+        return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.spares} spares")
     if cluster.phase is not Phase.FORMING:
         return _late(cluster, wish)
     here, world = cluster.size(Role.WORKER), cluster.goal
@@ -129,15 +133,24 @@ def _foreign(cluster: Cluster, cluster_id: str, fingerprint: Mapping[str, str]) 
 def _impossible(cluster: Cluster, wish: Register) -> str:
     """Why no place can exist for this registration; "" when one can."""
     world = cluster.goal if wish.role is Role.WORKER else cluster.settings.wanted(wish.role)
-    if world == 0:
+    if world == 0 and wish.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
         return f"this cluster has no place for the role {wish.role} ({count} is {world})"
     rank = ranks.claim(wish.node_id)
-    if rank is not None and rank >= world and (wish.role, wish.node_id) not in cluster.members:
+    if rank is not None and rank >= world and wish.role is not Role.SPARE and (wish.role, wish.node_id) not in cluster.members:
         return f"MS_NODE_ID={wish.node_id} claims rank {rank}, but the {world} {wish.role} ranks end at {world - 1}"
     if wish.generation > cluster.generation:
         return f"it has seen generation {wish.generation}, but the scheduler's journal ends at {cluster.generation}"
     return ""
+
+
+def _promoted(cluster: Cluster, wish: Register) -> Answer | None:
+    """A spare that was given a worker's place, and has not heard of it."""
+    if wish.role is not Role.SPARE:
+        return None
+    process = f"{wish.role}:{wish.node_id}.{wish.incarnation}"
+    member = next((m for m in cluster.members.values() if m.process == process and m.life == wish.life), None)
+    return Answer(Verdict.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
 
 
 def _holder(cluster: Cluster, wish: Register) -> Member | None:

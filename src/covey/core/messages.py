@@ -47,7 +47,7 @@ class Register(Message, frozen=True):
 
 
 class RegisterAgent(Message, frozen=True):
-    """I am the agent of a host and bring `slots` workers and `servers` parameter servers."""
+    """I am the agent of a host and bring `slots` workers, `servers` parameter servers and, later, `spares`."""
 
     agent: Name
     life: Name
@@ -60,6 +60,7 @@ class RegisterAgent(Message, frozen=True):
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
     max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
+    spares: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class Beat(Message, frozen=True):
@@ -136,6 +137,7 @@ class ScaleAsked(Message, frozen=True):
     more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
+    start: bool = True  # False: nobody is started for it; those who come have their places
 
 
 # -- said by the scheduler -------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class Welcome(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """The cluster is complete, and this is your place in it."""
+    """The cluster is complete, and this is your place in it; that of a spare has no rank."""
 
     generation: int
     rank: int
@@ -162,6 +164,8 @@ class Formed(Message, frozen=True):
     since: int = 1  # the generation in which it came
     workers: int = 0  # said to servers: how many push to them
     sharing: Sharing | None = None  # of the servers' rows, once it has changed
+    node_id: Name = ""  # said to a spare that is one no more: whose place it has, in which incarnation
+    incarnation: int = 0
 
 
 class Regrouped(Message, frozen=True):
@@ -179,6 +183,7 @@ class Assignment(msgspec.Struct, frozen=True):
     incarnation: int
     local_rank: int
     role: Role = Role.WORKER
+    process: str = ""  # it runs already, as this spare in this life
 
     @property
     def name(self) -> str:

@@ -22,6 +22,7 @@ class Role(StrEnum):
     WORKER = "worker"
     PSERVER = "pserver"
     SERVER = "server"
+    SPARE = "spare"  # a worker waiting to replace another: outside the world, with a rank among its like
 
     @property
     def group(self) -> Role:
@@ -112,6 +113,7 @@ class Progress(msgspec.Struct, frozen=True):
     loop: bool = False  # a loop is at work, which can write down what it holds
     waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
+    stands_by: bool = False  # a spare that has run its program up to where it needs a rank
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -154,6 +156,7 @@ class Member(msgspec.Struct):
     lives: int = 0  # that are over, since everyone last started
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
+    process: str = ""  # the spare, in which of its lives, that became this life; "" where a process was started for it
 
     @property
     def name(self) -> str:
@@ -176,6 +179,7 @@ class Agent(msgspec.Struct):
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     servers: int = 0
     max_restarts: int = -1  # what it allows, where it says so itself
+    spares: int = 0
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -198,6 +202,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     seat: int = -1
     since: int = 1
     lives: int = 0
+    process: str = ""
 
     @classmethod
     def of(cls, member: Member) -> MemberRecord:
@@ -221,6 +226,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     logs: str
     servers: int = 0
     max_restarts: int = -1
+    spares: int = 0
 
     @classmethod
     def of(cls, agent: Agent) -> AgentRecord:

@@ -35,6 +35,7 @@ from covey.core.messages import (
     Stop,
     Welcome,
 )
+from covey.core.model import Role
 from covey.errors import ExitCode
 
 FIRST_RETRY_S = 0.05
@@ -201,6 +202,8 @@ class NodeMachine:
             self._was_member = True
             self._hold(cluster_id=self._pending.cluster_id, incarnation=self._pending.incarnation)
         if isinstance(message, Formed):
+            if message.node_id:  # a spare is a worker from now on
+                self._hold(role=Role.WORKER, node_id=message.node_id, incarnation=message.incarnation)
             self._hold(rank=message.rank, generation=message.generation)
         return [Deliver(message)]
 

@@ -36,6 +36,7 @@ class After(StrEnum):
     WAIT = "wait"
     REPLACE = "recover-in-place"
     MOVE = "recover"
+    PROMOTE = "promote"  # in the recover rung: a spare takes the place
     SHRINK = "elastic-training"
     RESTART_ALL = "restart all"
     END = "end"
@@ -110,10 +111,11 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.END, "nothing is to be started again (COVEY_STRATEGY)"
     if dead.fruitless >= FRUITLESS_MAX:
         return After.END, f"{dead.name} died {dead.fruitless} times without a step in between"
+    if Strategy.RECOVER in settings.strategies and (spare := stand_in(cluster, dead)) is not None:
+        return After.PROMOTE, f"{spare.name} on {spare.host.name} takes the place of {dead.name}; the others stay in their step"
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.leaving
-    spent = sum(m.restarts - m.handovers for m in cluster.children(dead.agent))
-    limit = allowed(agent, settings.replacements_max)
+    spent, limit = _spent(cluster, dead), allowed(agent, settings.replacements_max)
     if Strategy.IN_PLACE in settings.strategies and here and spent < limit:
         return After.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
     other = refuge(cluster, dead)
@@ -159,15 +161,41 @@ def _was_its(agent: Agent, lost: Member) -> bool:
 
 def refuge(cluster: Cluster, dead: Member) -> Agent | None:
     """The host that carries the fewest extra ranks, if it may carry one more."""
-    extra = {
-        agent.id: len(cluster.children(agent.id)) - agent.slots - agent.servers
-        for agent in cluster.agents.values()
-        if agent.id != dead.agent and agent.link and not agent.leaving
-    }
+    others = (agent for agent in cluster.agents.values() if agent.id != dead.agent and agent.link and not agent.leaving)
+    extra = {agent.id: _extra(cluster, agent) for agent in others}
     if not extra:
         return None
     best = min(extra, key=lambda agent: (extra[agent], agent))
     return cluster.agents[best] if extra[best] < cluster.settings.extra_ranks else None
+
+
+def stand_in(cluster: Cluster, dead: Member) -> Member | None:
+    """A spare that can take a worker's place: on its host if there is one there, else where the fewest extra ranks are."""
+    found: list[tuple[bool, int, int, Member]] = []
+    for spare in cluster.of(Role.SPARE):
+        agent = cluster.agents.get(spare.agent)
+        ready = spare.state is NodeState.ALIVE and spare.link and spare.progress.stands_by
+        if dead.role is Role.WORKER and ready and agent is not None and agent.link and not agent.leaving:
+            away, extra = agent.id != dead.agent, _extra(cluster, agent)
+            if not away or extra < cluster.settings.extra_ranks:
+                found.append((away, extra, spare.rank, spare))
+    return min(found)[-1] if found else None  # ranks differ, so members are never compared
+
+
+def starts_again(cluster: Cluster, spare: Member) -> bool:
+    """Whether a spare's place is filled again."""
+    limit = allowed(cluster.agents.get(spare.agent), cluster.settings.replacements_max)
+    return spare.fruitless < FRUITLESS_MAX and _spent(cluster, spare) < limit
+
+
+def _spent(cluster: Cluster, member: Member) -> int:
+    """How many lives on its host came after one that failed."""
+    return sum(m.restarts - m.handovers for m in cluster.children(member.agent))
+
+
+def _extra(cluster: Cluster, agent: Agent) -> int:
+    """How many nodes an agent runs that it did not bring."""
+    return sum(m.role is not Role.SPARE for m in cluster.children(agent.id)) - agent.slots - agent.servers
 
 
 def report(cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str) -> Failure:

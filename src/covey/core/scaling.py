@@ -119,6 +119,16 @@ def emptiest(cluster: Cluster, count: int) -> list[str]:
     return agents
 
 
+def room(cluster: Cluster, more: int) -> tuple[int | None, str]:
+    """How many workers there should be, if so many more may come by themselves."""
+    if reason := why_not(cluster):
+        return None, reason
+    wanted, most = cluster.size(Role.WORKER) + more, cluster.settings.worker_max or WORLD_MAX
+    if wanted > most:
+        return None, f"a world of {wanted} workers is not possible: 1 to {most} are"
+    return wanted, f"there is place for {wanted} workers, as asked"
+
+
 def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | None, str]:
     named = {re.sub("^worker:", "", node_id) for node_id in node_ids}
     known = {m.node_id for m in workers}

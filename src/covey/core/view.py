@@ -67,6 +67,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
     recovery_totals: list[Total] = []
     resizable: bool = False  # the world can change its size now
+    goal: int = 0  # how many workers there should be
 
 
 # The seeds' words for the phases, as GET /state says them.
@@ -106,6 +107,7 @@ def show(
         nodes=nodes,
         restarts=cluster.restarts,
         resizable=scaling.why_not(cluster) == "",
+        goal=cluster.goal,
         **more,
     )
 
@@ -144,7 +146,9 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         incarnation=member.incarnation,
         pid=member.pid,
         agent=member.agent,
-        log=agent.logs.replace("{rank}", member.node_id) if agent and member.rank >= 0 else "",
+        log=agent.logs.replace("{rank}", member.node_id)
+        if agent and member.rank >= 0 and member.role is not Role.SPARE
+        else "",
         busy_s=member.progress.busy_s,
         straggles=straggles(member.progress.busy_s, usual_s),
         host_id=member.host.id,

@@ -46,10 +46,12 @@ class Watch(Lifecycle):
             self._judge_silence(settings.node_timeout_s)
         if settings.stuck_s >= 0 and self._dump is None and self.cluster.phase is not Phase.ENDED:
             self._judge_progress(settings.stuck_s)
+        if self.cluster.phase is Phase.READY and self.cluster.trains:
+            self._fill_spares()
 
     def _away(self) -> list[Member]:
         """Who is not here; a replacement is when it has called."""
-        away, members = (NodeState.DEAD, NodeState.SUSPECT), self.cluster.members.values()
+        away, members = (NodeState.DEAD, NodeState.SUSPECT), self.cluster.placed()
         return [m for m in members if m.state in away or (self._replacing and m.present and not m.link)]
 
     def _judge_progress(self, limit: float) -> None:

@@ -39,6 +39,7 @@ from covey.node.environment import worker_environment
 from covey.node.learn import LEARN_VARIABLE, learned
 from covey.node.log import log
 from covey.node.runtime import Door, NodeRuntime, node_settings
+from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 from covey.node.stacks import STACK_SIGNAL
 from covey.settings import Settings
 from covey.wire import address
@@ -91,7 +92,7 @@ class Agent:
         self._environ = environ
         self._children = Children(on_exit=self._child_exited, fork=job.fork, preload=job.preload)
         self._runtime: NodeRuntime | None = None
-        self._running: dict[str, Assignment] = {}  # by the child's name
+        self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
         self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
@@ -118,6 +119,7 @@ class Agent:
             host=host.here(settings.host_id, settings.worker_ip),
             slots=job.slots,
             servers=job.servers,
+            spares=settings.spares,
             max_restarts=job.max_restarts,
             first_rank=job.first_rank,
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
@@ -205,6 +207,7 @@ class Agent:
             start = self._wanted
             assert start is not None
             try:
+                self._adopt(start)
                 await self._end_what_is_over(start)
                 async with self._births:
                     await self._start(start)
@@ -216,18 +219,36 @@ class Agent:
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
         wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
-        over = [name for name, child in self._running.items() if wanted.get(name, child.incarnation + 1) > child.incarnation]
-        lives = [self._running.pop(name) for name in over]
+        running = self._running.items()
+        over = [name for name, child in running if wanted.get(child.name, child.incarnation + 1) > child.incarnation]
+        lives = {name: self._running.pop(name) for name in over}
         self._ended = [said for said in self._ended if wanted.get(f"{said.role}:{said.node_id}", 0) <= said.incarnation]
         if over:
             await self._show_stacks(lives)
             await self._children.end(over, grace_s=0)  # nothing they do counts any more
 
-    async def _show_stacks(self, lives: list[Assignment]) -> None:
+    def _adopt(self, start: Start) -> None:
+        """Spares that have become workers. One whose process was gone by then died as a worker."""
+        for child in start.assignments:
+            if not child.process or self._started.get(child.name, 0) >= child.incarnation:
+                continue
+            self._started[child.name] = child.incarnation
+            if child.process in self._running:
+                self._running[child.process] = child
+                self._children.bind(child.process, self._job.cores.get(child.local_rank, []))
+            else:
+                said = [e for e in self._ended if f"{e.role}:{e.node_id}.{e.incarnation}" == child.process]
+                code, reason = (said[-1].code, said[-1].reason) if said else (ExitCode.PEER_FAILED, "")
+                reason = f"it was {child.process}, which was gone already ({reason or f'code {code}'})"
+                self._end_life(child, code or ExitCode.PEER_FAILED, reason)
+
+    async def _show_stacks(self, lives: Mapping[str, Assignment]) -> None:
         """Where a process that hangs is hanging belongs into its log; one that was stopped must run to say so."""
-        names = [life.name for life in lives]
+        names = list(lives)
         apart = self._job.separate_stderr
-        paths = [Path(self.error_log_path(a.number, a.role) if apart else self.log_path(a.number, a.role)) for a in lives]
+        paths = [
+            Path(self.error_log_path(a.number, a.role) if apart else self.log_path(a.number, a.role)) for a in lives.values()
+        ]
         before = sizes = [_size(path) for path in paths]
         for name in names:
             self._children.signal(name, STACK_SIGNAL)
@@ -247,8 +268,8 @@ class Agent:
                 continue
             again = assignment.incarnation > 1  # its log goes on, also where the life before was another host's
             self._started[name] = assignment.incarnation
-            self._running[name] = assignment
             spec = self._spec(assignment, again)
+            self._running[spec.name] = assignment
             env = worker_environment(
                 self._environ,
                 start,
@@ -262,6 +283,8 @@ class Agent:
             if not again and assignment is start.assignments[0]:
                 env[LEARN_VARIABLE] = str(self._notes)
                 self._learning = asyncio.create_task(self._learn())
+            if assignment.role is Role.SPARE:
+                env |= self._to_be(separate=self._job.separate_stderr)
             Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
             pid = await self._children.start(msgspec.structs.replace(spec, env=env))
             self._say(Started(assignment.node_id, assignment.incarnation, pid, assignment.role))
@@ -274,7 +297,7 @@ class Agent:
     def _spec(self, child: Assignment, again: bool) -> ChildSpec:
         job = self._job
         return ChildSpec(
-            name=child.name,
+            name=child.name if child.role is not Role.SPARE else f"{child.name}.{child.incarnation}",
             argv=job.command,
             module=job.module,
             python=job.python,
@@ -288,7 +311,15 @@ class Agent:
 
     def log_path(self, rank: int, role: Role = Role.WORKER) -> str:
         """Where a rank's output goes: the number in the name is the rank."""
-        return str(Path(self._job.log_dir) / f"{self._job.log_name if role is Role.WORKER else 'server'}_{rank}.log")
+        return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{rank}.log")
+
+    def _log_name(self, role: Role) -> str:
+        return {Role.WORKER: self._job.log_name, Role.SPARE: "spare"}.get(role, "server")
+
+    def _to_be(self, separate: bool) -> dict[str, str]:
+        """Where a spare's output goes once it is a worker."""
+        start = str(Path(self._job.log_dir) / self._job.log_name) + "_{}"
+        return {SPARE_VARIABLE: f"{start}.log"} | ({SPARE_STDERR_VARIABLE: f"{start}.err.log"} if separate else {})
 
     @property
     def separates_stderr(self) -> bool:
@@ -301,11 +332,12 @@ class Agent:
     def _child_exited(self, ended: Exit) -> None:
         if ended.name not in self._running:
             return  # of a generation that is over
-        child = self._running.pop(ended.name)
+        self._end_life(self._running.pop(ended.name), ended.code, ended.reason if ended.code else "")
+
+    def _end_life(self, child: Assignment, code: int, reason: str) -> None:
         path = self.log_path(child.number, child.role)
-        tail = last_lines(path) if ended.code else []
-        reason = ended.reason if ended.code else ""
-        said = Exited(child.node_id, child.incarnation, ended.code, reason, tail, path, child.role)
+        tail = last_lines(path) if code else []
+        said = Exited(child.node_id, child.incarnation, code, reason, tail, path, child.role)
         self._ended.append(said)
         self._say(said)
 

@@ -123,6 +123,13 @@ class Children:
         if name in self._alive:
             self._alive[name].signal_group(number)
 
+    def bind(self, name: str, cores: Sequence[int]) -> None:
+        """Bind a child that runs already, with all its threads, to these cores; none: it stays where it is."""
+        if name in self._alive and cores:
+            for task in kernel.tasks(self._alive[name].pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(task, cores)
+
     async def end(self, names: Sequence[str] | None, *, grace_s: float, ask: int = ASK) -> None:
         """End these (None: all), first by asking, with a signal. Those that are over already are fine."""
         chosen = [child for child in self._alive.values() if names is None or child.name in names]

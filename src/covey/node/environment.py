@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from covey.core.messages import Assignment, Start
 from covey.core.model import Role
 from covey.node.runtime import Door
+from covey.node.spare import NAMELESS
 
 
 def worker_environment(
@@ -57,6 +58,9 @@ def worker_environment(
         # ours
         COVEY_INCARNATION=str(assignment.incarnation),
     )
+    if assignment.role is Role.SPARE:
+        for name in NAMELESS:
+            found.pop(name, None)
     if door.secret:
         found["COVEY_SECRET"] = door.secret
     return found

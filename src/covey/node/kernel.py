@@ -49,6 +49,11 @@ def own_children() -> list[int]:
     return pids
 
 
+def tasks(pid: int) -> list[int]:
+    """The threads of a process, none if it is gone."""
+    return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
+
+
 def show_command(argv: Sequence[str]) -> None:
     """Let `ps` and `pkill -f` see this command, as far as it fits in the place of the one the process was started with."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

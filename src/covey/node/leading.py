@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from covey.core.leadership import Candidate, Cell, Look, Write
-from covey.errors import StoreError
+from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import host
 from covey.node.log import log
 from covey.store.cells import Cells, FileCells
@@ -24,17 +24,22 @@ LOOK_S: Final = 0.1  # how often a file is looked at: cheap, and its holder's de
 
 
 class Over(Exception):
-    """The cluster that this standby stood by for has ended."""
+    """The cluster that this standby stood by for has ended, with `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
 
 
 class Leading:
-    """One scheduler's part in the lease. `where` is its REST port, for who asks another."""
+    """One scheduler's part in the lease. `where` is its REST port, for who asks another, `cluster` where it and its standbys
+    are."""
 
-    def __init__(self, cells: Cells, *, where: str, duration_s: float) -> None:
+    def __init__(self, cells: Cells, *, where: str, cluster: str = "", duration_s: float) -> None:
         self.predecessor = ""  # who led before this one
         self._cells = cells
         self._name = f"{host.identity()}/{os.getpid()}/{process_started(os.getpid())}/{secrets.token_hex(4)}"
-        self._candidate = Candidate(self._name, where, duration_s=duration_s, now=time.monotonic())
+        self._candidate = Candidate(self._name, where, cluster=cluster, duration_s=duration_s, now=time.monotonic())
         self._version = 0
         self._followed = ""  # whom this one has seen lead
         self._complaint = ""
@@ -47,18 +52,25 @@ class Leading:
         seen = self._candidate.seen
         return seen.where if seen.holder else ""
 
-    def leads(self) -> bool:
-        """Whether this process may act now. The clock is read anew: a loop's own may be as old as its last stop."""
-        return self._candidate.leads(time.monotonic())
+    def leads(self, token: int) -> bool:
+        """Whether this process may act now by this token: it may have lost it and won another before anyone asked. The clock is
+        read anew: a loop's own may be as old as its last stop."""
+        return self._candidate.token == token and self._candidate.leads(time.monotonic())
 
     async def win(self) -> int:
         """Wait until this one leads; returns its token. Raises `Over` if the cluster ends first."""
         self._task = self._task or asyncio.create_task(self._keep())
         said = False
-        while not self.leads():
+        while not self._candidate.leads(time.monotonic()):
             seen = self._candidate.seen
             if self._candidate.over:
-                raise Over
+                raise Over(seen.code)
+            if self._candidate.stranger:
+                raise UsageError(
+                    f"the lease is held by another cluster, the one at {self._candidate.stranger}:"
+                    " give each its own MS_RECOVERY_PATH, or its own COVEY_LEASE",
+                    ExitCode.BAD_JOURNAL,
+                )
             if seen.holder and not said:
                 said = True
                 log.info("another scheduler leads: this one stands by")
@@ -71,15 +83,19 @@ class Leading:
         self.predecessor = self._followed
         return self._candidate.token
 
-    async def give_back(self, *, over: bool) -> None:
-        """Let go of the lease, so that the next one need not wait; or end it for all who stand by."""
+    def outbid(self, token: int) -> None:
+        """Somebody has led by this token, and ours is lower: let go, and win by a higher one if nobody leads."""
+        self._candidate.outbid(token)
+
+    async def end(self, code: int) -> None:
+        """The cluster has ended with this code, for all who stand by too."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         wish = self._candidate.give_back()
         if wish is not None:
             with contextlib.suppress(StoreError):  # then it runs out by itself
-                await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, over=over)), self._version)
+                await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, over=True, code=code)), self._version)
         await self._cells.close()
 
     async def _keep(self) -> None:

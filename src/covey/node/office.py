@@ -25,7 +25,7 @@ from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import security
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
-from covey.node.scheduler import Place, Scheduler, SteppedDown, Term, exit_now, on_signal
+from covey.node.scheduler import RETRY_DISK_S, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
 from covey.settings import Loaded, Settings, serving_said
 from covey.store import registry
@@ -58,7 +58,8 @@ class Office:
         self._sockets = sockets
         self._kept = kept
         self._job = settings.job or str(Path(sys.argv[0]).resolve())
-        self._folder = kept.journal if kept is not None else (settings.recovery_path if settings.recovery else "")
+        given = settings.recovery_path if settings.recovery or settings.lease else ""
+        self._folder = kept.journal if kept is not None else given
         self._cluster_id = uuid.uuid4().hex[:12]
         self._token = settings.token or secrets.token_urlsafe(24)
 
@@ -75,18 +76,12 @@ class Office:
 
     async def stand_by(self) -> int:
         """One of several schedulers: wait until this one leads, act while it does, and wait again."""
-        store = self._settings.lease or ("file" if self._folder else "")
-        if not store:
-            raise UsageError(
-                "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
-                " MS_ENABLE_RECOVERY=1 and MS_RECOVERY_PATH"
-            )
-        cells = open_cells(store, folder=self._folder, job=self._job)
+        cells = open_cells(lease_store(self._settings, self._folder), folder=self._folder, job=self._job)
         manage = self._sockets.manage if self._sockets is not None else self._bind_manage()
-        leading = Leading(cells, where=self._where(manage), duration_s=self._settings.lease_s)
-        for number in _signals():
-            asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
+        leading = Leading(cells, where=self._where(manage), cluster=self._addresses(), duration_s=self._settings.lease_s)
         while True:
+            for number in _signals():
+                asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
             try:
                 async with self._tells_where(manage, leading):
                     token = await leading.win()
@@ -94,19 +89,24 @@ class Office:
                 end = await self._lead(cells, leading, manage, token)
             except SteppedDown as error:
                 log.warning("%s: this scheduler leads no longer, and stands by", error)
-            except Over:
+            except Over as over:
                 log.info("the cluster has ended: this scheduler need not stand by any more")
-                return 0
+                return over.code
             else:
-                await leading.give_back(over=True)
+                await leading.end(end.code)
                 return end.code
 
     async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> End:
         found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster(leading.predecessor)
         sockets = Sockets(_copies(found), _copies(manage))
-        journal = await self._leaders_journal(cells, token, leading.predecessor)
         try:
-            return await self._run(sockets, journal, Term(token, leading.leads, self._settings.lease_s / PULSES))
+            journal = await self._leaders_journal(cells, leading, token)
+        except Fenced as error:
+            leading.outbid(error.newest)
+            raise SteppedDown(str(error)) from None
+        try:
+            leads = functools.partial(leading.leads, token)
+            return await self._run(sockets, journal, Term(token, leads, self._settings.lease_s / PULSES))
         finally:
             journal.close()
             for sock in (*sockets.cluster, *sockets.manage, *(found if self._sockets is None else ())):
@@ -129,6 +129,13 @@ class Office:
         hosts = [host for host, _ in address.several(self._settings.sched_host, 0)]
         return next((host for host in hosts if address.is_local(host)), hosts[0])
 
+    def _addresses(self) -> str:
+        """Where the schedulers of this cluster are, by which each of them knows the others from strangers."""
+        if self._sockets is not None and "," not in self._settings.sched_host:
+            return self._sockets.address
+        found = address.several(self._settings.sched_host, self._settings.sched_port)
+        return ",".join(sorted(address.join(host, port) for host, port in found))
+
     def _where(self, manage: list[socket.socket]) -> str:
         """This scheduler's REST port, for those who ask another."""
         if not manage:
@@ -150,25 +157,31 @@ class Office:
             console.cancel()
             await asyncio.gather(console, return_exceptions=True)
 
-    async def _leaders_journal(self, cells: Cells, token: int, predecessor: str) -> Journal | SharedJournal:
+    async def _leaders_journal(self, cells: Cells, leading: Leading, token: int) -> Journal | SharedJournal:
+        """A store that does not answer now is waited for as long as this one leads: it is no reason for a standby to end."""
         settings = self._settings
-        try:
-            if isinstance(cells, FileCells):
-                try:
-                    return self._local_journal(token)
-                except StoreError as error:
-                    if isinstance(error, Fenced) or not end_predecessor(predecessor):
-                        raise
-                    return self._local_journal(token)
-            size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-            return await open_shared(cells, token=token, job=self._job, **size)
-        except Fenced as error:
-            raise SteppedDown(str(error)) from None
+        if isinstance(cells, FileCells):
+            try:
+                return self._local_journal(token)
+            except StoreError as error:
+                if isinstance(error, Fenced) or not end_predecessor(leading.predecessor):
+                    raise
+                return self._local_journal(token)
+        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
+        while True:
+            try:
+                return await open_shared(cells, token=token, job=self._job, **size)
+            except StoreError as error:
+                if isinstance(error, Fenced) or error.exit_code is ExitCode.BAD_JOURNAL:
+                    raise
+                if not leading.leads(token):
+                    raise SteppedDown(str(error)) from None
+                log.warning("%s; the journal is tried again", error)
+                await asyncio.sleep(RETRY_DISK_S)
 
     def _local_journal(self, token: int = 0) -> Journal:
-        settings, folder = self._settings, self._folder or self._settings.recovery_path
-        size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
-        return open_journal(folder, job=self._job, token=token, **size)
+        size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}
+        return open_journal(self._folder, job=self._job, token=token, **size)
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
@@ -230,6 +243,17 @@ class Office:
                 tls=self._settings.tls_config,
             )
         )
+
+
+def lease_store(settings: Settings, folder: str) -> str:
+    """Where several schedulers agree who leads: what COVEY_LEASE says, else the journal's folder."""
+    store = settings.lease or ("file" if folder else "")
+    if not store or (store.startswith("file") and not folder):
+        raise UsageError(
+            "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
+            " COVEY_LEASE=file and MS_RECOVERY_PATH"
+        )
+    return store
 
 
 def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:

@@ -43,9 +43,9 @@ from covey.core.messages import (
 from covey.core.model import Progress, Role
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import host, security, supervise
+from covey.node import host, security, spare, supervise
 from covey.node.ending import Ending, exit_flushed
-from covey.node.log import log
+from covey.node.log import configure, log
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
 from covey.settings import Settings, serving_said
@@ -92,6 +92,7 @@ class Node:
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
         self._told_at = 0.0
+        self.began_as_spare = spare.is_spare()
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -128,9 +129,30 @@ class Node:
 
     @property
     def place(self) -> Formed:
-        """Rank, world and generation as they are now."""
+        """Rank, world and generation as they are now. A spare has no rank: it waits here until it is given one."""
         assert self._formed is not None
+        if self._formed.rank < 0:
+            self._stand_by()
         return self._formed
+
+    @property
+    def world(self) -> int:
+        """How many workers there are; this is known to a spare too."""
+        assert self._formed is not None
+        return self._formed.world
+
+    def _stand_by(self) -> None:
+        where = spare.whereabouts()
+        log.info("this spare stands by in %s; what comes before that line is done when it is needed", where)
+        self._progress = Progress(phase=where, stands_by=True)
+        self._say(Beat(self._progress))
+        with self._changed:
+            self._changed.wait_for(lambda: self._formed is not None and self._formed.rank >= 0)
+            assert self._formed is not None
+            place, self._progress = self._formed, Progress()
+        spare.become(place)
+        configure(self._settings, f"{Role.WORKER}:{place.node_id}")
+        log.info("this spare is rank %d now, in generation %d", place.rank, place.generation)
 
     @property
     def asked_to_leave(self) -> bool:
@@ -148,7 +170,7 @@ class Node:
         self._progress = progress
         supervise.note(progress.step)
         now = time.monotonic()
-        if now - self._told_at > max(TELL_S, self.place.world / TELL_NODES_PER_S):
+        if now - self._told_at > max(TELL_S, self.world / TELL_NODES_PER_S):
             self._told_at = now
             self._say(Beat(progress))
 
@@ -229,7 +251,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         settings = self._settings
         wish = Register(
-            role=settings.role or Role.WORKER,
+            role=Role.SPARE if self.began_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
             life=uuid.uuid4().hex,
             host=host.here(settings.host_id, settings.worker_ip),
@@ -263,12 +285,12 @@ class Node:
                 for said in self._said.values():
                     if said.generation == message.generation:
                         self._say(said)
-                self.inbox.put(Regroup(message.generation))
+                self._tell_of_generation()
             elif isinstance(message, Regrouped) and self._formed is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
                 self._wipe()
                 self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
-                self.inbox.put(Regroup(message.generation))
+                self._tell_of_generation()
             elif isinstance(message, Shared) and self._formed is not None:
                 self._formed = msgspec.structs.replace(self._formed, sharing=message.sharing)
                 if self._settings.role is Role.PSERVER:
@@ -281,6 +303,10 @@ class Node:
                 self._values[message.key] = message.value
                 self._wanted.discard(message.key)
             self._changed.notify_all()
+
+    def _tell_of_generation(self) -> None:
+        if self._formed is not None and self._formed.rank >= 0:  # a spare's program has nothing to do with it yet
+            self.inbox.put(Regroup(self._formed.generation))
 
     def _wipe(self) -> None:
         self._pins.clear()

@@ -17,7 +17,7 @@ import secrets
 import time
 from base64 import b64decode
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -86,12 +86,19 @@ class Clusters:
 
     async def let_go(self, key: Key, node_ids: tuple[str, ...]) -> None:
         """Ask workers to leave their world; a refusal is a sentence."""
+        await self._post(key, "/scalein", {"node_ids": list(node_ids)})
+
+    async def expect(self, key: Key, more: int) -> None:
+        """Make room for so many more workers, who come by themselves."""
+        await self._post(key, "/scaleout", {"worker_num": more, "server_num": 0, "start": False})
+
+    async def _post(self, key: Key, path: str, body: dict[str, Any]) -> None:
         followed = self._followed.get(key)
         if followed is None:
             raise PeerError("the job's scheduler is not known")
-        status, body = await _ask(followed.place, "POST", "/scalein", msgspec.json.encode({"node_ids": list(node_ids)}))
+        status, answer = await _ask(followed.place, "POST", path, msgspec.json.encode(body))
         if status != 200:
-            raise PeerError(_refusal(status, body))
+            raise PeerError(_refusal(status, answer))
 
     async def run(self) -> None:
         """For ever."""

@@ -26,6 +26,7 @@ from covey.core.job.actions import (
     DeletePod,
     DeleteService,
     EndPod,
+    Expect,
     Label,
     LetGo,
     Tell,
@@ -252,14 +253,18 @@ class Controller:
         elif isinstance(action, Label):
             patch = {"metadata": {"labels": {action.key: action.value}}}
             self._caches.jobs.put(await api.patch(self._kind, namespace, job.name, patch))
-        elif isinstance(action, LetGo):
-            await self._let_go(thing, job, action)
+        elif isinstance(action, LetGo | Expect):
+            await self._resize(thing, job, action)
         elif isinstance(action, DeleteJob):
             await self._unless(MISSING, api.delete(self._kind, namespace, job.name, uid=job.uid))
 
-    async def _let_go(self, thing: Thing, job: Job, action: LetGo) -> None:
+    async def _resize(self, thing: Thing, job: Job, action: LetGo | Expect) -> None:
+        key = (job.namespace, job.name)
         try:
-            await self.clusters.let_go((job.namespace, job.name), action.node_ids)
+            if isinstance(action, LetGo):
+                await self.clusters.let_go(key, action.node_ids)
+            else:
+                await self.clusters.expect(key, action.more)
         except PeerError as error:  # it is asked again, as long as it is wanted
             self._tell(thing, Tell("Warning", "ScaleRefused", str(error)))
 

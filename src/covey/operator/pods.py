@@ -204,13 +204,15 @@ def _cluster(job: Job, role: Role, action: CreatePod, address: str) -> Thing:
         found["MS_ROLE"] = ROLE_WORDS[role.duty]
     if role.duty is Duty.WORKER:
         before = sum(world.get(r.key, 0) for r in job.of(Duty.WORKER)[: job.of(Duty.WORKER).index(role)])
-        found |= {"MS_NODE_RANK": before + action.index, "MS_LOCAL_WORKER": job.processes}
+        number = before + action.index
+        found["MS_LOCAL_WORKER"] = job.processes
+        if number < workers:  # who comes later is given its rank
+            found["MS_NODE_RANK"] = number
         if not schedulers:
             found |= {
                 "MASTER_ADDR": host,
                 "MASTER_PORT": port,
-                "RANK": before + action.index,
-                "NODE_RANK": before + action.index,
+                **({"RANK": number, "NODE_RANK": number} if number < workers else {}),
                 "WORLD_SIZE": workers * job.processes,
                 "LOCAL_WORLD_SIZE": job.processes,
                 "NNODES": workers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -40,6 +41,7 @@ class FileCells:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
+        self._name = secrets.token_hex(8)  # not the process's number: two hosts, or containers, may have the same
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -55,14 +57,16 @@ class FileCells:
         return b"", 0
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        draft = self._folder / f"{key}-{os.getpid()}.draft"
+        draft = self._folder / f"{key}-{self._name}.draft"
         try:
-            with draft.open("wb") as file:
-                file.write(value)
-                file.flush()
-                os.fsync(file.fileno())
-            done = self._claim(draft, key, version)
-            draft.unlink()
+            try:
+                with draft.open("wb") as file:
+                    file.write(value)
+                    file.flush()
+                    os.fsync(file.fileno())
+                done = self._claim(draft, key, version)
+            finally:
+                draft.unlink(missing_ok=True)
         except OSError as error:
             raise self._unusable(error) from None
         return version + 1 if done else None

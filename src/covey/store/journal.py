@@ -2,8 +2,9 @@
 
 SQLite, synchronous: a commit that returned survives kill -9 and a power cut. All of it lies in one file, which a write-ahead
 log would not give: a lost second file would take back what was promised. The last record per place is kept; the story is a
-bounded list of events. One process holds a journal at a time (a lock beside it). A journal is created whole
-under another name and renamed, so an empty or cut file is damage, never a beginning.
+bounded list of events. One process holds a journal at a time (a lock beside it); where there are standbys they share the
+lock, and the newest leader's token decides. A journal is created whole under another name and renamed, so an empty or cut
+file is damage, never a beginning.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Fenced(StoreError):
-    """Another scheduler leads: what this one wants to write comes too late."""
+    """Another scheduler leads, or has led since, by the token `newest`: what this one wants to write comes too late."""
+
+    def __init__(self, newest: int, token: int) -> None:
+        super().__init__(f"another scheduler leads, with token {newest}: this one's is {token}")
+        self.newest = newest
 
 
 class Journal:
-    """Open one with `open_journal`. It is held by a lock, or, where several schedulers share it, by the leader's token."""
+    """Open one with `open_journal`. It is held by a lock, and, where several schedulers share that, by the leader's token."""
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
@@ -97,7 +102,7 @@ class Journal:
         newest = self._database.execute("pragma application_id").fetchone()[0]
         if newest > self._token:
             self._database.execute("rollback")
-            raise Fenced(f"another scheduler leads, with token {newest}: this one's is {self._token}")
+            raise Fenced(newest, self._token)
         if newest < self._token:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
@@ -114,8 +119,7 @@ class Journal:
             if self._pending:
                 self.commit()
         self._database.close()
-        if self._lock >= 0:
-            os.close(self._lock)
+        os.close(self._lock)
 
 
 def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int, token: int = 0) -> Journal:
@@ -124,7 +128,7 @@ def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, s
     path = Path(folder) / "scheduler.journal"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = -1 if token else _lock(path)
+        lock = _lock(path, shared=token > 0)
         if not path.exists():
             _create(path)
     except OSError as error:
@@ -133,7 +137,11 @@ def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, s
         raise StoreError(f"no journal can be made in {folder}: {error}") from None
     journal = Journal(path, lock, _open(path))
     if token:
-        journal.take(token)
+        try:
+            journal.take(token)
+        except StoreError:
+            journal.close()
+            raise
     kept = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
     if kept is None:
         return journal
@@ -180,17 +188,19 @@ def has_journal(folder: Path, job: str) -> bool:
 
 def key_of(record: Record) -> str:
     if isinstance(record, MemberRecord):
-        return f"member/{'worker' if record.role is Role.WORKER else 'server'}/{record.rank:08}"
+        group = "server" if record.role.group is Role.PSERVER else record.role
+        return f"member/{group}/{record.rank:08}"
     if isinstance(record, Incident):
         return f"incident/{record.number % KEPT_MAX:08}"
     return f"agent/{record.id}" if isinstance(record, AgentRecord) else "cluster"
 
 
-def _lock(path: Path) -> int:
-    """Hold the lock beside the journal; the kernel lets go of it when this process ends."""
+def _lock(path: Path, *, shared: bool) -> int:
+    """Hold the lock beside the journal; the kernel lets go of it when this process ends. Leaders share it: one that is stopped
+    must not keep its successor out, but a scheduler without standbys knows nothing of tokens."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         raise StoreError(

@@ -43,14 +43,21 @@ def folder() -> Path:
 
 
 def add(entry: Entry) -> Path:
-    """Write an entry in one move."""
-    path = folder() / f"{entry.pid}.json"
+    """Write an entry in one move, in the place of those of the schedulers that led this cluster before."""
+    for other in running():
+        if other.cluster_id == entry.cluster_id and other.pid != entry.pid:
+            _path(other.pid).unlink(missing_ok=True)
+    path = _path(entry.pid)
     temporary = path.with_suffix(".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(entry))
     temporary.rename(path)
     return path
+
+
+def _path(pid: int) -> Path:
+    return folder() / f"{pid}.json"
 
 
 def running() -> list[Entry]:

@@ -18,7 +18,7 @@ import msgspec
 
 from covey.core.effects import Publish
 from covey.core.model import ClusterRecord, Phase, Record
-from covey.errors import StoreError
+from covey.errors import ExitCode, StoreError
 from covey.store.cells import Cells
 from covey.store.journal import Fenced, check_job, key_of
 
@@ -70,7 +70,7 @@ class SharedJournal:
         value, version = await self._cells.get(KEY)
         found = _unpacked(value)
         if found.token != self._page.token:
-            raise Fenced(f"another scheduler leads, with token {found.token}: this one's is {self._page.token}")
+            raise Fenced(found.token, self._page.token)
         self._version = version
         return await self._retry()
 
@@ -90,7 +90,7 @@ async def open_shared(cells: Cells, *, token: int, job: str, worker_num: int, se
     page = _unpacked(value) if value else _Page(0, {}, [])
     kept = page.records.get("cluster")
     if page.token > token:
-        raise Fenced(f"another scheduler has led since, with token {page.token}: this one's is {token}")
+        raise Fenced(page.token, token)
     if isinstance(kept, ClusterRecord):
         if kept.phase is Phase.ENDED:
             page = _Page(token, {}, [])
@@ -106,4 +106,5 @@ def _unpacked(value: bytes) -> _Page:
     try:
         return msgspec.msgpack.decode(zlib.decompress(value), type=_Page)
     except (zlib.error, msgspec.MsgspecError) as error:
-        raise StoreError(f"the shared journal is damaged ({error}): remove it while no scheduler runs") from None
+        sentence = f"the shared journal is damaged ({error}): remove it while no scheduler runs"
+        raise StoreError(sentence, ExitCode.BAD_JOURNAL) from None

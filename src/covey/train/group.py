@@ -42,7 +42,9 @@ class Group:
 
     @property
     def world(self) -> int:
-        return self.place.world if self.place is not None else 1
+        if self._collectives is not None:
+            return self._collectives.place.world
+        return self.meeting.world if self.meeting is not None else 1
 
     @property
     def collectives(self) -> Collectives | None:

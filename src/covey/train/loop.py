@@ -81,19 +81,15 @@ class Loop:
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         self._stream = data.stream(seed=seed, accumulate=accumulate)
         if self._stream is not None and steps is None:
             raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
-        course = data.course(seed=seed, world=group.world, accumulate=accumulate)
         self._epochs, self._steps = epochs, steps
-        self._course = self._until_the_end(course)
         self._following: Course | None = None  # the course after this step, once its reduction is complete
         self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._share: Share | None = None  # of the course, for this rank
         self._index = 0
         self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
-        self._cut = course.cut(0, 0, self._limit)
         self._state = State(model, optimizer)
         self._stepping = self._applied = False  # the optimizer runs; has run in this step
         self._again, self._repeats = False, 0
@@ -103,7 +99,11 @@ class Loop:
         from covey.train.sharded import ShardedOptimizer
 
         self._served = Served(model, optimizer, group)
+        # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
+        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        self._course = self._until_the_end(data.course(seed=seed, world=group.world, accumulate=accumulate))
+        self._cut = self._course.cut(0, 0, self._limit)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         self._shared_at: Number | None = None  # the collective by which the parameters were shared last
         if self._sharded is not None:
@@ -117,7 +117,7 @@ class Loop:
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if self._stream is not None:
-            self._stream.expect(course.seats)
+            self._stream.expect(self._course.seats)
             self.register("stream", self._stream.known, self._stream.put)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)

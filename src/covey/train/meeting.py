@@ -43,7 +43,9 @@ class Meeting(Protocol):
     @property
     def asked_to_leave(self) -> bool: ...  # SIGTERM came: finish the step and go
     @property
-    def place(self) -> Place: ...
+    def place(self) -> Place: ...  # a spare waits here for one
+    @property
+    def world(self) -> int: ...
     @property
     def address(self) -> str: ...
     @property

@@ -71,6 +71,12 @@ class LetGo(msgspec.Struct, frozen=True, tag=True):
     node_ids: tuple[str, ...]
 
 
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """Tell the job's own scheduler that so many workers more than it has now may join."""
+
+    more: int
+
+
 class Label(msgspec.Struct, frozen=True, tag=True):
     key: str
     value: str
@@ -96,6 +102,7 @@ Action = (
     | DeleteGang
     | DeleteJob
     | LetGo
+    | Expect
     | Label
     | Tell
 )

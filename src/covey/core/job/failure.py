@@ -52,7 +52,7 @@ def _policy(job: Job, role: Role, pod: Seen, *, faults: int, program: bool) -> t
         if program and recovery.retries is not None and faults >= recovery.retries:
             return After.FAIL, "FaultRetryTimesExceeded", f"fault-retry-times {recovery.retries} allows no further restart"
         if "recover" in recovery.strategies and role.duty is Duty.WORKER and role.supervised:
-            why = "recover: a pod of covey run cannot join a running cluster again, so all pods start anew"
+            why = "recover: a pod of covey run is not replaced while the others go on, so all pods start anew"
             return After.RESTART_ALL, "MSJobRestarting", why
         if "recover" in recovery.strategies:
             return After.MOVE, "MSJobRestarting", "recover: a replacement starts on another node, the others wait for it"

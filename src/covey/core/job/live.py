@@ -22,6 +22,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0  # of workers, of any kind that happened inside the pods
     step: int = -1
     resizable: bool = False
+    goal: int = 0  # how many workers its scheduler lets in
     workers: dict[str, str] = {}  # of the world now, by node id: the pod each is in
     recovery: str = ""  # the newest that is over, in short
 
@@ -58,6 +59,7 @@ def read(view: ClusterView) -> Live:
         restarts=sum(node.restarts for node in workers),
         step=max((node.step for node in workers), default=-1),
         resizable=view.resizable,
+        goal=view.goal,
         workers={node.node_id: node.host_id for node in workers},
         recovery=str(over[-1]) if over else "",
     )

@@ -6,7 +6,7 @@ lets the workers of the last pods go, and then the pods go. Where no such schedu
 pods start anew with the new number if the job's policies allow restarts; else the job stays as it is. Each is told.
 
 What is under way is in `status.scaling`: the number it leads `to` and since when, the number it came `from` while newcomers are
-awaited, when the scheduler was `asked` last, why it `failed`.
+awaited, when the scheduler was `asked` last to let workers go, and when it was `said` to it that others come, why it `failed`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from covey.core.job.actions import LetGo
+from covey.core.job.actions import Expect, LetGo
 from covey.core.job.clock import moment, stamp
 from covey.core.job.spec import Duty, Restart, pod_name
 from covey.core.job.status import RESTARTING, RUNNING
@@ -59,8 +59,8 @@ class Resizing(Turn):
         if self.job.dynamic or not started:
             return self._rescale(world, wanted)
         if "failed" in scaling:
-            return None
-        if {**world, WORKER: 0} != {**wanted, WORKER: 0} or self._alone:
+            return self._expect()
+        if WORKER not in wanted or {**world, WORKER: 0} != {**wanted, WORKER: 0} or self._alone:
             return self._restart_or_stay("only workers of a world of several can become more or fewer while they run")
         if "since" not in scaling:
             scaling |= {"to": wanted[WORKER], "since": stamp(self.now)}
@@ -131,17 +131,33 @@ class Resizing(Turn):
         self.status.content.setdefault("formed", world)
         self.status.content["world"] = wanted
         self._scaling["from"] = world[WORKER]
+        self._expect()
         names = ", ".join(sorted(self._beyond(world[WORKER])))
         self.tell("MSJobScaling", f"the world grows from {world[WORKER]} to {wanted[WORKER]} pods: {names} join it as it runs")
 
     def _arrived(self) -> None:
         """A growth is over when everyone is in the world."""
         scaling, live = self._scaling, self.observed.live
+        self._expect()
         if scaling.get("from") is None:
-            scaling.clear()
+            if "said" not in scaling:
+                scaling.clear()
         elif live is not None and all(live.of({name}) for name in self._beyond(scaling["from"])):
             self.tell("MSJobScaled", f"the job has {listed(self.status.world)} now; nobody was restarted")
             scaling.clear()
+
+    def _expect(self) -> None:
+        """The scheduler lets in as many as this job has pods for: newcomers while it grows, and nobody else."""
+        live, scaling = self.observed.live, self._scaling
+        workers = sum(self.status.world.get(role.key, 0) for role in self.job.of(Duty.WORKER)) * self.job.processes
+        if live is None or not live.resizable or live.goal in (0, workers) or live.world > workers:
+            scaling.pop("said", None)
+            return
+        said = moment(scaling.get("said"))
+        if said is None or self.now >= said + ASK_S:
+            scaling |= {"to": self.job.wanted.get(WORKER), "said": stamp(self.now)}
+            self.actions.append(Expect(workers - live.world))
+        self.look_again((moment(scaling["said"]) or self.now) + ASK_S)
 
     def _take_back(self, why: str) -> None:
         """Newcomers that do not come are not waited for: the others go on as they were, until another number is asked for."""
@@ -151,6 +167,7 @@ class Resizing(Turn):
         for name in names:
             self.status.replacing.pop(name, None)
         self._scaling["failed"] = why
+        self._scaling.pop("asked", None)
         self.tell("ScaleFailed", f"the growth to {self._scaling['to']} pods is taken back: {why}", warn=True)
 
     def _shrink(self, world: dict[str, int], wanted: dict[str, int]) -> None:

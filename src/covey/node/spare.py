@@ -1,0 +1,49 @@
+"""What a spare's process does for itself: it waits for a place, and then is called, and logs, as the worker it has become."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from covey.core.messages import Formed
+
+SPARE_VARIABLE: Final = (
+    "COVEY_PROMOTED_LOG"  # this process is a spare; where a worker's output goes, "{}" standing for its node id
+)
+SPARE_STDERR_VARIABLE: Final = "COVEY_PROMOTED_STDERR"  # the same of its stderr, where that is kept apart
+NAMELESS: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "RANK_ID", "DEVICE_ID")  # a spare has no such number
+
+
+def is_spare() -> bool:
+    """Whether this process was started as a spare."""
+    return SPARE_VARIABLE in os.environ
+
+
+def whereabouts() -> str:
+    """The line of the program that brought us here."""
+    ours, frame = str(Path(__file__).parents[1]), _caller()
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
+
+
+def _caller() -> FrameType | None:
+    return sys._getframe(1)
+
+
+def become(place: Formed) -> None:
+    """The variables of a worker, and its log: what was printed before stays in the spare's own."""
+    rank, local = str(place.rank), str(place.local_rank)
+    os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), str(place.world)))
+    os.environ.update(MS_NODE_ID=place.node_id, COVEY_INCARNATION=str(place.incarnation))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    path = os.environ[SPARE_VARIABLE]
+    for stream, pattern in ((1, path), (2, os.environ.get(SPARE_STDERR_VARIABLE, path))):
+        descriptor = os.open(pattern.replace("{}", place.node_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)

@@ -1,0 +1,52 @@
+"""What a scheduler is made from, when the store has its bad days."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from covey.errors import StoreError
+from covey.node import office
+from covey.node.leading import Leading
+from covey.node.office import Office
+from covey.node.scheduler import SteppedDown
+from covey.settings import load
+from covey.store.cells import FileCells
+from covey.store.shared_journal import SharedJournal
+
+
+class Elsewhere:
+    """Cells that are no files of this host, and do not answer for a while."""
+
+    def __init__(self, folder: Path, failures: int) -> None:
+        self._cells = FileCells(folder)
+        self._failures = failures
+
+    async def get(self, key: str) -> tuple[bytes, int]:
+        self._failures -= 1
+        if self._failures >= 0:
+            raise StoreError("etcd does not answer")
+        return await self._cells.get(key)
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        return await self._cells.put(key, value, version)
+
+    async def close(self) -> None: ...
+
+
+def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(office, "RETRY_DISK_S", 0.0)
+
+    async def check() -> None:
+        made = Office(load({"MS_WORKER_NUM": "2", "COVEY_LEASE": "etcd://127.0.0.1:2379"}), None, None)
+        leading = Leading(FileCells(tmp_path / "lease"), where="", duration_s=60.0)
+        token = await leading.win()
+        found = await made._leaders_journal(Elsewhere(tmp_path / "cells", 2), leading, token)
+        assert isinstance(found, SharedJournal)
+        await leading.end(0)
+        with pytest.raises(SteppedDown, match="etcd does not answer"):
+            await made._leaders_journal(Elsewhere(tmp_path / "cells", 2), leading, token)
+
+    asyncio.run(check())
