@@ -38,9 +38,7 @@ def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
     assert len(nodes) == len(pids)
     run.kill()
     shell.nobody()
-    until(
-        lambda: not any(map(lives, nodes)), "the end of every node", story=shell.tails
-    )
+    until(lambda: not any(map(lives, nodes)), "the end of every node", story=shell.tails)
 
 
 def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:
