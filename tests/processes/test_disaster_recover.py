@@ -17,6 +17,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORKERS = 3  # the tutorial has 8
 EPOCHS = 23  # of 14 steps: the digits that come with covey, in batches of 32 on 3 workers
 STEPS = 14 * EPOCHS
+HOLD = """
+class Hold(covey.Callback):
+    \"\"\"Trains no further than the step in the file `hold`, so that nothing ends before the test is done with it.\"\"\"
+
+    def step_end(self, loop, loss):
+        while loop.step >= int(Path("hold").read_text()):
+            time.sleep(0.02)
+
+"""
 DEADLINE_S = 150.0  # for any one event: every process imports torch, and they share what processors there are
 
 
@@ -27,6 +36,9 @@ def copied(cluster: Cluster) -> Path:
     for script in folder.glob("*.sh"):
         text = script.read_text().replace("8118", str(cluster.port)).replace("i<8", f"i<{WORKERS}")
         script.write_text(text.replace("MS_WORKER_NUM=8", f"MS_WORKER_NUM={WORKERS}"))
+    train = (folder / "train.py").read_text().replace("import os\n", "import os\nimport time\n", 1)
+    train = train.replace("\ndef create_dataset", HOLD + "\ndef create_dataset").replace("ckpoint_cb]", "ckpoint_cb, Hold()]")
+    (folder / "train.py").write_text(train)
     return folder
 
 
@@ -62,6 +74,11 @@ def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None
     def further(than: int) -> None:
         until(lambda: printed(0) and printed(0)[-1] >= than, f"step {than}", DEADLINE_S, story)
 
+    def hold(step: int) -> None:
+        (folder / "hold.new").write_text(str(step))
+        (folder / "hold.new").replace(folder / "hold")
+
+    hold(200)
     cluster.run(["bash", "run.sh"], cwd=folder, env=env)
     further(100)  # past a checkpoint
 
@@ -70,12 +87,15 @@ def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None
     until(lambda: not living(cluster, "MS_SCHED"), "the scheduler to be gone")
     cluster.run(["bash", "recover.sh"], cwd=folder, env=env)
     cluster.until(lambda view: sum(node.alive for node in view.nodes if node.role == "worker") == WORKERS, "all workers there")
+    hold(300)
     further(printed(0)[-1] + 20)
 
     [worker] = living(cluster, "MS_WORKER", "1")
     worker.kill()
     until(lambda: not living(cluster, "MS_WORKER", "1"), "the worker to be gone")
     cluster.run(["bash", "recover.sh", "1"], cwd=folder, env=env)
+    until(lambda: len(living(cluster, "MS_WORKER", "1")) == 1, "the worker to be there again")
+    hold(STEPS)
     until(lambda: not cluster.mine(), "everyone to end", DEADLINE_S, story)
 
     for rank in range(WORKERS):

@@ -226,7 +226,7 @@ def test_a_worker_that_failed_in_words_may_be_started_again_too(cluster: Recover
 def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
     """A worker that only seemed dead finds its place taken, and goes."""
     cluster.env |= QUICK
-    scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=2)
+    scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=10)  # suspect after 5 s: time enough to start another
     frozen.stop()
     scheduler.wait_for("worker:0 suspect")
     successor = cluster.worker(0)
