@@ -144,6 +144,10 @@ class Flock:
         self.gone = Tally(size)
         self.populate()
 
+    @staticmethod
+    def connections(size: int) -> int:
+        return size
+
     def populate(self) -> None:
         self.nodes = [Node(self, number) for number in range(self.size)]
 

@@ -140,6 +140,10 @@ class Hosts(Flock):
     nodes: list[Agent]
     tells_returns = False  # who takes a dead worker's place belongs to the generation that began with the death
 
+    @staticmethod
+    def connections(size: int) -> int:
+        return size // PER_HOST
+
     def populate(self) -> None:
         self.nodes = [Agent(self, number) for number in range(self.size // PER_HOST)]
 

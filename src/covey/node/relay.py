@@ -215,20 +215,27 @@ class Relay:
     # -- beats -------------------------------------------------------------------------------------------------------
 
     def _beat(self, caller: Caller, progress: Progress) -> None:
+        """Keep it for the next word to the scheduler. A loop that has begun changes what a death is answered with, so that is
+        said at once."""
         self._beats[caller.number] = progress
-        if progress != caller.told and self._telling is None:
+        if progress.loop and not caller.told.loop:
+            self._tell()
+        elif progress != caller.told and self._telling is None:
             loop = asyncio.get_running_loop()
             self._telling = loop.call_at(max(loop.time(), self._told_at + pace_s(self.hosts)), self._tell)
 
     def _tell(self) -> None:
-        self._telling = None
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
         if self._up is not None and self._reached:
+            self._told_at = asyncio.get_running_loop().time()
             self._up.say(self.beats())
 
     def beats(self) -> Beats:
         """The agent's beat, with those of its children that beat since the last."""
         assert self._up is not None
-        now = self._told_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         acknowledged_at = now - self._up.unheard_s()
         said, self._beats = self._beats, {}
         for number, progress in said.items():
