@@ -314,6 +314,7 @@ class Agent:
         reason = ended.reason if ended.code else ""
         said = Exited(child.node_id, child.incarnation, ended.code, reason, tail, path, child.role)
         self._ended.append(said)
+        self._relay.tell()
         self._say(said)
 
     def _say(self, message: Started | Exited) -> None:

@@ -219,16 +219,17 @@ class Relay:
         said at once."""
         self._beats[caller.number] = progress
         if progress.loop and not caller.told.loop:
-            self._tell()
+            self.tell()
         elif progress != caller.told and self._telling is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_at(max(loop.time(), self._told_at + pace_s(self.hosts)), self._tell)
+            self._telling = loop.call_at(max(loop.time(), self._told_at + pace_s(self.hosts)), self.tell)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Say what has been gathered now, as before the news of a death, which is judged by how far everyone was."""
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
-        if self._up is not None and self._reached:
+        if self._up is not None and self._reached and self._beats:
             self._told_at = asyncio.get_running_loop().time()
             self._up.say(self.beats())
 
