@@ -51,10 +51,10 @@ def agent(shell: Shell, *words: str, **options: Any) -> Process:
     return shell.covey("run", "-n", "4", "--local", "2", "--master", f"127.0.0.1:{shell.port}", *words, **options)
 
 
-def callers(port: int) -> list[int | None]:
-    """The processes that have a connection to this port, as often as they have one."""
+def callers(port: int) -> set[int | None]:
+    """The processes that have a connection to this port."""
     found = [c for c in psutil.net_connections("tcp") if c.raddr and c.raddr.port == port]
-    return [c.pid for c in found if c.status == psutil.CONN_ESTABLISHED]
+    return {c.pid for c in found if c.status == psutil.CONN_ESTABLISHED}
 
 
 # -- several agents on one host --------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_two_agents_on_one_host_form_one_world(shell: Shell, numbered: bool) -> 
     assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in env}) == 1
     mine = {n["rank"]: n["agent"] for n in shell.nodes() if n["role"] == "worker"}
     assert mine[0] == mine[1] != mine[2] == mine[3]
-    assert sorted(callers(shell.port)) == sorted(one.pid for one in agents), "workers have no connection of their own"
+    assert callers(shell.port) == {one.pid for one in agents}, "workers have no connection of their own"
     shell.release()
     assert [one.wait() for one in agents] == [0, 0], shell.tails()
     assert all("all 4 workers finished" in one.text() for one in agents)
