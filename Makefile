@@ -43,6 +43,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.overhead $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.federated $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.operator $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.params $(if $(QUICK),--rounds 3 --table 1000000)
 
 # -- Kubernetes ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,13 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
     shell.script(STUBBORN, "t.py")
@@ -31,7 +38,7 @@ def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
     assert len(nodes) == len(pids)
     run.kill()
     shell.nobody()
-    assert not any(node.is_running() and node.status() != psutil.STATUS_ZOMBIE for node in nodes)
+    until(lambda: not any(map(lives, nodes)), "the end of every node", story=shell.tails)
 
 
 def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:

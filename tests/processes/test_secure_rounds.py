@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,14 +197,14 @@ def searched(federation: Federation, folder: Path) -> set[str]:
     for number in range(2):
         values = update(number, 1)
         for whole in (values.tobytes(), ring.encode(values, Told(), number + 1, units).tobytes()):
-            patterns += [re.escape(whole[start : start + 32]) for start in range(0, 4 * SIZE - 32, 2000)]
-    wanted = re.compile(b"|".join(patterns))
+            patterns += [whole[start : start + 32] for start in (1000, 9000)]
     places = set()
     for process in [*federation.processes("MS_SERVER"), *federation.processes("MS_SCHED")]:
-        if wanted.search(memory(process)):
+        held = memory(process)
+        if any(pattern in held for pattern in patterns):
             places.add("memory")
     for path in folder.rglob("*"):
-        if path.is_file() and wanted.search(path.read_bytes()):
+        if path.is_file() and any(pattern in path.read_bytes() for pattern in patterns):
             places.add("files")
     return places
 
@@ -221,7 +220,7 @@ def memory(process: psutil.Process) -> bytes:
                 continue
             mem.seek(low)
             try:
-                found.append(mem.read(high - low))
+                found.append(mem.read(high - low).rstrip(b"\0"))
             except OSError:
                 continue  # never touched
     return b"".join(found)

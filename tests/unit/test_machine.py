@@ -496,17 +496,6 @@ def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> N
     assert ended(tick(made, 20.0, beats=[1], since=8.0))
 
 
-def test_another_agent_from_the_same_host_is_the_end_of_the_one_out_of_reach() -> None:
-    """A pod that is replaced under its name: nobody waits for the node timeout."""
-    made = ready_agents(recovery=True, strategies=ladder(["recover"]), extra_ranks=0)
-    made.cluster.heals = True
-    made.step(LinkLost("reset", 2), 1.0)
-    third = Host("boot-third", "third", "10.0.0.3")
-    assert sent(made.step(Heard(RegisterAgent("x", "life of x", third, 1), 4), 1.5), Refused)[4].retry_after_s > 0
-    again = made.step(Heard(RegisterAgent("c", "life of c", OTHER, 1), 5), 2.0)
-    assert sent(again, Start)[5].assignments == [Assignment("2", 2, 2, 0)] and "b" not in made.cluster.agents
-
-
 def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     made = ready("a", "b")
     assert isinstance(_asked(made, ScaleAsked(more=1, start=False)), Refused), "no step was finished yet"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import random
 from pathlib import Path
@@ -44,8 +43,6 @@ def test_any_needed_shares_give_the_secret_back(secret: bytes, needed: int, more
     shares = shamir.split(secret, range(1, needed + more + 1), [draw.randrange(shamir.PRIME) for _ in range(needed - 1)])
     chosen = dict(draw.sample(sorted(shares.items()), needed))
     assert shamir.join(chosen) == secret
-    with contextlib.suppress(ValueError):  # what fewer give is mostly not even a secret
-        assert needed == 1 or shamir.join(dict(list(chosen.items())[1:])) != secret
 
 
 @given(SECRET, SECRET)

@@ -195,10 +195,6 @@ class Machine(Watch):
     def _register_agent(self, link: int, wish: RegisterAgent) -> None:
         answer = answer_agent(self.cluster, wish)
         who = f"agent:{wish.agent}"
-        if answer.verdict is Verdict.HOLD and (over := [a for a in self.cluster.agents.values() if _replaced(a, wish)]):
-            for agent in over:
-                self._agent_gone(agent, ExitCode.PEER_FAILED, "another agent came from its host")
-            answer = answer_agent(self.cluster, wish)
         if self._turned_away(link, wish, who, answer):
             return None
         if answer.verdict is Verdict.HOLD:
@@ -456,8 +452,3 @@ class Machine(Watch):
         self._send(link, Goodbye())
         if self.cluster.phase is not Phase.ENDED:
             self._end(ExitCode.STOPPED, asked.reason)
-
-
-def _replaced(agent: Agent, wish: RegisterAgent) -> bool:
-    """Whether an agent out of reach is known to be over, because the host it was on comes with another one in its place."""
-    return not agent.link and agent.host.id == wish.host.id and agent.first_rank == wish.first_rank

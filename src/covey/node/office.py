@@ -34,6 +34,7 @@ from covey.store.journal import Fenced, Journal, open_journal
 from covey.store.shared_journal import SharedJournal, open_shared
 from covey.wire import address
 
+PORT_S = 10.0  # the kernel has to let go of a port whose holder was killed
 PULSES = 4  # in the time after which a leader is replaced
 REPLACEMENTS_MAX = 32767  # per host, as the seeds' max_restarts
 
@@ -118,8 +119,14 @@ class Office:
         except UsageError as error:
             if error.exit_code is not ExitCode.PORT_IN_USE or not end_predecessor(predecessor):
                 raise
-            await asyncio.sleep(0.1)  # the kernel takes its time to let go of the port
-            return bind_cluster(self._settings)[0]
+        until = asyncio.get_running_loop().time() + PORT_S
+        while True:
+            try:
+                return bind_cluster(self._settings)[0]
+            except UsageError as error:
+                if error.exit_code is not ExitCode.PORT_IN_USE or asyncio.get_running_loop().time() > until:
+                    raise
+            await asyncio.sleep(0.1)
 
     def _bind_manage(self) -> list[socket.socket]:
         """At once, since a standby answers there too. A port that another scheduler of this host has is no reason to fail."""
