@@ -29,28 +29,28 @@ DEATHS = 5
 Figures = dict[str, Any]
 
 
-async def form_and_leave(size: int, found: Figures, beat_s: float = 0.0) -> None:
+async def form_and_leave(size: int, found: Figures, beat_s: float = 0.0, kind: type[Flock] = Flock) -> None:
     """Everyone comes, everyone goes."""
     with scheduler(size) as process:
-        flock = await _form(process, size, found)
+        flock = await _form(process, size, found, kind)
         await _leave(process, flock, found)
 
 
-async def whole_life(size: int, found: Figures, beat_s: float) -> None:
+async def whole_life(size: int, found: Figures, beat_s: float, kind: type[Flock] = Flock) -> None:
     """Form, beat, lose some nodes that come back, leave."""
     with scheduler(size) as process:
         memory = resident_kb(process.pid)
-        flock = await _form(process, size, found)
+        flock = await _form(process, size, found, kind)
         await _watch_beats(process, flock, found, beat_s)
         found["kb_per_node"] = (resident_kb(process.pid) - memory) / size
         await _lose_some(process, flock, found)
         await _leave(process, flock, found)
 
 
-async def end_by_death(size: int, found: Figures, beat_s: float = 0.0) -> None:
+async def end_by_death(size: int, found: Figures, beat_s: float = 0.0, kind: type[Flock] = Flock) -> None:
     """Without recovery the death of one ends all: how long until the last one is told to stop?"""
     with scheduler(size, recovery=False) as process:
-        flock = await _form(process, size, found)
+        flock = await _form(process, size, found, kind)
         cpu = cpu_seconds(process.pid)
         _, found["stop_s"] = await flock.lose(size // 2, STAGE_LIMIT_S)
         found["stop_cpu_s"] = cpu_seconds(process.pid) - cpu
@@ -60,8 +60,8 @@ async def end_by_death(size: int, found: Figures, beat_s: float = 0.0) -> None:
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 
-async def _form(process: Scheduler, size: int, found: Figures) -> Flock:
-    flock = Flock(process.port, size)
+async def _form(process: Scheduler, size: int, found: Figures, kind: type[Flock]) -> Flock:
+    flock = kind(process.port, size)
     cpu, own = cpu_seconds(process.pid), time.process_time()
     found["form_s"] = await flock.form(FORM_LIMIT_S)
     found["form_cpu_s"], found["nodes_cpu_s"] = cpu_seconds(process.pid) - cpu, time.process_time() - own

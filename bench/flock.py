@@ -130,6 +130,9 @@ class Node:
 class Flock:
     """All nodes of one cluster. Each stage takes a limit in seconds and raises `Late`."""
 
+    nodes: list[Any]  # those that have a connection
+    tells_returns = True  # a return is a new generation, of which all others hear
+
     def __init__(self, port: int, size: int) -> None:
         self.port = port
         self.size = size
@@ -139,7 +142,14 @@ class Flock:
         self.formed = Tally(size)
         self.news = Tally(0)
         self.gone = Tally(size)
-        self.nodes = [Node(self, number) for number in range(size)]
+        self.populate()
+
+    @staticmethod
+    def connections(size: int) -> int:
+        return size
+
+    def populate(self) -> None:
+        self.nodes = [Node(self, number) for number in range(self.size)]
 
     async def form(self, limit_s: float) -> float:
         """Seconds from the first connect to the last node that knows its rank."""
@@ -160,10 +170,10 @@ class Flock:
             said = f" (the scheduler refused: {self.refusal})" if self.refusal else ""
             raise Late(f"{len(tally.times)} of {tally.wanted} {what} within {limit_s:g} s{said}") from None
 
-    async def _join(self, order: list[Node]) -> None:
+    async def _join(self, order: list[Any]) -> None:
         gate = asyncio.Semaphore(CONNECTING_MAX)
 
-        async def through(node: Node) -> None:
+        async def through(node: Any) -> None:
             async with gate:
                 await node.join()
 
@@ -175,22 +185,28 @@ class Flock:
         """Wait until the first beats are behind, and beats come evenly."""
         await asyncio.sleep(_BEAT.retry_upper_s + 0.5)
 
+    def kill(self, number: int) -> None:
+        self.nodes[number].die()
+
     async def lose(self, number: int, limit_s: float) -> tuple[float, float]:
         """Kill one node; seconds until half of the others, and until all of them, heard the news."""
         self.news = Tally(self.size - 1)
         began = time.monotonic()
-        self.nodes[number].die()
+        self.kill(number)
         last = await self._all("heard of the death", self.news, limit_s)
         return self.news.times[len(self.news.times) // 2] - began, last - began
 
+    async def revive(self, number: int) -> None:
+        node = self.nodes[number] = Node(self, number)
+        await node.join()
+
     async def bring_back(self, number: int, limit_s: float) -> float:
         """The next life of a lost node; seconds until it has its rank and all others heard."""
-        node = self.nodes[number] = Node(self, number)
         self.formed, self.news = Tally(1), Tally(self.size - 1)
         began = time.monotonic()
-        await node.join()
-        await self._all("formed again", self.formed, limit_s)
-        return await self._all("heard of the return", self.news, limit_s) - began
+        await self.revive(number)
+        back = await self._all("formed again", self.formed, limit_s)
+        return (await self._all("heard of the return", self.news, limit_s) if self.tells_returns else back) - began
 
     async def leave(self, limit_s: float) -> float:
         """Everyone says goodbye; seconds until the last one was answered."""

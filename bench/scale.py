@@ -1,8 +1,8 @@
 """How large one scheduler may become: thousands of nodes over real TCP register, form, beat, lose one, and leave.
 
-The scheduler is a process of its own (`bench.cluster`), the nodes live in this one (`bench.flock`), so on a small machine the
-two compete for the cores: seconds are those of both together, CPU times the scheduler's own. In the same invocation torch's
-TCPStore takes as many clients (`bench.tcpstore`).
+The scheduler is a process of its own (`bench.cluster`), the nodes live in this one (`bench.flock`, or eight to an agent with
+one connection: `bench.hosts`), so on a small machine the two compete for the cores: seconds are those of both together, CPU
+times the scheduler's own. In the same invocation torch's TCPStore takes as many clients (`bench.tcpstore`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import uvloop
 
 from bench import tcpstore
 from bench.cluster import FORM_LIMIT_S, STAGE_LIMIT_S, Figures, end_by_death, form_and_leave, whole_life
-from bench.flock import Late
+from bench.flock import PER_HOST, Flock, Late
+from bench.hosts import Hosts
 from bench.report import Aim, Spread, aims_table, exponent, machine, publish, spread, table
 from covey.node.scheduler import raise_file_limit
 
@@ -27,7 +28,7 @@ FORM_AIM_S, BEAT_AIM, MEMORY_AIM_KB = 10.0, 0.20, 20.0
 LINEAR_AIM = 1.25  # caches that no longer hold everything cost a little more than linear; a loop in a loop would cost 2
 INFINITE = float("inf")
 
-STORIES = {0: end_by_death, 1: whole_life}  # by number of the run
+STORIES = {Flock: {0: end_by_death, 1: whole_life}, Hosts: {0: whole_life}}  # by number of the run
 REPEATED = ("form_s", "form_cpu_s", "nodes_cpu_s", "leave_s", "leave_cpu_s")  # in more than one run
 WATCHED = ("beats_per_s", "beat_share", "kb_per_node", "death_cpu_s", "stop_s", "stop_cpu_s")  # in one
 DEATH = ("news_half_s", "news_all_s", "back_s")  # several times in one
@@ -37,23 +38,24 @@ class Plan(NamedTuple):
     """Which sizes, how often, and how long the beats are watched."""
 
     sizes: list[int]
+    agents: list[int]  # so many of eight workers each
     peer_sizes: list[int]
     repeats: int
     beat_s: float
 
 
-FULL = Plan([1000, 2000, 5000, 10_000], [1000, 5000], 5, 30.0)
-QUICK = Plan([1000, 3000], [1000], 2, 6.0)
+FULL = Plan([1000, 2000, 5000, 10_000], [125, 1250, 12_500], [1000, 5000], 5, 30.0)
+QUICK = Plan([1000, 3000], [125, 375], [1000], 2, 6.0)
 
 
-def measure(size: int, plan: Plan) -> Figures:
-    """Several formations of one size; the first two have a story of their own."""
+def measure(size: int, plan: Plan, kind: type[Flock] = Flock) -> Figures:
+    """Several formations of one size; the first ones have a story of their own."""
     runs: list[Figures] = []
     for number in range(plan.repeats):
         runs.append({})
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(STORIES.get(number, form_and_leave)(size, runs[-1], plan.beat_s))
+                runner.run(STORIES[kind].get(number, form_and_leave)(size, runs[-1], plan.beat_s, kind))
         except Late as late:
             runs[-1]["late"] = str(late)
         shown = ", ".join(f"{key} {value:.3g}" for key, value in runs[-1].items() if isinstance(value, float))
@@ -64,7 +66,14 @@ def measure(size: int, plan: Plan) -> Figures:
     figures = {key: spread(values)._asdict() for key, values in repeated.items() if values}
     figures |= {key: spread(run[key])._asdict() for run in runs for key in DEATH if key in run}
     watched = {key: run[key] for run in runs for key in WATCHED if key in run}
-    return {"nodes": size, "late": runs[-1].get("late", ""), **figures, **watched, "runs": runs}
+    return {
+        "nodes": size,
+        "connections": kind.connections(size),
+        "late": runs[-1].get("late", ""),
+        **figures,
+        **watched,
+        "runs": runs,
+    }
 
 
 def measure_peer(size: int, repeats: int) -> Figures:
@@ -158,6 +167,23 @@ def _nodes_row(f: Figures) -> list[str]:
     ]
 
 
+def ways_table(found: list[Figures]) -> str:
+    """What one worker costs the scheduler, with a link of its own and through its host's agent."""
+    header = ["workers", "connections", "form (s)", "CPU to form (µs per worker)", "beats (% of one core per 1000 workers)"]
+    header += ["KB per worker", "all know of a death (ms)", "CPU for a death and a return (µs per worker)"]
+    header += ["CPU to leave (µs per worker)"]
+    rows = []
+    for f in found:
+        n = f["nodes"]
+        if f["late"]:
+            rows.append([f"{n}", f"{f['connections']}", f["late"], *[""] * 6])
+            continue
+        row = [f"{n}", f"{f['connections']}", f"{_median(f, 'form_s'):.2f}", f"{1e6 * _median(f, 'form_cpu_s') / n:.0f}"]
+        row += [f"{100 * f['beat_share'] / n * 1000:.2f}", f"{f['kb_per_node']:.1f}", f"{1000 * _median(f, 'news_all_s'):.0f}"]
+        rows.append([*row, f"{1e6 * f['death_cpu_s'] / n:.1f}", f"{1e6 * _median(f, 'leave_cpu_s') / n:.0f}"])
+    return table(header, rows)
+
+
 def peer_table(found: list[Figures], peers: list[Figures]) -> str:
     """TCPStore beside the same number of nodes, where there is one."""
     rows = []
@@ -204,25 +230,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 nodes, less than a minute")
     parser.add_argument("--nodes", type=int, nargs="+", help="these sizes instead")
+    parser.add_argument("--agents", type=int, nargs="+", help=f"these numbers of agents, of {PER_HOST} workers each, instead")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
     plan = plan._replace(sizes=sorted(options.nodes)) if options.nodes else plan
+    plan = plan._replace(agents=sorted(options.agents)) if options.agents else plan
     raise_file_limit()
     about = machine()
     peers = [measure_peer(size, plan.repeats) for size in plan.peer_sizes]
     found = [measure(size, plan) for size in plan.sizes]
+    relayed = [measure(PER_HOST * agents, plan, Hosts) for agents in plan.agents]
     growth = exponents(found)
     judged = aims(found, growth)
     data = {
         "machine": about,
         "quick": options.quick,
         "scales": found,
+        "agents": relayed,
         "peer": peers,
         "exponents": growth,
         "aims": [aim._asdict() for aim in judged],
     }
     grown = table(["cost", "grows as nodes to the power of"], [[name, f"{x:.2f}"] for name, x in growth.items()])
-    sections = [aims_table(judged), nodes_table(found), grown, peer_table(found, peers)]
+    ways = [figures for figures in [*found, *relayed] if figures["late"] or "beat_share" in figures]
+    sections = [aims_table(judged), nodes_table(found), ways_table(ways), grown, peer_table(found, peers)]
     publish("scale-quick" if options.quick else "scale", data, sections, draw(found, peers))
 
 

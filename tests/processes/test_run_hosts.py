@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.processes.command import SAY, Shell, shells
 from tests.processes.harness import Process
@@ -51,6 +52,12 @@ def agent(shell: Shell, *words: str, **options: Any) -> Process:
     return shell.covey("run", "-n", "4", "--local", "2", "--master", f"127.0.0.1:{shell.port}", *words, **options)
 
 
+def callers(port: int) -> set[int | None]:
+    """The processes that have a connection to this port."""
+    found = [c for c in psutil.net_connections("tcp") if c.raddr and c.raddr.port == port]
+    return {c.pid for c in found if c.status == psutil.CONN_ESTABLISHED}
+
+
 # -- several agents on one host --------------------------------------------------------------------------------------
 
 
@@ -66,6 +73,7 @@ def test_two_agents_on_one_host_form_one_world(shell: Shell, numbered: bool) -> 
     assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in env}) == 1
     mine = {n["rank"]: n["agent"] for n in shell.nodes() if n["role"] == "worker"}
     assert mine[0] == mine[1] != mine[2] == mine[3]
+    assert callers(shell.port) == {one.pid for one in agents}, "workers have no connection of their own"
     shell.release()
     assert [one.wait() for one in agents] == [0, 0], shell.tails()
     assert all("all 4 workers finished" in one.text() for one in agents)

@@ -29,6 +29,7 @@ from covey.core.scaling import ARRIVE_S
 STORY_MAX = 20_000  # events remembered
 RESTARTS_MAX = 20  # per place, while there is chaos
 EVENTS_MAX = 3_000_000  # a world that needs more is going round in circles
+EVENTS_PER_WORKER_MAX = 100  # on top of that
 
 
 class World:
@@ -54,6 +55,7 @@ class World:
         self._sequence = 0
         self._lives = 0
         self._clusters = 0
+        self._events_max = EVENTS_MAX + EVENTS_PER_WORKER_MAX * self.plan.cluster.worker_num
         self._story: deque[tuple[float, str, str, str, str]] = deque(maxlen=STORY_MAX)
 
     # -- time --------------------------------------------------------------------------------------------------------
@@ -67,8 +69,8 @@ class World:
         look_at = self.now
         while self._heap and self._heap[0][0] <= until:
             self.now, sequence, call, args = heapq.heappop(self._heap)
-            if sequence > EVENTS_MAX:
-                raise Violation(f"{EVENTS_MAX} events, and no end")
+            if sequence > self._events_max:
+                raise Violation(f"{self._events_max} events, and no end")
             call(*args)
             if done is not None and self.now >= look_at:
                 if done():

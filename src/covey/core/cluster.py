@@ -48,6 +48,7 @@ class Cluster(msgspec.Struct):
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
     _sizes: dict[Role, int] = {}
+    _children: dict[str, list[Member]] = {}  # by agent
 
     def add(self, member: Member) -> None:
         """Take a member in, under its id and, where it has one, its rank."""
@@ -55,6 +56,8 @@ class Cluster(msgspec.Struct):
         assert key not in self.members and (group, member.rank) not in self._ranks, f"{member} would be there twice"
         self.members[key] = member
         self._sizes[group] = self.size(group) + 1
+        if member.agent:
+            self._children.setdefault(member.agent, []).append(member)
         if member.rank >= 0:
             self._ranks[(group, member.rank)] = member
 
@@ -64,6 +67,14 @@ class Cluster(msgspec.Struct):
         del self.members[(member.role, member.node_id)]
         self._sizes[group] -= 1
         self._ranks.pop((group, member.rank), None)
+        if member.agent:
+            self._children[member.agent].remove(member)
+
+    def house(self, member: Member, agent: Agent) -> None:
+        """Give a child to another agent."""
+        self._children[member.agent].remove(member)
+        self._children.setdefault(agent.id, []).append(member)
+        member.agent, member.host = agent.id, agent.host
 
     def seat(self, places: Mapping[str, int]) -> None:
         """Give everyone its rank (by name) and its local rank; a child is called by its rank from now on."""
@@ -148,7 +159,7 @@ class Cluster(msgspec.Struct):
         return self._ranks.get((role.group, rank))
 
     def children(self, agent: str) -> list[Member]:
-        return [member for member in self.members.values() if member.agent == agent]
+        return list(self._children.get(agent, ()))
 
     def record(self) -> ClusterRecord:
         """The cluster as the journal keeps it."""

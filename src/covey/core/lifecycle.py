@@ -208,7 +208,7 @@ class Lifecycle(Spared):
     def _house(self, member: Member, agent: Agent) -> None:
         """From now on this is the agent that starts it."""
         member.local_rank = ranks.free_local((m for m in self.cluster.of(member.role) if m is not member), agent.host)
-        member.agent, member.host = agent.id, agent.host
+        self.cluster.house(member, agent)
         self._layout = None
 
     def _await_host(self) -> None:

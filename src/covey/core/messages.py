@@ -1,7 +1,8 @@
 """What nodes say to each other. `covey.wire` turns these into bytes and back.
 
-Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). The scheduler answers
-when the answer changes; nobody polls. Every field has a limit: what exceeds it is refused where bytes become messages.
+Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). An agent carries what its
+children say and are told over its own link. The scheduler answers when the answer changes; nobody polls. Every field has a
+limit: what exceeds it is refused where bytes become messages.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from covey.core.shards import Sharing
 
 PROTOCOL = 1
 NODE_ID_MAX = 100
+RELAYED_MAX = 16_384  # connections of children behind one agent; it may have 4,096 workers and as many servers
 NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
 
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
@@ -371,8 +373,67 @@ class HealPlan(Message, frozen=True):
     failure: Sentence = ""
 
 
-_Joining = Register | RegisterAgent | Beat | Leave | Drain | Started | Exited
-_Healing = Report | Broke | Fetched | Resumed | Dumped | Settled
-FromNode = _Joining | _Healing | Put | Get | Ask | StopAsked | ScaleAsked
-_Places = Welcome | Formed | Regrouped | Start | Shared
-FromScheduler = _Places | HealPlan | DumpAsked | Refused | Stop | Scaling | Pulse | Goodbye | Value | Told
+# -- through an agent --------------------------------------------------------------------------------------------------
+
+
+class Via(Message, frozen=True):
+    """An agent: a child of mine says this. `child` numbers my children's connections, upwards from 1; the first word over
+    each is a registration."""
+
+    child: int
+    message: FromChild
+
+
+class HungUp(Message, frozen=True):
+    """An agent: this child's connection is over."""
+
+    child: int
+    reason: Sentence
+
+
+class Beats(Message, frozen=True):
+    """An agent: I live, and so do these children of mine, doing this. One that did not beat is not among them."""
+
+    children: Annotated[dict[int, Progress], Meta(max_length=RELAYED_MAX)] = {}
+
+
+class To(Message, frozen=True):
+    """To an agent: tell these children."""
+
+    children: list[int]
+    message: ToChild
+
+
+class HangUp(Message, frozen=True):
+    """To an agent: close this child's connection, once what it was told has left."""
+
+    child: int
+
+
+class Reached(Message, frozen=True):
+    """An agent to its child: the scheduler hears us now; `address` is the one by which this host reached it."""
+
+    address: Name
+
+
+class Unreached(Message, frozen=True):
+    """An agent to its child: the scheduler is out of reach."""
+
+    reason: Sentence
+
+
+class Confirm(Message, frozen=True):
+    """A child to its agent: how long ago was I last surely heard?"""
+
+
+class Confirmed(Message, frozen=True):
+    """An agent to its child: this many seconds ago."""
+
+    unheard_s: float
+
+
+FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Settled | Put | Get
+ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
+FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
+FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Ask | StopAsked | ScaleAsked
+FromScheduler = ToChild | Start | Scaling | Pulse | Told | To | HangUp

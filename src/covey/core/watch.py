@@ -56,11 +56,13 @@ class Watch(Lifecycle):
 
     def _judge_progress(self, limit: float) -> None:
         """A rank for which all others have waited in one collective for too long is stuck, though it beats; or it has left."""
-        everyone = self.cluster.of(Role.WORKER)
+        everyone, since = self.cluster.of(Role.WORKER), self._now - limit
+        waiting = [m for m in everyone if m.progress.waits and m.changed_at < since and m.present]
+        if not waiting:
+            return
         workers, left = [m for m in everyone if m.present], [m for m in everyone if m.state is NodeState.LEFT]
-        waiting = [m for m in workers if m.progress.waits and self._now - m.changed_at > limit]
         late = [m for m in workers if not m.progress.waits and m.link]
-        if not waiting or len(waiting) + len(late) < len(workers):
+        if len(waiting) + len(late) < len(workers):
             return
         where = f"in collective {waiting[0].progress.waits} for over {limit:g} s"
         if left and len(waiting) + len(left) == len(everyone):
@@ -110,11 +112,12 @@ class Watch(Lifecycle):
                 self._silence(agent.link)
                 agent.link = 0
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
-        for member in list(self.cluster.members.values()):
+        since = self._now - limit / 2
+        for member in [member for member in self.cluster.members.values() if member.beat_at < since]:
             if self.cluster.phase is Phase.ENDED:
                 return
             silent = self._now - member.beat_at
-            if silent <= limit / 2 or not member.present or self._agent_answers(member):
+            if not member.present or self._agent_answers(member):
                 continue
             if silent > limit:
                 self._count("silent_deaths")

@@ -2,7 +2,7 @@
 
 It brings its workers to the scheduler as places to fill, starts what it is told to start, and says who ended and how. A `Start`
 is what should run, not an order to run it: an agent that hears it again after a lost link has nothing to do, and one that hears
-of a newer generation ends what runs of the older one first.
+of a newer generation ends what runs of the older one first. Its children speak to the scheduler through it (`relay`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from covey.node.children import Children
 from covey.node.environment import worker_environment
 from covey.node.learn import LEARN_VARIABLE, learned
 from covey.node.log import log
+from covey.node.relay import Relay
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 from covey.node.stacks import STACK_SIGNAL
@@ -96,6 +97,7 @@ class Agent:
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
         self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
+        self._relay = Relay(self._folder.name)
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
@@ -110,6 +112,7 @@ class Agent:
     async def prepare(self) -> None:
         """Start what takes longest, before anything else is done."""
         await self._children.open()
+        await self._relay.open()
 
     async def run(self) -> Outcome:
         settings, job = self._settings, self._job
@@ -127,7 +130,13 @@ class Agent:
             fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)},
         )
         self._runtime = NodeRuntime(
-            wish, node_settings(settings, self._door), self._door, deliver=self._deliver, finished=self._finished
+            wish,
+            node_settings(settings, self._door),
+            self._door,
+            deliver=self._deliver,
+            finished=self._finished,
+            beat=self._relay.beats,
+            relay=self._relay,
         )
         starter = asyncio.create_task(self._start_what_is_wanted())
         try:
@@ -138,6 +147,7 @@ class Agent:
             await asyncio.gather(starter, self._learning, return_exceptions=True)
             await self._children.end(None, grace_s=settings.grace_s)
             await self._children.close()
+            self._relay.close()
             self._folder.cleanup()
         return outcome
 
@@ -183,6 +193,7 @@ class Agent:
 
     def _deliver(self, message: FromScheduler) -> None:
         if isinstance(message, Start):
+            self._relay.hosts = message.host_count
             self._wanted = message
             self._news.set()
         elif isinstance(message, Welcome):
@@ -279,6 +290,7 @@ class Agent:
                 job=self._job.job,
                 role_name=self._job.role_name,
                 folder=self._folder.name,
+                relay=self._relay.path,
             )
             if not again and assignment is start.assignments[0]:
                 env[LEARN_VARIABLE] = str(self._notes)
@@ -339,6 +351,7 @@ class Agent:
         tail = last_lines(path) if code else []
         said = Exited(child.node_id, child.incarnation, code, reason, tail, path, child.role)
         self._ended.append(said)
+        self._relay.tell()
         self._say(said)
 
     def _say(self, message: Started | Exited) -> None:

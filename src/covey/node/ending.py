@@ -47,6 +47,7 @@ class Ending:
         self._grace_s = grace_s
         self._pid = os.getpid()
         self._code, self._reason = 0, ""
+        self._exits = False  # the program is over
         self._loop: AbstractEventLoop | None = None
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._mask: set[signal.Signals | int] = set()
@@ -87,6 +88,7 @@ class Ending:
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
+        self._exits = True
         if os.getpid() == self._pid and self._code == 0 and not self._node.leaving:
             self._node.at_end()
         self._node.leave(self._code, self._reason)
@@ -112,8 +114,8 @@ class Ending:
         loop.call_soon_threadsafe(loop.add_reader, reader, self._on_signal, reader)
 
     def _on_term(self, *_: object) -> None:
-        """In the main thread, if it is not stuck."""
-        if not self._node.finishes_steps:
+        """In the main thread, if it is not stuck. One that waits for its goodbye to be heard goes already."""
+        if not self._node.finishes_steps and not self._exits:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
             self._code, self._reason = TERMINATED, "asked to leave (SIGTERM)"
             raise SystemExit(self._code)

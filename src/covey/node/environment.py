@@ -20,6 +20,7 @@ def worker_environment(
     job: str,
     role_name: str,
     folder: str,
+    relay: str,
 ) -> dict[str, str]:
     """What one worker wakes up with. `base` is the agent's own environment and what the options added to it."""
     found = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # the scheduler's alone
@@ -57,6 +58,7 @@ def worker_environment(
         DEVICE_ID=local,
         # ours
         COVEY_INCARNATION=str(assignment.incarnation),
+        COVEY_AGENT=f"{door.name}@{relay}",
     )
     if assignment.role is Role.SPARE:
         for name in NAMELESS:

@@ -1,4 +1,7 @@
-"""Runs a node's machine in an event loop: the shell shared by workers and agents."""
+"""Runs a node's machine in an event loop: the shell shared by workers and agents.
+
+Here a node has a link of its own to the scheduler; `child_runtime` is for those that have an agent.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import msgspec
 
 from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Ticked
-from covey.core.messages import Beat, FromScheduler, Message, Refused, Register, RegisterAgent
-from covey.core.model import Progress
+from covey.core.messages import Beat, Beats, FromScheduler, Message, Refused, Register, RegisterAgent
 from covey.core.node import NodeMachine, NodeSettings
 from covey.errors import PeerError
 from covey.node.log import tell
+from covey.node.relay import Relay
 from covey.settings import Settings
 from covey.wire import address
 from covey.wire.link import Link, NobodyListens, connect
@@ -33,6 +36,7 @@ class Door(msgspec.Struct, frozen=True):
     insist: bool = False  # the secret was given, so a scheduler without one is not ours
     context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
     others: tuple[tuple[str, int], ...] = ()
+    relay: str = ""  # the socket of this process's agent, through which it speaks
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -44,9 +48,10 @@ class Door(msgspec.Struct, frozen=True):
 
 
 def node_settings(settings: Settings, door: Door) -> NodeSettings:
-    """What a node's machine needs of the effective settings. Whoever shortens the silence allowed shortens the beat with it."""
+    """What a node's machine needs of the effective settings. Whoever shortens the silence allowed shortens the beat with it.
+    A child beats twice as often, since what it says waits for its agent's beat."""
     limits = [limit for limit in (settings.node_timeout_s, settings.stuck_s) if limit > 0]
-    often = min(limits, default=float("inf")) / BEATS_PER_SILENCE
+    often = min(limits, default=float("inf")) / (BEATS_PER_SILENCE * (2 if door.relay else 1))
     return NodeSettings(
         address=door.name,
         topo_timeout_s=settings.topo_timeout_s,
@@ -71,7 +76,8 @@ class NodeRuntime:
         *,
         deliver: Callable[[FromScheduler], None],
         finished: Callable[[Finish], None],
-        progress: Callable[[], Progress] = Progress,
+        beat: Callable[[], Beat | Beats],
+        relay: Relay | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._door = door
@@ -79,8 +85,10 @@ class NodeRuntime:
         self._token = 0  # the highest of a leader that this node has heard of
         self._deliver = deliver
         self._finished = finished
-        self._progress = progress
+        self._beat = beat
+        self._relay = relay
         self._link: Link | None = None
+        self.vacant = False  # the last call was answered: nobody listens there
         self._answered_at = self._loop.time()  # when the scheduler, or its host, last let this node hear anything
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -104,6 +112,19 @@ class NodeRuntime:
             return False
         self._link.send(message)
         return True
+
+    @property
+    def linked(self) -> bool:
+        """Whether the scheduler can be reached now."""
+        return self._link is not None
+
+    def unsent(self) -> int:
+        """Bytes that wait for the scheduler to read."""
+        return self._link.unsent() if self._link is not None else 0
+
+    async def ask_unheard_s(self) -> float:
+        """`unheard_s`, by whoever knows it."""
+        return self.unheard_s()
 
     def unheard_s(self) -> float:
         """How long ago the scheduler's host was last known to hear this node. One that says nobody listens there counts: only a
@@ -129,17 +150,25 @@ class NodeRuntime:
         elif isinstance(effect, Send):
             self.say(self._with_address(effect.message))
         elif isinstance(effect, SendBeat):
-            self.say(Beat(self._progress()))
+            self.say(self._beat())
         elif isinstance(effect, Deliver):
             self._deliver(effect.message)
         elif isinstance(effect, Publish):
             tell(effect)
         elif isinstance(effect, Close):
-            link, self._link = self._link, None
-            if link is not None:
-                link.close()
+            self._hang_up()
         else:
             self._finished(effect)
+
+    def _hang_up(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        self._lost("closed by this side")
+
+    def _lost(self, reason: str) -> None:
+        if self._relay is not None:
+            self._relay.lost(reason)
 
     async def _connect(self) -> None:
         door = self._door
@@ -156,9 +185,11 @@ class NodeRuntime:
                 on_close=self._closed,
             )
         except PeerError as error:
-            if isinstance(error, NobodyListens):
+            self.vacant = isinstance(error, NobodyListens)
+            if self.vacant:
                 self._answered_at = self._loop.time()
             self._calls += 1
+            self._lost(str(error))
             self._do(LinkLost(str(error)))
 
     def _opened(self, link: Link) -> None:
@@ -166,14 +197,19 @@ class NodeRuntime:
             return link.abort(f"it leads by token {link.token}, and another by {self._token} has been heard of")
         self._token = link.token
         self._link = link
+        self.vacant = False
         if not self._fixed_address:
             self.address = link.local_address()
-        return self._do(LinkMade())
+        self._do(LinkMade())
+        if self._relay is not None:
+            self._relay.made(self)
+        return None
 
     def _heard(self, link: Link, message: Any) -> None:
         if link is self._link:
             self._answered_at = self._loop.time()
-            self._do(Heard(message))
+            if self._relay is None or not self._relay.heard(message):
+                self._do(Heard(message))
 
     def _closed(self, link: Link, reason: str) -> None:
         if link.turned_away:
@@ -181,6 +217,7 @@ class NodeRuntime:
         elif link is self._link or self._link is None:
             self._link = None
             self._calls += 1
+            self._lost(reason)
             self._do(LinkLost(reason))
 
     def _with_address(self, message: Message) -> Message:

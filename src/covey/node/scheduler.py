@@ -28,10 +28,11 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
-from covey.core.messages import Ask, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told
+from covey.core.messages import Ask, Beats, HungUp, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told, Via
 from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
+from covey.node.lines import Lines
 from covey.node.log import log, tell
 from covey.node.report import failure_report
 from covey.store.journal import Fenced, Journal
@@ -91,8 +92,7 @@ class Scheduler:
         self._journal = journal
         self._term = term or Term()
         self._pulsed_at = 0.0
-        self._links: dict[int, Link] = {}
-        self._last_link = 0
+        self._lines = Lines()
         self._followers: dict[int, bytes] = {}
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
@@ -131,7 +131,7 @@ class Scheduler:
             if self._turn is not None:
                 self._turn.cancel()
             listener.close()
-            for link in list(self._links.values()):
+            for link in list(self._lines.links.values()):
                 link.abort("the scheduler ended")
         return end
 
@@ -169,7 +169,7 @@ class Scheduler:
             address=place.address,
             manage_port=place.manage_port,
             log_dir=place.log_dir,
-            counters=self.machine.counters | {"links": float(len(self._links))},
+            counters=self.machine.counters | {"links": float(len(self._lines.links))},
         )
 
     def recoveries(self) -> list[Incident]:
@@ -179,24 +179,26 @@ class Scheduler:
     # -- facts in ----------------------------------------------------------------------------------------------------
 
     def _opened(self, link: Link) -> None:
-        self._last_link += 1
-        link.id = self._last_link
-        self._links[link.id] = link
+        self._lines.open(link)
 
     def _heard(self, link: Link, message: Any) -> None:
         if isinstance(message, Ask):
             self._show(link, message)
+        elif isinstance(message, Via | HungUp | Beats):
+            for event in self._lines.unwrap(link, message):
+                self._step(event)
         else:
             self._step(Heard(message, link.id))
 
     def _closed(self, link: Link, reason: str) -> None:
         if not link.id:
             return self._stranger(link, reason)
-        del self._links[link.id]
         self._followers.pop(link.id, None)
         if link.misbehaved:
             self._stranger(link, reason)
-        return self._step(LinkLost(reason, link.id))
+        for number in self._lines.closed(link):
+            self._step(LinkLost(reason, number))
+        return None
 
     async def _tick(self) -> None:
         while True:
@@ -211,8 +213,8 @@ class Scheduler:
         elif self._term.pulse_s and time.monotonic() - self._pulsed_at >= self._term.pulse_s:
             self._pulsed_at = time.monotonic()
             for number in self.machine.heard_by():
-                if number in self._links:
-                    self._links[number].send(Pulse())
+                if number in self._lines.links:  # an agent tells its children
+                    self._lines.links[number].send(Pulse())
 
     def _step(self, event: SchedulerEvent) -> None:
         loop = asyncio.get_running_loop()
@@ -242,6 +244,7 @@ class Scheduler:
                 for wish in turn:
                     self._wishes.popleft()
                     self._carry_out(wish)
+                self._lines.flush()
                 self._tell_news()
         except SteppedDown as error:
             self._fail(error)
@@ -284,15 +287,10 @@ class Scheduler:
 
     def _carry_out(self, wish: SchedulerEffect) -> None:
         if isinstance(wish, Send):
-            link = self._links.get(wish.link)
-            if link is not None:
-                link.send(wish.message)
-                if isinstance(wish.message, Stop):
-                    self._ending.add(wish.link)
+            if self._lines.send(wish.link, wish.message) and isinstance(wish.message, Stop):
+                self._ending.add(wish.link)
         elif isinstance(wish, Close):
-            link = self._links.get(wish.link)
-            if link is not None:
-                link.close()
+            self._lines.close(wish.link)
         elif isinstance(wish, Publish):
             tell(wish)
             if self._journal is not None:
@@ -309,10 +307,11 @@ class Scheduler:
                 log.error("%s", line)
         self._tell_followers()
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
-        while self._ending & self._links.keys() and asyncio.get_running_loop().time() < deadline:
+        while self._ending and asyncio.get_running_loop().time() < deadline:
             for link_id in list(self._followers):
-                self._links[link_id].close("the cluster ended")
+                self._lines.links[link_id].close("the cluster ended")
             await asyncio.sleep(0.01)
+            self._ending = self._lines.open_among(self._ending)
 
     # -- visitors and strangers --------------------------------------------------------------------------------------
 
@@ -327,7 +326,7 @@ class Scheduler:
             return
         view = msgspec.json.encode(self.view())
         for link_id in list(self._followers):
-            self._links[link_id].send(Told(view))
+            self._lines.links[link_id].send(Told(view))
 
     def _stranger(self, link: Link, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""

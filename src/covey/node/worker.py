@@ -44,8 +44,10 @@ from covey.core.model import Progress, Role
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security, spare, supervise
+from covey.node.child_runtime import ChildRuntime
 from covey.node.ending import Ending, exit_flushed
 from covey.node.log import configure, log
+from covey.node.relay import pace_s
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
 from covey.settings import Settings, serving_said
@@ -53,11 +55,10 @@ from covey.train.meeting import Planned, Regroup
 from covey.wire import address
 
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
+AGENT_VARIABLE: Final = "COVEY_AGENT"  # which scheduler's, and where the socket of a child's agent is
 GOODBYE_S: Final = 8.0
 FIRST_NEWS_S: Final = 0.3
 CONFIRM_S: Final = 0.1  # between two looks whether the scheduler can be reached again
-TELL_S: Final = 0.5  # shortest time between two words on progress
-TELL_NODES_PER_S: Final = 500  # all workers together
 
 
 class Generation(PeerError):
@@ -121,7 +122,7 @@ class Node:
                 self.leaving = True
                 self._loop.call_soon_threadsafe(self.start_leaving, code, reason)
             heard = self._changed.wait_for(lambda: self._finish is not None, timeout=GOODBYE_S)
-            if not heard and self._settings.recovery and self._runtime is not None and self._runtime.descriptor() < 0:
+            if not heard and self._settings.recovery and self._runtime is not None and not self._runtime.linked:
                 patience = max(self._settings.node_timeout_s, 0.0)  # it may come back: a finished rank is no dead one
                 heard = self._changed.wait_for(lambda: self._finish is not None, timeout=patience)
             if not heard:
@@ -170,13 +171,13 @@ class Node:
         self._progress = progress
         supervise.note(progress.step)
         now = time.monotonic()
-        if now - self._told_at > max(TELL_S, self.world / TELL_NODES_PER_S):
+        if now - self._told_at > pace_s(self.world):
             self._told_at = now
             self._say(Beat(progress))
 
-    def _doing(self) -> Progress:
+    def _beat(self) -> Beat:
         waits = self.waits
-        return msgspec.structs.replace(self._progress, waits=f"{waits.step}.{waits.n}" if waits is not None else "")
+        return Beat(msgspec.structs.replace(self._progress, waits=f"{waits.step}.{waits.n}" if waits is not None else ""))
 
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""
@@ -199,7 +200,7 @@ class Node:
 
     async def _unheard_s(self) -> float:
         assert self._runtime is not None
-        return self._runtime.unheard_s()
+        return await self._runtime.ask_unheard_s()
 
     def say(self, message: Message) -> None:
         """Tell the scheduler where this rank stands in a healing."""
@@ -259,13 +260,14 @@ class Node:
             incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
             pid=self._pid,
         )
-        self._runtime = NodeRuntime(
+        runtime = ChildRuntime if self._door.relay else NodeRuntime
+        self._runtime = runtime(
             wish,
             node_settings(settings, self._door),
             self._door,
             deliver=self._deliver,
             finished=self._finished,
-            progress=self._doing,
+            beat=self._beat,
         )
         await asyncio.Event().wait()
 
@@ -358,7 +360,8 @@ def own_code(finish: Finish) -> int:
 
 
 def door(settings: Settings) -> Door:
-    """Where the scheduler is, checked against MS_WORKER_IP: both must be of one family."""
+    """Where the scheduler is, checked against MS_WORKER_IP: both must be of one family. A child of this scheduler's agent goes
+    through that, which has the secret and the certificates."""
     (where, port), *others = address.several(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
         theirs = address.family(where)
@@ -371,9 +374,12 @@ def door(settings: Settings) -> Door:
                 f"MS_WORKER_IP={settings.worker_ip} is an IPv{ours} address and MS_SCHED_HOST={where} is IPv{theirs}:"
                 " both must be of one family"
             )
+    found = Door(where, port, others=tuple(others))
+    scheduler, _, relay = os.environ.get(AGENT_VARIABLE, "").partition("@")
+    if relay and scheduler == found.name:
+        return msgspec.structs.replace(found, relay=relay)
     guard = security.find(settings, reaches=where)
-    insist = bool(settings.secret)
-    return Door(where, port, guard.secret, insist=insist, context=guard.client, others=tuple(others))
+    return msgspec.structs.replace(found, secret=guard.secret, insist=bool(settings.secret), context=guard.client)
 
 
 def _fingerprint(settings: Settings) -> dict[str, str]:

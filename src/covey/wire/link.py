@@ -1,4 +1,4 @@
-"""One connection between a node and its scheduler, over TCP, with or without TLS.
+"""One connection between a node and its scheduler, over TCP, with or without TLS; or between a child and its agent.
 
 A link greets, then carries messages both ways until one side closes. It reports what happened by three calls and decides
 nothing. Limits: the greeting must be over in `GREETING_S`, and a peer that does not read what it is sent is cut off.
@@ -23,7 +23,7 @@ from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.wire import tls
 from covey.wire.address import BACKLOG
-from covey.wire.frames import Frames, frame, from_node, from_scheduler
+from covey.wire.frames import Frames, frame, from_agent, from_node, from_scheduler
 from covey.wire.greeting import ClientGreeting, GreetingError, ServerGreeting
 
 GREETING_S: Final = 10.0
@@ -145,6 +145,10 @@ class Link(asyncio.Protocol):
         found = self._transport.get_extra_info("socket") if self._transport is not None else None
         return found.fileno() if found is not None else -1
 
+    def unsent(self) -> int:
+        """Bytes that wait for the other side to read."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def unheard_s(self) -> float:
         """How long ago the other side's kernel last acknowledged what was sent."""
         with socket.socket(fileno=os.dup(self.fileno())) as sock:
@@ -241,7 +245,9 @@ class Listener:
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
-            if self._context is None:
+            if sock.family == socket.AF_UNIX:
+                self._servers.append(await loop.create_unix_server(self._link, sock=sock, backlog=BACKLOG))
+            elif self._context is None:
                 self._servers.append(await loop.create_server(self._link, sock=sock, backlog=BACKLOG))
             else:
                 self._keep(self._accept(sock))
@@ -311,4 +317,15 @@ async def connect(
         raise NobodyListens(tls.explain(error, connecting=True)) from None
     except (OSError, ssl.SSLError) as error:
         raise PeerError(tls.explain(error, connecting=True)) from None
+    return link
+
+
+async def connect_to_agent(path: str, **calls: Any) -> Link:
+    """Reach the agent of this process, at its socket. Raises `PeerError` with a sentence."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, link = await loop.create_unix_connection(lambda: Link(ClientGreeting(""), from_agent, **calls), path)
+    except (OSError, TimeoutError) as error:
+        raise PeerError(f"the agent does not answer at {path} ({error or 'too late'})") from None
     return link

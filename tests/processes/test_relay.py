@@ -1,0 +1,260 @@
+"""An agent's relay on its real socket, with real connections of children; the scheduler is what the relay says to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.core.messages import (
+    Beat,
+    Beats,
+    Confirm,
+    Confirmed,
+    Goodbye,
+    HangUp,
+    HungUp,
+    Leave,
+    Message,
+    Pulse,
+    Put,
+    Reached,
+    Register,
+    Started,
+    To,
+    Unreached,
+    Via,
+)
+from covey.core.model import Host, Progress, Role
+from covey.errors import UsageError
+from covey.node.relay import UNSENT_MAX, Relay
+from covey.wire.link import Link, connect_to_agent
+
+LIMIT_S = 60.0
+ADDRESS = "10.1.1.1"
+
+
+class Scheduler:
+    """The agent's membership, as far as its relay sees it."""
+
+    def __init__(self) -> None:
+        self.address = ADDRESS
+        self.vacant = False
+        self.said: asyncio.Queue[Message] = asyncio.Queue()
+        self.silent_s = 0.0
+        self.waiting = 0
+
+    def say(self, message: Message) -> bool:
+        self.said.put_nowait(message)
+        return True
+
+    def unheard_s(self) -> float:
+        return self.silent_s
+
+    def unsent(self) -> int:
+        return self.waiting
+
+    async def hears(self) -> Message:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.said.get()
+
+
+class Child:
+    """One process's connection."""
+
+    def __init__(self, relay: Relay, name: str) -> None:
+        self.relay = relay
+        self.wish = Register(Role.WORKER, name, f"life-{name}", Host("h", "h", ADDRESS))
+        self.told: asyncio.Queue[Any] = asyncio.Queue()  # messages, and None for the end
+        self.link: Link | None = None
+
+    async def call(self) -> Child:
+        calls: dict[str, Any] = {
+            "on_open": lambda link: None,
+            "on_message": lambda link, message: self.told.put_nowait(message),
+            "on_close": lambda link, reason: self.told.put_nowait(None),
+        }
+        self.link = await connect_to_agent(self.relay.path, **calls)
+        return self
+
+    def says(self, message: Message) -> None:
+        assert self.link is not None
+        self.link.send(message)
+
+    async def hears(self) -> Any:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.told.get()
+
+    async def unheard_s(self) -> float:
+        self.says(Confirm())
+        answer = await self.hears()
+        assert isinstance(answer, Confirmed)
+        return answer.unheard_s
+
+
+@asynccontextmanager
+async def relaying(folder: Path) -> AsyncIterator[tuple[Relay, Scheduler]]:
+    relay, scheduler = Relay(str(folder)), Scheduler()
+    await relay.open()
+    try:
+        yield relay, scheduler
+    finally:
+        relay.close()
+
+
+async def member(relay: Relay, scheduler: Scheduler, name: str, number: int) -> Child:
+    """A child that has registered, as the connection of this number."""
+    child = await Child(relay, name).call()
+    assert await child.hears() == Reached(ADDRESS)
+    child.says(child.wish)
+    assert await scheduler.hears() == Via(number, child.wish)
+    return child
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="covey-") as path:  # a socket's path must be short
+        yield Path(path)
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(story)
+
+
+def test_words_go_both_ways_and_each_child_hears_its_own(folder: Path) -> None:
+    async def story() -> None:
+        async with relaying(folder) as (relay, scheduler):
+            early = await Child(relay, "0").call()
+            assert isinstance(await early.hears(), Unreached)
+            relay.made(scheduler)
+            assert await early.hears() == Reached(ADDRESS)
+            early.says(early.wish)
+            assert await scheduler.hears() == Via(1, early.wish)
+            late = await member(relay, scheduler, "1", 2)
+            pin = Put("key", b"value", 1)
+            late.says(pin)
+            assert await scheduler.hears() == Via(2, pin)
+            assert relay.heard(To([2], Goodbye()))
+            assert not relay.heard(Pulse()), "the agent itself must hear it too"
+            assert [await late.hears(), await late.hears(), await early.hears()] == [Goodbye(), Pulse(), Pulse()]
+            assert late.link is not None
+            late.link.close()
+            assert await scheduler.hears() == HungUp(2, "closed by the other side")
+            assert relay.heard(HangUp(1))
+            assert await early.hears() is None
+            again = await member(relay, scheduler, "0", 3)
+            again.says(Leave())
+            assert await scheduler.hears() == Via(3, Leave()), "of a line the scheduler closed nothing is said"
+
+    run(story())
+
+
+def test_beats_are_gathered_and_a_silent_child_is_left_out(folder: Path) -> None:
+    async def story() -> None:
+        async with relaying(folder) as (relay, scheduler):
+            relay.made(scheduler)
+            busy, idle, silent = [await member(relay, scheduler, str(n), n + 1) for n in range(3)]
+            busy.says(Beat(Progress(1, "train")))
+            assert await scheduler.hears() == Beats({1: Progress(1, "train")}), "progress is news, and is told at once"
+            busy.says(Beat(Progress(2, "train")))
+            busy.says(Beat(Progress(3, "train")))
+            idle.says(Beat())
+            assert await scheduler.hears() == Beats({1: Progress(3, "train"), 2: Progress()})
+            idle.says(Beat())
+            assert await idle.unheard_s() < LIMIT_S  # it has been read
+            assert relay.beats() == Beats({2: Progress()}), "what is no news goes with the agent's own beat"
+            assert relay.beats() == Beats() and scheduler.said.empty()
+            silent.says(Leave())
+            assert await scheduler.hears() == Via(3, Leave())
+
+    run(story())
+
+
+def test_a_lost_scheduler_is_told_and_registered_at_anew(folder: Path) -> None:
+    async def story() -> None:
+        async with relaying(folder) as (relay, scheduler):
+            relay.made(scheduler)
+            child = await member(relay, scheduler, "0", 1)
+            relay.lost("it was killed")
+            relay.lost("it was killed")
+            assert await child.hears() == Unreached("it was killed")
+            child.says(child.wish)
+            assert (await Child(relay, "1").call()).link is not None
+            other = await Child(relay, "2").call()
+            assert await other.hears() == Unreached("it was killed")
+            relay.made(scheduler)
+            assert await child.hears() == Reached(ADDRESS)
+            child.says(Leave())  # said before it had registered: to nobody
+            child.says(child.wish)
+            assert await scheduler.hears() == Via(1, child.wish)
+
+    run(story())
+
+
+@pytest.mark.parametrize("how", ["a word of agents", "no word at all", "too many words"])
+def test_a_child_that_misbehaves_is_cut_off_alone(folder: Path, how: str) -> None:
+    async def story() -> None:
+        async with relaying(folder) as (relay, scheduler):
+            relay.made(scheduler)
+            bad, good = await member(relay, scheduler, "0", 1), await member(relay, scheduler, "1", 2)
+            if how == "a word of agents":
+                bad.says(Started("1", 1, 1))
+            elif how == "no word at all":
+                assert bad.link is not None
+                os.write(bad.link.fileno(), b"\xff" * 64)
+            else:
+                scheduler.waiting = UNSENT_MAX + 1
+                bad.says(Leave())
+            said = await scheduler.hears()
+            assert isinstance(said, HungUp) and said.child == 1
+            assert await bad.hears() is None
+            scheduler.waiting = 0
+            good.says(Leave())
+            assert await scheduler.hears() == Via(2, Leave())
+
+    run(story())
+
+
+def test_a_child_is_surely_heard_only_by_its_own_words_and_their_acknowledgement(folder: Path) -> None:
+    async def story() -> None:
+        async with relaying(folder) as (relay, scheduler):
+            relay.made(scheduler)
+            loop = asyncio.get_running_loop()
+            scheduler.silent_s = 1000.0
+            began = loop.time()
+            child = await member(relay, scheduler, "0", 1)
+            assert await child.unheard_s() == float("inf"), "its registration was not acknowledged"
+            scheduler.silent_s = 0.0
+            unheard = await child.unheard_s()
+            assert unheard <= loop.time() - began
+            relay.beats()
+            assert await child.unheard_s() > unheard, "the agent's own beat is not the child's"
+            child.says(Beat(Progress(1)))
+            assert await scheduler.hears() == Beats({1: Progress(1)})
+            scheduler.silent_s = 1000.0
+            beat_at = loop.time()
+            assert await child.unheard_s() > loop.time() - beat_at, "its beat was not acknowledged: an older word counts"
+            relay.lost("cut")
+            assert await child.hears() == Unreached("cut")
+            scheduler.silent_s = 0.0
+            assert await child.unheard_s() > loop.time() - beat_at
+            scheduler.vacant = True
+            assert await child.unheard_s() == pytest.approx(0.0, abs=1e-3), "nobody is there who could give its place away"
+            stranger = await Child(relay, "1").call()
+            assert await stranger.hears() == Unreached("cut")
+            assert await stranger.unheard_s() == float("inf"), "one that never registered has no place"
+
+    run(story())
+
+
+def test_a_folder_too_deep_for_a_socket_is_one_sentence(folder: Path) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    with pytest.raises(UsageError, match="set TMPDIR to a short path"):
+        asyncio.run(Relay(str(deep)).open())
