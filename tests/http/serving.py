@@ -69,6 +69,7 @@ class Shown:
         self.cluster = cluster
         self.stops: list[str] = []
         self.scales: list[ScaleAsked] = []
+        self.gone: list[tuple[str, str]] = []
 
     def view(self) -> ClusterView:
         return self.cluster
@@ -82,6 +83,9 @@ class Shown:
     def scale(self, asked: ScaleAsked) -> Scaling:
         self.scales.append(asked)
         return Scaling(len(self.scales), "as asked")
+
+    def host_gone(self, life: str, reason: str) -> None:
+        self.gone.append((life, reason))
 
 
 def bound(host: str = "127.0.0.1") -> socket.socket:

@@ -96,6 +96,13 @@ class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_ids: Annotated[list[NodeId], Meta(min_length=1, max_length=WORLD_MAX)]
 
 
+class GoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which life of a host is over (its COVEY_HOST_LIFE), and why."""
+
+    life: Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
+    reason: Annotated[str, Meta(max_length=REASON_MAX)] = "its host is gone"
+
+
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the cluster shall end. The whole body may be absent."""
 
@@ -146,13 +153,21 @@ def scale_in(body: bytes) -> ScaleAsked:
     return ScaleAsked(node_ids=_decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
 
 
+def gone(body: bytes) -> GoneBody:
+    said = _decoded(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
+    return GoneBody(said.life, _printable(said.reason))
+
+
 def stop_reason(body: bytes) -> str:
-    """The reason in the body of POST /stop, fit for a log line and a terminal; a body that is none says where it breaks."""
+    """The reason in the body of POST /stop; a body that is none says where it breaks."""
     if not body:
         return ASKED
-    asked = _decoded(body, StopBody, "/stop", '{"reason": "..."}')
-    printable = "".join(letter if letter.isprintable() else " " for letter in asked.reason)
-    return " ".join(printable.split()) or ASKED
+    return _printable(_decoded(body, StopBody, "/stop", '{"reason": "..."}').reason) or ASKED
+
+
+def _printable(text: str) -> str:
+    """Fit for a log line and a terminal."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 _SEEDS = {  # what the seeds say where a body is wrong, by what msgspec says

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from covey.console import api, replies
 from covey.console.api import SHOWN, as_json, refusal, whole_body
 from covey.console.openapi import COMMON, Operation
-from covey.console.replies import RecoveriesReply, ScaleInBody, ScaleOutBody, ScaleReply
+from covey.console.replies import GoneBody, RecoveriesReply, Reply, ScaleInBody, ScaleOutBody, ScaleReply
 from covey.core.incidents import Incident
 from covey.core.messages import ScaleAsked, Scaling
 from covey.errors import PeerError
@@ -25,7 +25,8 @@ SCALE_OUT = Operation(
 SCALE_IN = Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody)
 ROLL_BACK = Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply)
 OPERATION = Operation("operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident)
-OPERATIONS = (*COMMON, RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION)
+GONE = Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody)
+OPERATIONS = (*COMMON, RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, GONE)
 
 
 class Source(api.Source, Protocol):
@@ -34,6 +35,8 @@ class Source(api.Source, Protocol):
     def recoveries(self) -> list[Incident]: ...
 
     def scale(self, asked: ScaleAsked) -> Scaling: ...
+
+    def host_gone(self, life: str, reason: str) -> None: ...
 
 
 def make_app(source: Source, *, token: str) -> Starlette:
@@ -63,5 +66,10 @@ def make_app(source: Source, *, token: str) -> Starlette:
         found = replies.operation(source.recoveries(), number)
         return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
 
-    answers = {RECOVERIES: recoveries, SCALE_OUT: scale_out, SCALE_IN: scale_in, ROLL_BACK: roll_back, OPERATION: operation}
-    return api.make_app(source, token=token, more=answers)
+    async def gone(request: Request) -> Response:
+        said = replies.gone(await whole_body(request))
+        source.host_gone(said.life, said.reason)
+        return as_json(Reply("Nobody waits for that host any longer."))
+
+    sizes = {SCALE_OUT: scale_out, SCALE_IN: scale_in, ROLL_BACK: roll_back, OPERATION: operation}
+    return api.make_app(source, token=token, more={RECOVERIES: recoveries, GONE: gone, **sizes})

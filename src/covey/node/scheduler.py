@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
 from covey.core.messages import Ask, Beats, HungUp, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told, Via
@@ -145,6 +145,10 @@ class Scheduler:
         if isinstance(self.machine.scaled, Refused):
             raise PeerError(self.machine.scaled.reason, ExitCode.REFUSED)
         return self.machine.scaled
+
+    def host_gone(self, life: str, reason: str) -> None:
+        """A life of a host is over: nobody of it is waited for, or let in again."""
+        self._step(HostGone(life, reason))
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
