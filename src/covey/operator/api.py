@@ -30,6 +30,8 @@ WATCH_S = 60  # after which the server ends a watch by itself, and it goes on fr
 SILENCE_S = 75.0  # a longer silence is a dead connection
 CONNECTIONS = 24
 UNAUTHORIZED = 401
+WHY_MAX = 200  # characters of another library's complaint
+BRIEF = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"}
 
 
 class Kind(NamedTuple):
@@ -119,12 +121,17 @@ class Api:
     async def get(self, kind: Kind, namespace: str, name: str, sub: str = "") -> Thing:
         return await self._ask("GET", kind.path(namespace, name, sub))
 
-    async def create(self, kind: Kind, namespace: str, thing: Mapping[str, Any], name: str = "", sub: str = "") -> Thing:
-        return await self._ask("POST", kind.path(namespace, name, sub), body=thing)
+    async def create(
+        self, kind: Kind, namespace: str, thing: Mapping[str, Any], name: str = "", sub: str = "", *, brief: bool = False
+    ) -> Thing:
+        """`brief`: the answer has the object's metadata only, which costs the server and us less."""
+        return await self._ask("POST", kind.path(namespace, name, sub), body=thing, brief=brief)
 
-    async def replace(self, kind: Kind, namespace: str, thing: Mapping[str, Any], sub: str = "") -> Thing:
+    async def replace(
+        self, kind: Kind, namespace: str, thing: Mapping[str, Any], sub: str = "", *, brief: bool = False
+    ) -> Thing:
         """Put an object in the place of the version it names; another writer in between is code 409."""
-        return await self._ask("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing)
+        return await self._ask("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing, brief=brief)
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> Thing:
         """A merge patch."""
@@ -195,9 +202,10 @@ class Api:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
         query: Mapping[str, str] | None = None,
+        brief: bool = False,
     ) -> Thing:
         data = msgspec.json.encode(body) if body is not None else None
-        extra = {"Content-Type": content} if data is not None else {}
+        extra = {**({"Content-Type": content} if data is not None else {}), **(BRIEF if brief else {})}
         try:
             async with self._turn:
                 answer = await self._http.ask(method, path, query, {**await self._identity.headers(), **extra}, data)

@@ -47,6 +47,7 @@ from covey.operator.reflector import Index, Key, Reflector
 CONFLICT = 409
 MISSING = 404
 EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
+EVENTS_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
 AT_ONCE = 16  # actions of one kind of one job
 SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
@@ -107,7 +108,7 @@ class Controller:
         self._convert = convert
         self._gang = gang_scheduler
         self._clock = clock
-        self._events: asyncio.Queue[Thing] = asyncio.Queue(EVENTS_MAX)
+        self._events: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
 
     async def run(self, workers: int) -> None:
         """For ever, with so many jobs at once."""
@@ -196,7 +197,8 @@ class Controller:
     async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
         body = {**thing, "status": status}
         namespace = thing["metadata"]["namespace"]
-        written = await self._api.replace(self._kind, namespace, body, "status")
+        answer = await self._api.replace(self._kind, namespace, body, "status", brief=True)
+        written = {**body, "metadata": answer["metadata"]}
         self._caches.jobs.put(written)
         return written
 
@@ -234,12 +236,12 @@ class Controller:
         api = self._api
         if isinstance(action, CreatePod):
             body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
-            await self._create(POD, self._caches.made, body, job)
+            await self._create(POD, self._caches.made, body, job, brief=True)
         elif isinstance(action, CreateService):
             await self._create(SERVICE, self._caches.services.put, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
             secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
-            await self._unless(CONFLICT, api.create(SECRET, namespace, secret))
+            await self._unless(CONFLICT, api.create(SECRET, namespace, secret, brief=True))
         elif isinstance(action, CreateGang):
             await self._unless(CONFLICT, api.create(POD_GROUP, namespace, pods.gang(job, action, owner)))
         elif isinstance(action, DeletePod):
@@ -294,10 +296,14 @@ class Controller:
             if error.code != CONFLICT:
                 raise
 
-    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job) -> None:
-        """Create; what is there already, because the reply to an earlier try was lost, is looked at."""
+    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job, *, brief: bool = False) -> None:
+        """Create; what is there already, because the reply to an earlier try was lost, is looked at.
+
+        `brief`: of what the server adds, its metadata is all that is known until the watch tells the rest.
+        """
         try:
-            made = await self._api.create(kind, job.namespace, body)
+            made = await self._api.create(kind, job.namespace, body, brief=brief)
+            made = {**body, "metadata": made["metadata"]} if brief else made
         except ApiError as error:
             if error.code != CONFLICT:
                 raise
@@ -352,13 +358,14 @@ class Controller:
             "source": {"component": "covey-operator"},
         }
         try:
-            self._events.put_nowait(event)
+            self._events.put_nowait((asyncio.get_running_loop().time() + EVENTS_S, event))
         except asyncio.QueueFull:
             log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
 
     async def _record(self) -> None:
         while True:
-            event = await self._events.get()
+            by, event = await self._events.get()
+            await self.queue.quiet(by)
             try:
                 await self._write_event(event)
             except ApiError as error:
@@ -367,7 +374,7 @@ class Controller:
     async def _write_event(self, event: Thing) -> None:
         namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
         try:
-            await self._api.create(EVENT, namespace, event)
+            await self._api.create(EVENT, namespace, event, brief=True)
         except ApiError as error:
             if error.code != CONFLICT:
                 raise

@@ -217,8 +217,8 @@ class Http:
         self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str], body: bytes | None
     ) -> bytes:
         target = f"{self._base}{path}" + (f"?{urlencode(query)}" if query else "")
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {self._name}", "Accept: application/json"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines = [f"{method} {target} HTTP/1.1", f"Host: {self._name}"]
+        lines += [f"{name}: {value}" for name, value in ({"Accept": "application/json"} | dict(headers)).items()]
         if body is not None:
             lines.append(f"Content-Length: {len(body)}")
         return "\r\n".join([*lines, "", ""]).encode() + (body or b"")
