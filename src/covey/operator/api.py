@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
 import msgspec
+import yaml
 from lightkube.config.client_adapter import user_auth, verify_cluster
 from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
@@ -242,6 +244,8 @@ def _refusal(code: int, content: bytes, what: str) -> ApiError:
         reason, message = str(status.get("reason", "")), str(status.get("message", ""))
     except (msgspec.DecodeError, AttributeError):
         reason, message = "", content[:200].decode(errors="replace")
+    if code == UNAUTHORIZED:
+        message = "the API server does not accept the kubeconfig's user (its token or certificate may have run out)"
     return ApiError(code, reason, f"{message} ({what}: {code} {reason})")
 
 
@@ -249,9 +253,16 @@ def connect(kubeconfig: str = "", context: str = "") -> Api:
     """The API server that a file, the service account of this pod, $KUBECONFIG or ~/.kube/config names."""
     try:
         found = KubeConfig.from_file(Path(kubeconfig)) if kubeconfig else KubeConfig.from_env()
+        if context and context not in found.contexts:
+            known = ", ".join(sorted(found.contexts)) or "none"
+            raise UsageError(f"the kubeconfig has no context {context}: --context may be {known}")
         single = found.get(context_name=context or None)
-    except (ConfigError, OSError) as error:
+        if single is None or single.user is None:
+            raise UsageError("the kubeconfig names no current context with a user: kubectl config use-context NAME sets one")
+        return Api(single)
+    except (ConfigError, FileNotFoundError) as error:
         raise UsageError(f"no Kubernetes cluster is known: {error}; set KUBECONFIG or give --kubeconfig FILE") from None
-    if single is None or single.user is None:
-        raise UsageError("the kubeconfig names no current context with a user: kubectl config use-context NAME sets one")
-    return Api(single)
+    except (OSError, yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError) as error:
+        where = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        why = " ".join(str(error).split())[:WHY_MAX]
+        raise UsageError(f"the kubeconfig {where} cannot be read as one: {type(error).__name__}: {why}") from None

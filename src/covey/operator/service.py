@@ -204,6 +204,17 @@ async def run(api: Api, options: Options) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    await api.close()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    except BaseExceptionGroup as several:
+        raise _first(several) from None
+    finally:
+        await api.close()
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong, of several things that did so together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
