@@ -11,7 +11,7 @@ from covey.core.model import ClusterSettings, Phase
 from covey.core.node import NodeSettings, Stage
 
 NODES = 10_000
-FEWER = 3_000
+FEWER = 1_000
 
 
 def formed_world(nodes: int, recovery: bool) -> World:
@@ -46,15 +46,15 @@ def test_ten_thousand_nodes_form_and_one_dies() -> None:
     assert "worker:node-4711" in world.nodes["w0"].reason
 
 
-def test_thousands_come_back_to_a_restarted_scheduler_and_one_returns() -> None:
+def test_a_thousand_come_back_to_a_restarted_scheduler_and_one_returns() -> None:
     world = formed_world(FEWER, recovery=True)
     world.crash_scheduler("to see who comes back")
     world.run(world.now + 25.0, lambda: phase(world) is Phase.READY)
     assert phase(world) is Phase.READY
-    world.nodes["w1234"].die()
+    world.nodes["w234"].die()
     world.run(world.now + 1.0)
     assert phase(world) is Phase.HEALING
-    world.start(next(p for p in world.plan.places if p.name == "w1234"))
+    world.start(next(p for p in world.plan.places if p.name == "w234"))
     world.run(world.now + 1.0)
     assert phase(world) is Phase.READY
     assert {node.wish.generation for node in world.nodes.values() if isinstance(node.wish, Register)} == {3}

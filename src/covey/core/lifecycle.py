@@ -315,14 +315,12 @@ class Lifecycle(Spared):
 
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
-        phase, members = self.cluster.phase, self.cluster.placed()
-        if (
-            self._dump is not None
-            or phase not in (Phase.HEALING, Phase.RETURNING)
-            or any(m.state is NodeState.SUSPECT for m in members)
-        ):
+        phase = self.cluster.phase
+        if self._dump is not None or phase not in (Phase.HEALING, Phase.RETURNING):
             return
-        dead = [m for m in members if m.state is NodeState.DEAD]
+        if any(m.state is NodeState.SUSPECT and m.role is not Role.SPARE for m in self.cluster.members.values()):
+            return  # found early while many are missing, so that thousands who come back cost no thousands of looks each
+        dead = [m for m in self.cluster.placed() if m.state is NodeState.DEAD]
         if self._replacing and self._grouped and not self._all_resumed():
             return
         if not dead:
