@@ -80,6 +80,8 @@ def test_a_death_as_it_is_seen_from_everywhere(shell: Shell) -> None:
     assert shell.all[0].wait() == 0
     assert (follows.wait(), top.wait(), plain.wait()) == (0, 0, 0)
     assert "cluster ended: all 2 workers finished" in follows.text()
+    terminal.close()
+    table.close()
 
 
 def test_a_bundle_needs_no_cluster(shell: Shell) -> None:
