@@ -226,7 +226,7 @@ class Scheduler:
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
-            counters={"rounds": float(max(0, rounds.round - 1)), "missed": float(rounds.missed)},
+            counters={"federated_rounds": float(max(0, rounds.round - 1)), "federated_missed": float(rounds.missed)},
             gauges={f"federated_{name}": float(number) for name, number in progress.items()}
             | {f"model_{name}": number for name, number in rounds.metrics.items()},
         )

@@ -173,7 +173,8 @@ class Scheduler:
             address=place.address,
             manage_port=place.manage_port,
             log_dir=place.log_dir,
-            counters=self.machine.counters | {"links": float(len(self._lines.links))},
+            counters=self.machine.counters,
+            gauges={"links": float(len(self._lines.links))},
         )
 
     @property
