@@ -167,10 +167,10 @@ def test_metrics_are_what_prometheus_reads(source: Shown, http: httpx2.Client) -
 
 
 def test_stragglers_are_named(source: Shown, http: httpx2.Client) -> None:
-    assert "covey_straggler{" not in http.get("/metrics").text
+    assert "covey_straggler_ratio{" not in http.get("/metrics").text
     slow = msgspec.structs.replace(a_node(Role.WORKER, 3), straggles=2.5)
     source.cluster = a_view(*WORKERS, slow)
-    assert 'covey_straggler{rank="3",role="worker"} 2.5' in http.get("/metrics").text
+    assert 'covey_straggler_ratio{rank="3",role="worker"} 2.5' in http.get("/metrics").text
 
 
 def test_recoveries_tell_the_waterfall(http: httpx2.Client) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.dp import Noise
-from covey.core.messages import Ask, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
+from covey.core.messages import Ask, AskStory, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
 from covey.core.model import Host
 from covey.core.secure import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders
 
@@ -291,7 +291,7 @@ class Copied(Message, frozen=True):
     serial: int
 
 
-FromServer = Enlist | Standing | Joining | Secure | Alive | Ask | StopAsked
+FromServer = Enlist | Standing | Joining | Secure | Alive | Ask | AskStory | StopAsked
 ToServer = Admitted | Orders | Joined | Secured | Alive | Refused | Stop | Told | Goodbye
 BetweenServers = Hello | Claim | Verdict | Release | Held | Fetch | Piece | Copy | Copied
 

@@ -123,6 +123,14 @@ class Ask(Message, frozen=True):
     follow: bool = False
 
 
+class AskStory(Message, frozen=True):
+    """Tell me what happened after a moment, of one node or of all; with `follow`, also what happens from now on."""
+
+    node: Name = ""
+    after: float = 0.0
+    follow: bool = False
+
+
 class StopAsked(Message, frozen=True):
     """End the cluster in order."""
 
@@ -261,6 +269,12 @@ class Told(Message, frozen=True):
     """The cluster as JSON (a `covey.core.view.ClusterView`)."""
 
     view: bytes
+
+
+class StoryTold(Message, frozen=True):
+    """What happened, as JSON (a list of `covey.core.story.Event`)."""
+
+    events: bytes
 
 
 # -- healing -----------------------------------------------------------------------------------------------------------
@@ -435,5 +449,5 @@ class Confirmed(Message, frozen=True):
 FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Settled | Put | Get
 ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
 FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
-FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Ask | StopAsked | ScaleAsked
-FromScheduler = ToChild | Start | Scaling | Pulse | Told | To | HangUp
+FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Ask | AskStory | StopAsked | ScaleAsked
+FromScheduler = ToChild | Start | Scaling | Pulse | Told | StoryTold | To | HangUp

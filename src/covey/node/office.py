@@ -247,6 +247,7 @@ class Office:
                 manage=address.join("127.0.0.1", sockets.manage_port) if sockets.manage else "",
                 job=scheduler.place.job,
                 log_dir=scheduler.place.log_dir,
+                journal=self._folder,
                 tls=self._settings.tls_config,
             )
         )

@@ -28,13 +28,15 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
-from covey.core.messages import Ask, Beats, HungUp, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told, Via
+from covey.core.messages import Ask, AskStory, Beats, HungUp, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told, Via
 from covey.core.model import ClusterSettings, Phase, Role
+from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
 from covey.node.lines import Lines
 from covey.node.log import log, tell
 from covey.node.report import failure_report
+from covey.node.storyteller import Storyteller
 from covey.store.journal import Fenced, Journal
 from covey.store.shared_journal import SharedJournal
 from covey.wire.link import Link, Listener
@@ -94,6 +96,7 @@ class Scheduler:
         self._pulsed_at = 0.0
         self._lines = Lines()
         self._followers: dict[int, bytes] = {}
+        self._teller = Storyteller()
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
         self._turn: asyncio.Task[None] | None = None
@@ -117,6 +120,7 @@ class Scheduler:
             self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=time.time()
         )
         records = self._journal.read() if self._journal is not None else ()
+        self._teller.story.take_over(self._journal.story() if self._journal is not None else ())
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
@@ -169,8 +173,14 @@ class Scheduler:
             address=place.address,
             manage_port=place.manage_port,
             log_dir=place.log_dir,
-            counters=self.machine.counters | {"links": float(len(self._lines.links))},
+            counters=self.machine.counters,
+            gauges={"links": float(len(self._lines.links))},
         )
+
+    @property
+    def story(self) -> Story:
+        """What happened so far."""
+        return self._teller.story
 
     def recoveries(self) -> list[Incident]:
         """Every recovery that is kept, oldest first."""
@@ -184,6 +194,8 @@ class Scheduler:
     def _heard(self, link: Link, message: Any) -> None:
         if isinstance(message, Ask):
             self._show(link, message)
+        elif isinstance(message, AskStory):
+            self._teller.answer(link, message)
         elif isinstance(message, Via | HungUp | Beats):
             for event in self._lines.unwrap(link, message):
                 self._step(event)
@@ -194,6 +206,7 @@ class Scheduler:
         if not link.id:
             return self._stranger(link, reason)
         self._followers.pop(link.id, None)
+        self._teller.gone(link)
         if link.misbehaved:
             self._stranger(link, reason)
         for number in self._lines.closed(link):
@@ -246,6 +259,7 @@ class Scheduler:
                     self._carry_out(wish)
                 self._lines.flush()
                 self._tell_news()
+                self._teller.tell_on()
         except SteppedDown as error:
             self._fail(error)
         finally:
@@ -292,9 +306,9 @@ class Scheduler:
         elif isinstance(wish, Close):
             self._lines.close(wish.link)
         elif isinstance(wish, Publish):
-            tell(wish)
+            event = self._teller.note(wish)
             if self._journal is not None:
-                self._journal.note(wish)
+                self._journal.note(event)
         elif isinstance(wish, End):
             assert self._ended is not None
             if not self._ended.done():
@@ -308,8 +322,8 @@ class Scheduler:
         self._tell_followers()
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
         while self._ending and asyncio.get_running_loop().time() < deadline:
-            for link_id in list(self._followers):
-                self._lines.links[link_id].close("the cluster ended")
+            for link in (*self._teller.listeners, *(self._lines.links[number] for number in self._followers)):
+                link.close("the cluster ended")
             await asyncio.sleep(0.01)
             self._ending = self._lines.open_among(self._ending)
 
