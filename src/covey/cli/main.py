@@ -190,6 +190,20 @@ def operate(kubeconfig: str, context: str, namespace: str, **options: Any) -> No
 
 
 @verbs.command()
+@MASTER
+@click.option("--rate", default="1/3s", show_default=True, help="How often: 1/3s, 20/m.")
+@click.option("--faults", default="kill,stop,slow,cut,scheduler,template", show_default=True, help="Also disk and clock.")
+@click.option("--seed", default=1, show_default=True, help="The same seed, the same choices.")
+@click.option("--for", "length", default="1m", show_default=True, help="How long: 90s, 10m.")
+@JSON
+def chaos(master: str, rate: str, faults: str, seed: int, length: str, as_json: bool) -> None:
+    """Do harm to a running cluster of this host, and show what became of it: docs/proof.md."""
+    from covey.cli.chaos import chaos as chaos_verb
+
+    sys.exit(chaos_verb(master, seed, rate, faults, length, as_json))
+
+
+@verbs.command()
 @JSON
 def env(as_json: bool) -> None:
     """Show the effective settings and where each came from."""

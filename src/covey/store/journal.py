@@ -15,12 +15,12 @@ import os
 import shutil
 import sqlite3
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.effects import Publish
 from covey.core.incidents import KEPT_MAX, Incident
 from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
@@ -71,7 +71,7 @@ class Journal:
     def note(self, event: Publish) -> None:
         """Add an event to the story; it is written with the next commit."""
         if len(self._pending) < STORY_MAX:
-            self._pending.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+            self._pending.append((wall(), event.node, event.what, event.reason, str(event.level)))
 
     def commit(self, records: Iterable[Record] = ()) -> None:
         """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""

@@ -8,7 +8,6 @@ thousand nodes; the story is kept as its last lines.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.effects import Publish
 from covey.core.model import ClusterRecord, Phase, Record
 from covey.errors import ExitCode, StoreError
@@ -49,7 +49,7 @@ class SharedJournal:
 
     def note(self, event: Publish) -> None:
         """Add an event to the story; it is written with the next commit."""
-        self._story.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+        self._story.append((wall(), event.node, event.what, event.reason, str(event.level)))
 
     def story(self, limit: int = STORY_MAX) -> list[tuple[float, str, str, str, str]]:
         """The newest events, oldest first."""
