@@ -28,8 +28,8 @@ def test_world(seed: int) -> None:
 
 @pytest.mark.parametrize("found", [247, 700])
 def test_what_a_soak_has_found(found: int) -> None:
-    """247: an agent was lost whose workers a growth that was taken back had removed. 700: who died during a dump was alive again
-    for the next scheduler."""
+    """247: an agent was lost whose workers a growth that was taken back had removed. 700: who died during a dump was alive
+    again for the next scheduler."""
     live(found)
 
 

@@ -11,10 +11,12 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from tests.processes.command import Shell, shells
 
 WORLD = 4
 PACE_S = 0.02  # of a step, beside what it computes
-NODE_TIMEOUT_S = "6"  # shorter than the longest stop, longer than a busy machine takes to start a scheduler again
+SILENCE_S = 6  # shorter than the longest stop, longer than a busy machine takes to start a scheduler again
 LONG_S = 300.0
 FAULTS = "kill,stop,slow,cut,disk,clock,scheduler,template"
 STEP = '            fault(loop.step, "between")\n'
@@ -52,24 +54,29 @@ def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def disturbed(shell: Shell, steps: int, *chaos: str) -> dict[str, Any]:
+def disturbed(shell: Shell, steps: int, silence_s: int, *chaos: str) -> dict[str, Any]:
     """The training with faults until they are over; what `covey chaos --json` said. The hash is in the logs."""
     clock = shell.folder / "clock"
     env = {"COVEY_STRATEGY": healing.LADDER, "STEPS": str(steps), "PACE": str(PACE_S), "HELD": "1"}
     marks = shell.logs / "marks"
     marks.mkdir()
     shell.script(SCRIPT, "train.py")
-    words = ["run", "-n", str(WORLD), "--node-timeout", NODE_TIMEOUT_S, "train.py", str(marks)]
+    words = ["run", "-n", str(WORLD), "--node-timeout", str(silence_s), "train.py", str(marks)]
     run = shell.covey(*words, env=env | {"COVEY_FAULT_CLOCK": str(clock)})
     for rank in range(WORLD):
         shell.heard(rank, "BEGINS at 0")
-    with (shell.folder / "found.json").open("wb") as output:
-        command = [sys.executable, "-m", "covey.cli.main", "chaos", "--json", *chaos]
-        code = subprocess.run(command, env=shell.environ(), stdout=output, timeout=3600).returncode
-    assert code == 0, f"covey chaos ended with {code}\n{shell.tails()}"
+    found = harm(shell, *chaos)
     (marks / "go").touch()
     assert run.wait(LONG_S) == 0, run.tail()
-    found: dict[str, Any] = json.loads((shell.folder / "found.json").read_text())
+    return found
+
+
+def harm(shell: Shell, *words: str) -> dict[str, Any]:
+    """`covey chaos` to its end; what `--json` said."""
+    command = [sys.executable, "-m", "covey.cli.main", "chaos", "--json", *words]
+    done = subprocess.run(command, env=shell.environ(), stdout=subprocess.PIPE, timeout=3600)
+    assert done.returncode == 0, f"covey chaos ended with {done.returncode}: {done.stdout!r}\n{shell.tails()}"
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
@@ -83,14 +90,14 @@ def undisturbed(shell: Shell, steps: int) -> str:
     return healing.outcome(shell, WORLD)
 
 
-def prove(folder: Path, steps: int, *chaos: str) -> dict[str, Any]:
+def prove(folder: Path, steps: int, silence_s: int, *chaos: str) -> dict[str, Any]:
     """Both trainings; what happened to the first. Fails if their results differ by a bit."""
     hashes, found = [], {}
     for name in ("disturbed", "alone"):
         for shell in shells(folder / name):
             with small_disk(shell.logs):
                 if name == "disturbed":
-                    found = disturbed(shell, steps, *chaos)
+                    found = disturbed(shell, steps, silence_s, *chaos)
                     hashes.append(healing.outcome(shell, WORLD))
                 else:
                     hashes.append(undisturbed(shell, steps))
@@ -109,10 +116,16 @@ def main() -> int:
     words = ["--rate", options.rate, "--faults", options.faults, "--seed", str(options.seed), "--for", f"{options.minutes}m"]
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        found = prove(Path(folder), steps, *words)
+        found = prove(Path(folder), steps, SILENCE_S, *words)
         print(table(found))
+        print("\n".join(f"  {count:4d}  {cause}" for cause, count in causes(found).most_common()))
         print(f"{found['strikes']} faults, {steps} steps, bitwise equal; {time.monotonic() - began:.0f} s in all")
     return 0
+
+
+def causes(found: dict[str, Any]) -> Counter[str]:
+    """Why there were recoveries, numbers left out."""
+    return Counter(re.sub(r"\d+(\.\d+)?", "N", incident["cause"])[:100] for incident in found["recoveries"])
 
 
 def table(found: dict[str, Any]) -> str:

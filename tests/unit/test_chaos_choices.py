@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
+from covey import clock
 from covey.core.chaos import Fault, Seen, Strike, choose, jump_s, pause_s, tally
 from covey.core.incidents import Incident, Outcome
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView, NodeView
+from covey.node import faults
 
 
 def worker(rank: int, **more: object) -> NodeView:
@@ -103,3 +110,23 @@ def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
     assert (rows[Fault.KILL].median_ms, rows[Fault.KILL].worst_ms) == (200.0, 300.0)
     assert (rows[Fault.SLOW].rungs, rows[Fault.SLOW].unnoticed) == ({}, 1)
     assert rows[Fault.SCHEDULER].rungs == {"started again": 1} and rows[Fault.SCHEDULER].worst_ms == 900.0
+
+
+def test_a_process_that_is_no_run_s_is_not_touched() -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for harm in (faults.kill, faults.cut, faults.keeper_of):
+            with pytest.raises(faults.Gone, match="no child of a covey run"):
+                harm(stranger.pid)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_the_wall_clock_can_be_told_to_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "clock"
+    monkeypatch.setenv("COVEY_FAULT_CLOCK", str(file))
+    with faults.wrong_clock(file, 3000.0):
+        assert clock.wall() - time.time() > 2000
+    assert abs(clock.wall() - time.time()) < 1000

@@ -17,7 +17,7 @@ import psutil
 from covey.cli import look
 from covey.cli.visit import Visit
 from covey.core.chaos import AT_NODES, Fault, Row, Seen, Strike, choose, jump_s, pause_s, tally
-from covey.core.incidents import Outcome
+from covey.core.incidents import Incident, Outcome
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
@@ -26,9 +26,9 @@ from covey.node.runtime import Door
 from covey.store.registry import process_started
 
 LOOK_S: Final = 0.05  # between two looks for what is to come back
-BACK_S: Final = 60.0  # for something that was killed to be there again
-SETTLE_S: Final = 30.0  # after the last fault, for the cluster to go on
-STRIKES_MAX: Final = 100_000
+BACK_S: Final = 120.0  # for something that was killed to be there again
+SETTLE_S: Final = 120.0  # after the last fault, for the cluster to go on
+TIMES_MAX: Final = 100_000
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -43,6 +43,7 @@ class Summary(msgspec.Struct, frozen=True):
     reason: str
     rows: list[Row]
     story: list[Strike]
+    recoveries: list[Incident]
 
 
 def seconds(text: str) -> float:
@@ -85,8 +86,8 @@ class Chaos:
         self._keeper = psutil.Process()
         self._possible: list[Fault] = []
 
-    async def run(self, for_s: float) -> Summary:
-        """Strike until the time is over or the cluster has ended; then wait for it to go on."""
+    async def run(self, for_s: float, times: int) -> Summary:
+        """Strike until the time is over, so many times, or until the cluster has ended; then wait for it to go on."""
         loop = asyncio.get_running_loop()
         self._began = loop.time()
         async with Visit(self._door) as visit:  # if it cannot be asked, that is the sentence
@@ -98,7 +99,7 @@ class Chaos:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(for_s):
-                    await self._strike_on(effects)
+                    await self._strike_on(effects, times)
             await asyncio.gather(*effects)
             await self._settle()
         finally:
@@ -108,8 +109,10 @@ class Chaos:
         view = self._view
         assert view is not None
         rows = tally(self._done, list(self._seen.values()), self._back_ms)
+        recoveries = [seen.incident for seen in self._seen.values()]
         took = loop.time() - self._began
-        return Summary(view.cluster_id, self._seed, took, len(self._done), view.phase, view.reason, rows, self._done)
+        known = (view.phase, view.reason, rows, self._done, recoveries)
+        return Summary(view.cluster_id, self._seed, took, len(self._done), *known)
 
     def _check(self, view: ClusterView) -> list[Fault]:
         """What can be done here, of what was wished for; the rest is said. Raises `UsageError` if nothing is left."""
@@ -160,11 +163,11 @@ class Chaos:
             if process_started(self._keeper.pid) != self._keeper.create_time():  # whose keeper is gone does not come back
                 self._over.set()
 
-    async def _strike_on(self, effects: set[asyncio.Task[None]]) -> None:
+    async def _strike_on(self, effects: set[asyncio.Task[None]], times: int) -> None:
         loop = asyncio.get_running_loop()
         number = 1
         due = loop.time()
-        while not self._over.is_set() and number <= STRIKES_MAX:
+        while not self._over.is_set() and number <= (times or TIMES_MAX):
             due += pause_s(self._seed, number, self._every_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), max(0.0, due - loop.time()))
@@ -252,10 +255,10 @@ def _keeper(view: ClusterView) -> psutil.Process:
     raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
 
 
-def chaos(master: str, seed: int, rate: str, wanted: str, length: str, as_json: bool) -> int:
+def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
     """The whole verb; the code to end with."""
     every_s, for_s, found = interval(rate), seconds(length), named(wanted)
-    summary = asyncio.run(_run(look.find(master), seed, every_s, found, for_s))
+    summary = asyncio.run(_run(look.find(master), seed, every_s, found, for_s, times))
     if as_json:
         click.echo(msgspec.json.encode(summary).decode())
     else:
@@ -263,8 +266,8 @@ def chaos(master: str, seed: int, rate: str, wanted: str, length: str, as_json: 
     return 0 if summary.phase is not Phase.HEALING else int(ExitCode.PEER_FAILED)
 
 
-async def _run(door: Door, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float) -> Summary:
-    return await Chaos(door, seed, every_s, wanted).run(for_s)
+async def _run(door: Door, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:
+    return await Chaos(door, seed, every_s, wanted).run(for_s, times)
 
 
 def _print(summary: Summary) -> None:
