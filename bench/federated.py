@@ -173,7 +173,7 @@ def main() -> None:
         data: dict[str, Any] = {"machine": about, "private": secure, "aims": [aim._asdict() for aim in aims]}
         name = "federated-private-quick" if options.quick else "federated-private"
         return publish(name, data, [aims_table(aims), *private.sections(secure)], lambda figure: _draw_private(figure, secure))
-    python = str(peers.python_of("flower", "flwr", "numpy") or "")
+    python = str(peers.python_of("flower") or "")
     few = options.quick
     updates = {
         (label, servers, durability): measure_updates(

@@ -162,6 +162,7 @@ class Processes:
             "HOME": str(self.folder / "home"),
             "XDG_RUNTIME_DIR": str(self.folder / "runtime"),
             "XDG_CONFIG_HOME": str(self.folder / "config"),
+            "COVERAGE_PROCESS_CONFIG": os.environ.get("COVERAGE_PROCESS_CONFIG"),  # what is started is counted too
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "TERM": "dumb",

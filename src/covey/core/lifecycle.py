@@ -74,7 +74,8 @@ class Lifecycle(Spared):
         self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
-        if not member.present or self.cluster.phase is Phase.ENDED:
+        known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
+        if not known or not member.present or self.cluster.phase is Phase.ENDED:
             return None
         if member.role is Role.SPARE:
             return self._spare_over(member, code, reason)
@@ -100,6 +101,7 @@ class Lifecycle(Spared):
         if self._dump is not None:  # the end is decided: one less to wait for
             if member.role is Role.WORKER:
                 self._dump.waiting.discard(member.rank)
+            self._persist(MemberRecord.of(member))  # its agent may end it now, and the next scheduler must not count on it
             return self._end_dump()
         self._settled -= {member.rank} if member.role is Role.PSERVER else set()
         if member.role is Role.PSERVER and member.rank in self.cluster.coming:
@@ -113,6 +115,8 @@ class Lifecycle(Spared):
         strategy = "recover" if after is recovery.After.PROMOTE else str(after)
         if after is recovery.After.END:
             strategy = "dump" if self._can_dump() else "exit"
+            if strategy == "dump":
+                self._persist(MemberRecord.of(member))  # as above: until the dump is done there may be another scheduler
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure

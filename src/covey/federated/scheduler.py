@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.dp import Noise
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
@@ -49,7 +50,7 @@ class Scheduler:
         self._sync = sync
         self._address = address
         self._manage_port = manage_port
-        self._started_at = time.time()
+        self._started_at = wall()
         self._links: dict[int, Link] = {}
         self._last_link = 0
         self._ended: asyncio.Future[End] | None = None
@@ -222,7 +223,7 @@ class Scheduler:
             worker_num=0,
             server_num=rounds.wanted,
             started_at=self._started_at,
-            now=time.time(),
+            now=wall(),
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
@@ -103,7 +104,7 @@ class Scheduler:
         self._told = (Phase.FORMING, 0)
         self._stuck = ""
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
-        self._started_at = time.time()
+        self._started_at = wall()
         self._ended: asyncio.Future[End] | None = None
         self._machine: Machine | None = None
 
@@ -116,9 +117,7 @@ class Scheduler:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._machine = Machine(
-            self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=time.time()
-        )
+        self._machine = Machine(self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=wall())
         records = self._journal.read() if self._journal is not None else ()
         self._teller.story.take_over(self._journal.story() if self._journal is not None else ())
         self._step(Restored(records))
@@ -167,7 +166,7 @@ class Scheduler:
             self.machine.cluster,
             scheduler=me,
             started_at=self._started_at,
-            wall=time.time(),
+            wall=wall(),
             now=asyncio.get_running_loop().time(),
             incidents=self.machine.incidents,
             address=place.address,
