@@ -22,6 +22,7 @@ from covey.core.managed import Managed
 from covey.core.messages import Ask, Message, Stop, Told
 from covey.core.model import Phase, Role
 from covey.core.roster import Effect, Keep
+from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.store import write_file
@@ -31,7 +32,6 @@ from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.05
 GOODBYE_S: Final = 5.0
-STORY_MAX: Final = 1000
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
 _record: Final = msgspec.msgpack.Decoder(FederationRecord)
 
@@ -53,7 +53,7 @@ class Scheduler:
         self._last_link = 0
         self._ended: asyncio.Future[End] | None = None
         self._followers: set[int] = set()
-        self.story: list[Publish] = []
+        self.story = Story()
 
     async def run(self, sockets: list[socket.socket], guard: Security) -> int:
         """Serve until the cluster has ended."""
@@ -120,7 +120,7 @@ class Scheduler:
                     link.close()
             elif isinstance(wish, Publish):
                 tell(wish)
-                self.story = [*self.story[1 - STORY_MAX :], wish]
+                self.story.add(wish, time.time())
             else:
                 assert isinstance(wish, End)
                 if self._ended is not None and not self._ended.done():
@@ -170,6 +170,10 @@ class Scheduler:
             **({"privacy": self._privacy(plan.noise)} if plan.noise is not None else {}),
             **hyper(plan),
         }
+
+    def about(self) -> dict[str, Any]:
+        """What the console shows besides."""
+        return {"kind": "federated", "instance": self.query()}
 
     def _privacy(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
