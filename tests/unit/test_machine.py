@@ -13,6 +13,7 @@ from covey.core.incidents import Incident
 from covey.core.ledger import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
+    Agreed,
     Assignment,
     Beat,
     DumpAsked,
@@ -508,9 +509,9 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
 
 
-def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Refused:
+def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
     made.step(Heard(asked, 9), 1.0)
-    return made.scaled
+    return made.answered
 
 
 def test_an_agent_whose_workers_have_finished_may_go() -> None:

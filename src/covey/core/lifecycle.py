@@ -145,14 +145,14 @@ class Lifecycle(Spared):
 
     def _can_dump(self) -> set[int]:
         """The ranks that could write down what they hold, where that is wanted."""
-        wanted = recovery.Strategy.DUMP in self.cluster.settings.strategies
-        return {m.rank for m in self.cluster.of(Role.WORKER) if wanted and m.link and m.present and m.progress.loop}
+        return recovery.can_dump(self.cluster)[0] if recovery.Strategy.DUMP in self.cluster.settings.strategies else set()
 
     def _give_up(self, code: int, reason: str, failure: Failure | None = None) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
         survivors = self._can_dump()
-        if not survivors:
-            return self._end(code, reason, failure)
+        return self._write_down(code, reason, failure, survivors) if survivors else self._end(code, reason, failure)
+
+    def _write_down(self, code: int, reason: str, failure: Failure | None, survivors: set[int]) -> None:
         self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
@@ -160,7 +160,6 @@ class Lifecycle(Spared):
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
                 self._send(member.link, DumpAsked(reason))
-        return None
 
     def _end_dump(self) -> None:
         dump = self._dump

@@ -113,6 +113,7 @@ class Progress(msgspec.Struct, frozen=True):
     loop: bool = False  # a loop is at work, which can write down what it holds
     waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
+    loss: float | None = None  # as the program told it last; inf where it was no number
     stands_by: bool = False  # a spare that has run its program up to where it needs a rank
 
 

@@ -181,6 +181,10 @@ class Scheduler:
             **hyper(plan),
         }
 
+    def about(self) -> dict[str, Any]:
+        """What the console shows besides."""
+        return {"kind": "federated", "instance": self.query()}
+
     def _privacy(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
         return {"epsilon": noise.epsilon(self.rounds.spent), "delta": noise.delta, "budget": noise.budget, "clip": noise.clip}

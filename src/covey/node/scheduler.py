@@ -29,7 +29,24 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
-from covey.core.messages import Ask, AskStory, Beats, HungUp, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told, Via
+from covey.core.messages import (
+    Agreed,
+    Ask,
+    AskStory,
+    Beats,
+    HungUp,
+    KillAsked,
+    LogAsked,
+    LogTold,
+    Pulse,
+    Refused,
+    ScaleAsked,
+    Scaling,
+    Stop,
+    StopAsked,
+    Told,
+    Via,
+)
 from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
@@ -48,6 +65,8 @@ WAITING_EFFECTS_MAX: Final = 1_000_000
 FOLLOWERS_MAX: Final = 64
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
+LOGS_MAX: Final = 32  # questions about logs at once
+LOG_S: Final = 10.0
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -96,6 +115,8 @@ class Scheduler:
         self._term = term or Term()
         self._pulsed_at = 0.0
         self._lines = Lines()
+        self._logs: dict[int, asyncio.Future[LogTold]] = {}  # questions under way, by number
+        self._log_number = 0
         self._followers: dict[int, bytes] = {}
         self._teller = Storyteller()
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
@@ -142,12 +163,37 @@ class Scheduler:
         """End the cluster in order."""
         self._step(Heard(StopAsked(reason)))
 
-    def scale(self, asked: ScaleAsked) -> Scaling:
-        """Change the world's size. Raises `PeerError` with the reason where that is not possible."""
-        self._step(Heard(asked))
-        if isinstance(self.machine.scaled, Refused):
-            raise PeerError(self.machine.scaled.reason, ExitCode.REFUSED)
-        return self.machine.scaled
+    def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+        """A visitor's wish. Raises `PeerError` with the reason where it is not granted."""
+        self._step(Heard(wish))
+        if isinstance(self.machine.answered, Refused):
+            raise PeerError(self.machine.answered.reason, ExitCode.REFUSED)
+        return self.machine.answered
+
+    async def read_log(self, node: str, start: int, find: str) -> LogTold:
+        """A piece of what a node has printed, from the agent that keeps it. Raises `PeerError` where there is none."""
+        member = next((m for m in self.machine.cluster.members.values() if m.name == node), None)
+        agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
+        if member is None:
+            raise PeerError(f"there is no node {node[:100]!r}: GET /nodes lists them", ExitCode.REFUSED)
+        if agent is None or agent.link not in self._lines.links:
+            raise PeerError(f"no agent is there that keeps {node}, so its output is where you sent it", ExitCode.REFUSED)
+        if len(self._logs) >= LOGS_MAX:
+            raise PeerError(f"{LOGS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
+        self._log_number += 1
+        number, told = self._log_number, asyncio.get_running_loop().create_future()
+        self._logs[number] = told
+        try:
+            self._lines.links[agent.link].send(LogAsked(number, member.node_id, member.role, start, find))
+            async with asyncio.timeout(LOG_S):
+                answer: LogTold = await told
+        except TimeoutError:
+            raise PeerError(f"the agent on {member.host.name} did not answer within {LOG_S:g} s", ExitCode.REFUSED) from None
+        finally:
+            del self._logs[number]
+        if answer.failure:
+            raise PeerError(answer.failure, ExitCode.REFUSED)
+        return answer
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
@@ -181,6 +227,10 @@ class Scheduler:
         """What happened so far."""
         return self._teller.story
 
+    def about(self) -> dict[str, Any]:
+        """What the console shows besides."""
+        return {"kind": "training"}
+
     def recoveries(self) -> list[Incident]:
         """Every recovery that is kept, oldest first."""
         return self.machine.incidents.kept
@@ -195,6 +245,10 @@ class Scheduler:
             self._show(link, message)
         elif isinstance(message, AskStory):
             self._teller.answer(link, message)
+        elif isinstance(message, LogTold):
+            waiting = self._logs.get(message.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
         elif isinstance(message, Via | HungUp | Beats):
             for event in self._lines.unwrap(link, message):
                 self._step(event)

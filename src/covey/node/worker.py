@@ -166,8 +166,15 @@ class Node:
         assert self._runtime is not None
         return self._runtime.address
 
+    @property
+    def progress(self) -> Progress:
+        """What was reported last."""
+        return self._progress
+
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
+        if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
+            progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         self._progress = progress
         supervise.note(progress.step)
         now = time.monotonic()
