@@ -1,20 +1,23 @@
-"""A worker's way to the servers: one connection and one thread for each, and requests that may be sent twice.
+"""A worker's way to the servers: one connection for each, and requests that may be sent twice.
 
 Every request can be repeated without harm, so whoever finds a connection broken looks for the server again, in its next life
 perhaps, and asks again; the program only waits. Arrays are sent from the caller's memory and received into it.
+
+A caller that has nothing else to do asks all servers in its own thread. What goes on beside the caller's work, and what is
+large, is asked by a thread for each server: they move it side by side, but waking them takes its time.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -47,6 +50,7 @@ from covey.params.optimizers import Array
 from covey.params.peers import AGAIN_S, Find
 from covey.params.placement import Placement
 
+HERE_MAX: Final = 4 << 20  # bytes that the caller's own thread moves: beyond, several threads move them faster
 _NUMBERED = np.dtype(np.int64)
 Arrays = Sequence[Any]
 
@@ -66,9 +70,10 @@ Make = Callable[[Sharing], list[Asking]]
 
 class Work:
     """Requests under way, to one server or more; over when all are answered, by one and the same sharing: where rows moved
-    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread."""
+    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread. With `here` it is over when
+    it is made, and asked in the caller's thread where that is better."""
 
-    def __init__(self, client: Client, make: Make, done: Callable[[Work], None] | None = None) -> None:
+    def __init__(self, client: Client, make: Make, done: Callable[[Work], None] | None = None, *, here: bool = False) -> None:
         self.error: CoveyError | None = None
         self.numbers: list[int] = []
         self.over = threading.Event()
@@ -76,17 +81,37 @@ class Work:
         self._lock = threading.Lock()
         self._left = 0
         self._moved: Sharing | None = None
-        self._begin()
+        self._begin(here=here)
+        if here:
+            self.wait()
 
-    def _begin(self) -> None:
+    def _begin(self, *, here: bool = False) -> None:
         asked = self._make(self._client.sharing())
         for one in asked:
             self._client.check_size(one)
         self._left, self.numbers, self._moved = len(asked), [], None
-        for one in asked:
-            self._client.channel(one.server).ask(one, self)
+        channels = [self._client.channel(one.server) for one in asked]
         if not asked:
             self._finish()
+        elif not here or not self._ask_here(channels, asked):
+            for channel, one in zip(channels, asked, strict=True):
+                channel.ask(one, self)
+
+    def _ask_here(self, channels: list[Channel], asked: list[Asking]) -> bool:
+        """Ask in this thread: all are sent before the first answer is waited for. False if there is much to move, or others
+        are to be asked first."""
+        if sum(_size(one.arrays) + _size(one.into) for one in asked) > HERE_MAX:
+            return False
+        with contextlib.ExitStack() as taken:
+            for channel in channels:
+                if not channel.take():
+                    return False
+                taken.callback(channel.leave)
+            sent = [channel.send(one) for channel, one in zip(channels, asked, strict=True)]
+            answers = [c.answer(one, sent=went) for c, one, went in zip(channels, asked, sent, strict=True)]
+        for answer in answers:
+            self.answered(answer)
+        return True
 
     def answered(self, answer: Answered) -> None:
         with self._lock:
@@ -127,11 +152,30 @@ class Channel:
     def __init__(self, server: int, find: Find, gone: Callable[[], Sharing]) -> None:
         self._server, self._find, self._gone = server, find, gone
         self._connection: socket.socket | None = None
-        self._requests: queue.SimpleQueue[tuple[Asking, Work]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"covey to server {server}", daemon=True).start()
+        self._turn = threading.Lock()  # around the connection: one request after the other
+        self._requests: collections.deque[tuple[Asking, Work]] = collections.deque()  # the first is under way
+        self._news = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
 
     def ask(self, asked: Asking, work: Work) -> None:
-        self._requests.put((asked, work))
+        """In its turn, by this channel's thread; the work hears the answer."""
+        self._requests.append((asked, work))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
+            self._thread.start()
+        self._news.release()
+
+    def take(self) -> bool:
+        """Have the connection for the caller's own thread, unless others are to be asked first."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        if self._requests:
+            self._turn.release()
+            return False
+        return True
+
+    def leave(self) -> None:
+        self._turn.release()
 
     def close_in_child(self) -> None:
         if self._connection is not None:
@@ -140,10 +184,25 @@ class Channel:
 
     def _run(self) -> None:
         while True:
-            asked, work = self._requests.get()
-            work.answered(self._answer(asked))
+            self._news.acquire()
+            asked, work = self._requests[0]
+            with self._turn:
+                answer = self.answer(asked, sent=False)
+                self._requests.popleft()
+            work.answered(answer)
 
-    def _answer(self, asked: Asking) -> Answered:
+    def send(self, asked: Asking) -> bool:
+        """Send a request over the connection there is; whether that seems to have worked."""
+        if self._connection is None:
+            return False
+        try:
+            send(self._connection, asked.message, asked.arrays)
+        except OSError:
+            self._close()
+            return False
+        return True
+
+    def answer(self, asked: Asking, *, sent: bool) -> Answered:
         """The answer, from whichever life of the server gives one."""
         while True:
             try:
@@ -152,16 +211,21 @@ class Channel:
                     if peer is None:
                         return Moved(self._gone())
                     self._connection = peer.connect()
-                send(self._connection, asked.message, asked.arrays)
+                if not sent:
+                    send(self._connection, asked.message, asked.arrays)
                 answer, body = receive_answer(self._connection, asked.into)
                 if asked.heard is not None:
                     asked.heard(answer, body)
                 return answer
             except (OSError, EOFError, msgspec.MsgspecError):
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
+                sent = False
+                self._close()
                 time.sleep(AGAIN_S)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -214,7 +278,7 @@ class Client:
             return self._channels[server]
 
     def check_size(self, asked: Asking) -> None:
-        size = sum(memoryview(array).nbytes for array in asked.arrays)
+        size = _size(asked.arrays)
         if size > self.serving.message_max:
             raise UsageError(
                 f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
@@ -241,10 +305,12 @@ class Client:
                 for server in _owners(sharing)
             ]
 
-        Work(self, make).wait()
+        Work(self, make, here=True)
         self._specs[spec.name] = spec
 
-    def push(self, step: int, given: Sequence[Given], done: Callable[[Work], None] | None = None) -> Work:
+    def push(
+        self, step: int, given: Sequence[Given], done: Callable[[Work], None] | None = None, *, here: bool = False
+    ) -> Work:
         """This rank's gradients of a step, to all servers. The work is over when they are safe; in sync mode, everyone's."""
         for gift in given:
             self._check(self._known(gift.name), gift)
@@ -278,7 +344,7 @@ class Client:
                 for server, its in parts.items()
             ]
 
-        return Work(self, make, done)
+        return Work(self, make, done, here=here)
 
     def pull_whole(self, step: int, wanted: Sequence[tuple[str, Array]]) -> None:
         """The values of whole parameters for a step, into these arrays."""
@@ -298,7 +364,7 @@ class Client:
             message = Pull(step, parts, sharing=sharing.version)
             return [Asking(server, message, (), places) for server, places in into.items()]
 
-        Work(self, make).wait()
+        Work(self, make, here=True)
 
     def pull_rows(self, step: int, name: str, rows: Array) -> Array:
         """The values of some rows for a step."""
@@ -323,7 +389,7 @@ class Client:
                 if low < high
             ]
 
-        Work(self, make).wait()
+        Work(self, make, here=True)
         values = np.empty_like(found)
         values[orders[-1]] = found
         return values
@@ -427,6 +493,10 @@ class Client:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""
         for channel in self._channels.values():
             channel.close_in_child()
+
+
+def _size(arrays: Arrays) -> int:
+    return sum(array.nbytes for array in arrays)
 
 
 def _owners(sharing: Sharing) -> list[int]:

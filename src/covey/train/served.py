@@ -254,7 +254,7 @@ class Push:
 
     def run_alone(self) -> None:
         """Without a group: wait for the servers only."""
-        self._client.push(self._step, self._given).wait()
+        self._client.push(self._step, self._given, here=True)
 
 
 def rule_of(optimizer: Any, group: dict[str, Any], *, rows: bool) -> Rule:
