@@ -237,6 +237,41 @@ def test_bad_input_is_refused_at_the_caller_and_the_server_lives(name: str) -> N
     assert np.array_equal(w, before), "what was refused changed nothing"
 
 
+def test_an_interrupted_request_leaves_no_half_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = Flock(Serving(servers=2, workers=1))
+    client = flock.begin()
+    before = values(client, 0)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("covey.params.channel.receive_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.pull_rows(0, "t", np.arange(50))
+    assert equal(values(client, 0), before)
+
+
+def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
+    flock = Flock(Serving(servers=2, workers=1))
+    client = flock.begin()
+    with pytest.raises(UsageError, match="has not enough memory"):
+        client.declare(Spec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
+    with pytest.raises(UsageError, match=r"cannot write step 0 to /dev/null/servers/\d \(Not a directory\)"):
+        client.save(0, "/dev/null", 1)
+    flock.servers[1]._own.shelf.shards[0].pushed = []  # a defect
+    with pytest.raises(UsageError, match=r"server 1 failed .*: its log says where"):
+        client.standing()
+
+
+def test_what_a_thread_cannot_send_is_heard_by_whoever_waits() -> None:
+    client = Flock(Serving(servers=2, workers=1)).begin()
+    before = values(client, 0)
+    with pytest.raises(UsageError, match=r"server \d cannot be asked"):
+        client.push(1 << 70, []).wait()
+    assert equal(values(client, 0), before)
+
+
 RAW: dict[str, tuple[Pull | Push, list[Array], str]] = {
     "dtype": (Push(0, 0, 1, [Part("w", ALL, 1, "float64")]), [np.ones(1000)], "w is float32, and float64 came"),
     "size": (Push(0, 0, 1, [Part("w", ALL)]), [np.ones(3, np.float32)], "12 bytes came for w"),
@@ -348,3 +383,29 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_server_needs_no_torch() -> None:
     code = "import sys, covey, covey.node.pserver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FULL = """
+import resource, sys
+import numpy as np
+from covey.core.serving import Serving
+from covey.errors import StoreError
+from covey.params import files
+from covey.params.messages import Begin, Spec
+from covey.params.optimizers import SGD
+from covey.params.shard import Shard
+
+shard = Shard(Serving(servers=1, workers=1), 0, range(256))
+shard.declare(Spec("t", 10_000, 4, "float32", True, SGD(0.1), Begin("normal")), np.empty(0, np.uint8))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    files.save(sys.argv[1], 3, shard, (0,) * 256, keep=1)
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path: Path) -> None:
+    said = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert said.stdout.startswith("server 0 cannot write step 3 to") and "free the disk" in said.stdout, said
+    assert files.whole_steps(tmp_path) == []

@@ -1,31 +1,20 @@
-"""A worker's way to the servers: one connection for each, and requests that may be sent twice.
-
-Every request can be repeated without harm, so whoever finds a connection broken looks for the server again, in its next life
-perhaps, and asks again; the program only waits. Arrays are sent from the caller's memory and received into it.
-
-A caller that has nothing else to do asks all servers in its own thread. What goes on beside the caller's work, and what is
-large, is asked by a thread for each server: they move it side by side, but waking them takes its time.
-"""
+"""What a worker asks of all servers: whole parameters and rows, gradients for them, and files."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import os
-import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from covey.core.serving import Serving
 from covey.core.shards import Sharing, first
-from covey.errors import CoveyError, UsageError
+from covey.errors import UsageError
 from covey.params.cache import Cache, Piece
+from covey.params.channel import Asking, Channel, Work, size_of
 from covey.params.messages import (
     ALL,
     Answered,
@@ -33,8 +22,6 @@ from covey.params.messages import (
     Check,
     Declare,
     Load,
-    Moved,
-    No,
     Part,
     Pull,
     Push,
@@ -42,190 +29,12 @@ from covey.params.messages import (
     Save,
     Spec,
     Standing,
-    Yes,
-    receive_answer,
-    send,
 )
 from covey.params.optimizers import Array
-from covey.params.peers import AGAIN_S, Find
+from covey.params.peers import Find
 from covey.params.placement import Placement
 
-HERE_MAX: Final = 4 << 20  # bytes that the caller's own thread moves: beyond, several threads move them faster
 _NUMBERED = np.dtype(np.int64)
-Arrays = Sequence[Any]
-
-
-class Asking(msgspec.Struct, frozen=True):
-    """A message for one server, what goes with it, and where the answer goes."""
-
-    server: int
-    message: Request
-    arrays: Arrays = ()
-    into: Arrays = ()
-    heard: Callable[[Answered, Array], None] | None = None  # for an answer whose arrays have no place yet
-
-
-Make = Callable[[Sharing], list[Asking]]
-
-
-class Work:
-    """Requests under way, to one server or more; over when all are answered, by one and the same sharing: where rows moved
-    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread. With `here` it is over when
-    it is made, and asked in the caller's thread where that is better."""
-
-    def __init__(self, client: Client, make: Make, done: Callable[[Work], None] | None = None, *, here: bool = False) -> None:
-        self.error: CoveyError | None = None
-        self.numbers: list[int] = []
-        self.over = threading.Event()
-        self._client, self._make, self._done = client, make, done
-        self._lock = threading.Lock()
-        self._left = 0
-        self._moved: Sharing | None = None
-        self._begin(here=here)
-        if here:
-            self.wait()
-
-    def _begin(self, *, here: bool = False) -> None:
-        asked = self._make(self._client.sharing())
-        for one in asked:
-            self._client.check_size(one)
-        self._left, self.numbers, self._moved = len(asked), [], None
-        channels = [self._client.channel(one.server) for one in asked]
-        if not asked:
-            self._finish()
-        elif not here or not self._ask_here(channels, asked):
-            for channel, one in zip(channels, asked, strict=True):
-                channel.ask(one, self)
-
-    def _ask_here(self, channels: list[Channel], asked: list[Asking]) -> bool:
-        """Ask in this thread: all are sent before the first answer is waited for. False if there is much to move, or others
-        are to be asked first."""
-        if sum(_size(one.arrays) + _size(one.into) for one in asked) > HERE_MAX:
-            return False
-        with contextlib.ExitStack() as taken:
-            for channel in channels:
-                if not channel.take():
-                    return False
-                taken.callback(channel.leave)
-            sent = [channel.send(one) for channel, one in zip(channels, asked, strict=True)]
-            answers = [c.answer(one, sent=went) for c, one, went in zip(channels, asked, sent, strict=True)]
-        for answer in answers:
-            self.answered(answer)
-        return True
-
-    def answered(self, answer: Answered) -> None:
-        with self._lock:
-            if isinstance(answer, Moved):
-                self._moved = answer.sharing
-            elif isinstance(answer, No):
-                self.error = self.error or answer.error()
-            else:
-                self.numbers.append(answer.number if isinstance(answer, Yes) else 0)
-            self._left -= 1
-            if self._left:
-                return
-        if self._moved is None or self.error is not None:
-            self._finish()
-            return
-        self._client.learn(self._moved)
-        try:
-            self._begin()
-        except CoveyError as error:
-            self.error = error
-            self._finish()
-
-    def _finish(self) -> None:
-        self.over.set()
-        if self._done is not None:
-            self._done(self)
-
-    def wait(self) -> Work:
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
-        return self
-
-
-class Channel:
-    """One server, as seen from here. `gone` says how rows are shared without it."""
-
-    def __init__(self, server: int, find: Find, gone: Callable[[], Sharing]) -> None:
-        self._server, self._find, self._gone = server, find, gone
-        self._connection: socket.socket | None = None
-        self._turn = threading.Lock()  # around the connection: one request after the other
-        self._requests: collections.deque[tuple[Asking, Work]] = collections.deque()  # the first is under way
-        self._news = threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
-
-    def ask(self, asked: Asking, work: Work) -> None:
-        """In its turn, by this channel's thread; the work hears the answer."""
-        self._requests.append((asked, work))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
-            self._thread.start()
-        self._news.release()
-
-    def take(self) -> bool:
-        """Have the connection for the caller's own thread, unless others are to be asked first."""
-        if not self._turn.acquire(blocking=False):
-            return False
-        if self._requests:
-            self._turn.release()
-            return False
-        return True
-
-    def leave(self) -> None:
-        self._turn.release()
-
-    def close_in_child(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._connection.fileno())
-
-    def _run(self) -> None:
-        while True:
-            self._news.acquire()
-            asked, work = self._requests[0]
-            with self._turn:
-                answer = self.answer(asked, sent=False)
-                self._requests.popleft()
-            work.answered(answer)
-
-    def send(self, asked: Asking) -> bool:
-        """Send a request over the connection there is; whether that seems to have worked."""
-        if self._connection is None:
-            return False
-        try:
-            send(self._connection, asked.message, asked.arrays)
-        except OSError:
-            self._close()
-            return False
-        return True
-
-    def answer(self, asked: Asking, *, sent: bool) -> Answered:
-        """The answer, from whichever life of the server gives one."""
-        while True:
-            try:
-                if self._connection is None:
-                    peer = self._find(self._server)
-                    if peer is None:
-                        return Moved(self._gone())
-                    self._connection = peer.connect()
-                if not sent:
-                    send(self._connection, asked.message, asked.arrays)
-                answer, body = receive_answer(self._connection, asked.into)
-                if asked.heard is not None:
-                    asked.heard(answer, body)
-                return answer
-            except (OSError, EOFError, msgspec.MsgspecError):
-                sent = False
-                self._close()
-                time.sleep(AGAIN_S)
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -278,7 +87,7 @@ class Client:
             return self._channels[server]
 
     def check_size(self, asked: Asking) -> None:
-        size = _size(asked.arrays)
+        size = size_of(asked.arrays)
         if size > self.serving.message_max:
             raise UsageError(
                 f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
@@ -493,10 +302,6 @@ class Client:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""
         for channel in self._channels.values():
             channel.close_in_child()
-
-
-def _size(arrays: Arrays) -> int:
-    return sum(array.nbytes for array in arrays)
 
 
 def _owners(sharing: Sharing) -> list[int]:

@@ -30,6 +30,7 @@ SCRAP: Final = 1 << 20
 TOKEN_SIZE: Final = 32
 DTYPES: Final = {"float32": np.float32, "float64": np.float64}
 ROWS_MAX: Final = 1 << 40
+WIDTH_MAX: Final = 1 << 24
 ALL: Final = -1  # rows: those of the server, every one
 
 Name = Annotated[str, Meta(min_length=1, max_length=500)]
@@ -54,7 +55,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     name: Name
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
-    width: Annotated[int, Meta(ge=1, le=1 << 24)]
+    width: Annotated[int, Meta(ge=1, le=WIDTH_MAX)]
     dtype: Dtype
     striped: bool
     rule: Rule
@@ -244,6 +245,8 @@ def send(connection: socket.socket, message: Message, arrays: Sequence[Any] = ()
     """One frame; the arrays from where they lie."""
     views = [memoryview(array).cast("B") for array in arrays if memoryview(array).nbytes]
     talk = _encoder.encode(message)
+    if len(talk) > TALK_MAX:
+        raise TooLarge(f"a message that names {len(talk)} bytes is larger than the limit of {TALK_MAX}: serve fewer parameters")
     size = sum(view.nbytes for view in views)
     head = HEADER.pack(MAGIC, len(talk), size) + talk
     if size <= TOGETHER:
