@@ -79,7 +79,7 @@ class Shown:
     def stop(self, reason: str) -> None:
         self.stops.append(reason)
 
-    def scale(self, asked: ScaleAsked) -> Scaling:
+    async def scale(self, asked: ScaleAsked) -> Scaling:
         self.scales.append(asked)
         return Scaling(len(self.scales), "as asked")
 

@@ -14,7 +14,7 @@ from covey.console.openapi import COMMON, Operation
 from covey.console.replies import RecoveriesReply, ScaleInBody, ScaleOutBody, ScaleReply
 from covey.core.incidents import Incident
 from covey.core.messages import ScaleAsked, Scaling
-from covey.errors import PeerError
+from covey.errors import PeerError, StoreError
 
 RECOVERIES = Operation(
     "recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply
@@ -33,7 +33,7 @@ class Source(api.Source, Protocol):
 
     def recoveries(self) -> list[Incident]: ...
 
-    def scale(self, asked: ScaleAsked) -> Scaling: ...
+    async def scale(self, asked: ScaleAsked) -> Scaling: ...
 
 
 def make_app(source: Source, *, token: str) -> Starlette:
@@ -42,21 +42,23 @@ def make_app(source: Source, *, token: str) -> Starlette:
     async def recoveries(request: Request) -> Response:
         return as_json(replies.recoveries(source.recoveries()))
 
-    def scale(message: str, asked: ScaleAsked) -> Response:
+    async def scale(message: str, asked: ScaleAsked) -> Response:
         try:
-            decided = source.scale(asked)
+            decided = await source.scale(asked)
         except PeerError as refused:
             return refusal(409, str(refused))
+        except StoreError as uncertain:
+            return refusal(503, str(uncertain))
         return as_json(replies.ScaleReply(message, str(decided.operation), decided.reason))
 
     async def scale_out(request: Request) -> Response:
-        return scale("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
+        return await scale("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
 
     async def scale_in(request: Request) -> Response:
-        return scale("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
+        return await scale("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
 
     async def roll_back(request: Request) -> Response:
-        return scale("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
+        return await scale("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
 
     async def operation(request: Request) -> Response:
         number = request.path_params["number"]
