@@ -87,7 +87,7 @@ class Shown:
     def about(self) -> dict[str, Any]:
         return {"kind": "training"}
 
-    def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
         if isinstance(wish, ScaleAsked):
             self.scales.append(wish)
             return Scaling(len(self.scales), "as asked")

@@ -41,6 +41,7 @@ from covey.core.model import (
     AgentRecord,
     ClusterRecord,
     ClusterSettings,
+    Ended,
     Host,
     MemberRecord,
     NodeState,
@@ -247,7 +248,8 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3)
+    told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3, ended=told_end)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:

@@ -14,11 +14,12 @@ from covey.core.effects import Close, Level
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incident, Outcome, Stage
 from covey.core.membership import names
-from covey.core.messages import DumpAsked, Refused
+from covey.core.messages import DumpAsked, Refused, Stop
 from covey.core.model import (
     Agent,
     AgentRecord,
     ClusterRecord,
+    Ended,
     Failure,
     Member,
     MemberRecord,
@@ -295,7 +296,6 @@ class Lifecycle(Spared):
     def _restore(self, records: tuple[Record, ...]) -> None:
         """Take over from the journal. Members have one node timeout to re-attach before anyone is judged."""
         kept = next((r for r in records if isinstance(r, ClusterRecord)), None)
-        assert kept is None or kept.phase is not Phase.ENDED, "the journal of a cluster that ended is not taken over"
         if kept is None:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
@@ -309,12 +309,23 @@ class Lifecycle(Spared):
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
+        if kept.phase is Phase.ENDED:
+            return self._tell_the_end(kept.ended or Ended(0, "", told=True))
         self._gathering = Gathering(self.cluster.generation)
         self._await_healing()
         count = len(self.cluster.members)
         self._move(Phase.RETURNING, f"the scheduler is back and waits for its {count} members to re-attach")
         self._publish("cluster", "restored", f"generation {self.cluster.generation}, {count} members")
         return self._finished()
+
+    def _tell_the_end(self, ended: Ended) -> None:
+        """The scheduler was lost while it told its members the end: whoever calls is told now. Who waited for a formation that
+        failed is in no journal."""
+        self.cluster.ended, self._stop = ended, Stop(ended.reason, ended.code, ended.failure)
+        self._move(Phase.ENDED, ended.reason)
+        untold = {life for life, _ in self._out_of_reach()} if self.cluster.generation else {"whoever waited"}
+        self._publish("cluster", "ended", f"{ended.reason}; {len(untold)} may not have heard it", Level.of(ended.code))
+        self._await_the_untold(set() if ended.told else untold)
 
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""

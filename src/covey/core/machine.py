@@ -88,8 +88,9 @@ class Machine(Watch):
         """Take one fact; return what is to be done about it, in order."""
         self._now = now
         if self.cluster.phase is Phase.ENDED and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
-            return []
-        if isinstance(event, Heard):
+            if now >= self._tell_by:
+                self._tell_no_more()
+        elif isinstance(event, Heard):
             if not isinstance(event.message, Ask):  # showing the cluster is the shell's affair
                 self._hear[type(event.message)](event.link, event.message)
         elif isinstance(event, LinkLost):
@@ -250,8 +251,9 @@ class Machine(Watch):
             reason = "its connection speaks for another node already"
         elif answer.verdict is not Verdict.REFUSE:
             return False
-        if self._stop is not None and wish.cluster_id == self.cluster.cluster_id:
+        if self._stop is not None and (wish.cluster_id == self.cluster.cluster_id or (self._untold and not wish.cluster_id)):
             self._send(link, self._stop)
+            self._told(wish.life)
         else:
             self._count("refused")
             self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
@@ -458,10 +460,11 @@ class Machine(Watch):
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         if asked.dump:
             return self._dump_asked(link, asked.reason)
-        self._send(link, Goodbye())
         if self.cluster.phase is not Phase.ENDED:
             self._end(ExitCode.STOPPED, asked.reason)
-        return None
+        else:
+            self._tell_no_more()
+        return self._send(link, Goodbye())
 
     def _dump_asked(self, link: int, reason: str) -> None:
         """The last rung, without a fault."""

@@ -131,6 +131,15 @@ class Failure(msgspec.Struct, frozen=True):
     log: str = ""
 
 
+class Ended(msgspec.Struct, frozen=True):
+    """How a cluster ended. Until everyone was `told`, a scheduler that takes over has that to do."""
+
+    code: int
+    reason: str
+    failure: Failure | None = None
+    told: bool = False
+
+
 class Member(msgspec.Struct):
     """A node as the scheduler sees it."""
 
@@ -258,6 +267,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     moved: bool = True
     copied: bool | None = None
     next_server: int = -1
+    ended: Ended | None = None
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -67,6 +67,7 @@ STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
 LOGS_MAX: Final = 32  # questions about logs at once
 LOG_S: Final = 10.0
+COMMIT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -150,6 +151,7 @@ class Scheduler:
         try:
             end = await self._ended
             await self._let_go(end)
+            await self._write_told()
         finally:
             ticker.cancel()
             if self._turn is not None:
@@ -163,12 +165,15 @@ class Scheduler:
         """End the cluster in order."""
         self._step(Heard(StopAsked(reason)))
 
-    def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
-        """A visitor's wish. Raises `PeerError` with the reason where it is not granted."""
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+        """A visitor's wish; returns once a scheduler that takes over would grant it too. Raises `PeerError` with the reason
+        where it is not granted, and `StoreError` where that is not certain."""
         self._step(Heard(wish))
-        if isinstance(self.machine.answered, Refused):
-            raise PeerError(self.machine.answered.reason, ExitCode.REFUSED)
-        return self.machine.answered
+        answered = self.machine.answered
+        if isinstance(answered, Refused):
+            raise PeerError(answered.reason, ExitCode.REFUSED)
+        await self._committed()
+        return answered
 
     async def read_log(self, node: str, start: int, find: str) -> LogTold:
         """A piece of what a node has printed, from the agent that keeps it. Raises `PeerError` where there is none."""
@@ -194,6 +199,20 @@ class Scheduler:
         if answer.failure:
             raise PeerError(answer.failure, ExitCode.REFUSED)
         return answer
+
+    async def _committed(self) -> None:
+        """Wait until all that was decided is durable."""
+        turn = self._turn
+        if turn is None:
+            return
+        await asyncio.wait({turn}, timeout=COMMIT_S)
+        assert self._ended is not None
+        if not turn.done():
+            raise StoreError(
+                f"it is decided, but cannot be written down yet, and may be lost: {self._stuck or 'the store is slow'}"
+            )
+        if turn.cancelled() or (self._ended.done() and self._ended.exception() is not None):
+            raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
@@ -323,10 +342,7 @@ class Scheduler:
         while True:
             self._check_leads()
             try:
-                if isinstance(self._journal, SharedJournal) and records:
-                    await self._journal.commit(records)
-                elif self._journal is not None and records:
-                    self._journal.commit(records)
+                await self._write(records)
             except Fenced as error:
                 raise SteppedDown(str(error)) from None
             except StoreError as error:
@@ -340,6 +356,12 @@ class Scheduler:
                 self._stuck = ""
                 log.warning("the journal can be written again: what waited is carried out now")
             return
+
+    async def _write(self, records: list[Any]) -> None:
+        if isinstance(self._journal, SharedJournal) and records:
+            await self._journal.commit(records)
+        elif self._journal is not None and records:
+            self._journal.commit(records)
 
     def _check_leads(self) -> None:
         if not self._term.leads():
@@ -379,6 +401,17 @@ class Scheduler:
                 link.close("the cluster ended")
             await asyncio.sleep(0.01)
             self._ending = self._lines.open_among(self._ending)
+
+    async def _write_told(self) -> None:
+        """Nobody needs to be told the end by a scheduler that comes after this one. If it cannot be written, one more will."""
+        record = self.machine.cluster.record()
+        if self._journal is None or record.ended is None:
+            return
+        told = msgspec.structs.replace(record, ended=msgspec.structs.replace(record.ended, told=True))
+        try:
+            await self._write([told])
+        except StoreError as error:
+            log.warning("%s", error)
 
     # -- visitors and strangers --------------------------------------------------------------------------------------
 
