@@ -362,6 +362,12 @@ def test_another_size_is_asked_for_in_the_seeds_words(http: httpx2.Client, sourc
     assert source.scales == [ScaleAsked(more=2), ScaleAsked(node_ids=["worker:1", "3"]), ScaleAsked(roll_back=True)]
 
 
+def test_a_host_is_said_to_be_gone(http: httpx2.Client, source: Shown) -> None:
+    assert http.post("/gone", json={"life": "uid-1", "reason": "its\npod is over"}).json()["code"] == "0"
+    assert source.gone == [("uid-1", "its pod is over")]
+    assert http.post("/gone", json={"life": ""}).status_code == http.post("/gone", json={}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [

@@ -12,7 +12,17 @@ from starlette.responses import Response
 from covey.console import api, replies
 from covey.console.api import SHOWN, as_json, peer, refusal, whole_body
 from covey.console.openapi import COMMON, Operation, Parameter
-from covey.console.replies import KillBody, LogReply, RecoveriesReply, Reply, ScaleInBody, ScaleOutBody, ScaleReply, StopBody
+from covey.console.replies import (
+    GoneBody,
+    KillBody,
+    LogReply,
+    RecoveriesReply,
+    Reply,
+    ScaleInBody,
+    ScaleOutBody,
+    ScaleReply,
+    StopBody,
+)
 from covey.core.incidents import Incident
 from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
 from covey.errors import PeerError, StoreError
@@ -45,7 +55,8 @@ LOGS = Operation(
         Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
     ),
 )
-MORE = (RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS)
+GONE = Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody)
+MORE = (RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS, GONE)
 OPERATIONS = (*COMMON, *MORE)
 
 
@@ -57,6 +68,8 @@ class Source(api.Source, Protocol):
     async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed: ...
 
     async def read_log(self, node: str, start: int, find: str) -> LogTold: ...
+
+    def host_gone(self, life: str, reason: str) -> None: ...
 
 
 def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
@@ -105,5 +118,10 @@ def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, s
         except PeerError as refused:
             return refusal(404, str(refused))
 
-    answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs)
+    async def gone(request: Request) -> Response:
+        said = replies.gone(await whole_body(request))
+        source.host_gone(said.life, said.reason)
+        return as_json(Reply("Nobody waits for that host any longer."))
+
+    answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs, gone)
     return api.make_app(source, token=token, settings=settings, more=dict(zip(MORE, answers, strict=True)))

@@ -19,7 +19,7 @@ import msgspec
 
 from covey.core import ranks, recovery, scaling, sharing
 from covey.core.effects import Close, Level, SchedulerEffect
-from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
@@ -54,6 +54,7 @@ from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, Member
 from covey.core.watch import Watch
 from covey.errors import ExitCode
 
+GONE_MAX = 64  # lives of hosts that are remembered to be over
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked, KillAsked)  # what is still answered then
 
 
@@ -97,6 +98,8 @@ class Machine(Watch):
             self._link_lost(event.link, event.reason)
         elif isinstance(event, Ticked):
             self._tick()
+        elif isinstance(event, HostGone):
+            self._host_gone(event)
         elif isinstance(event, Restored):
             self._restore(event.records)
         out, self._out = self._out, []
@@ -420,6 +423,22 @@ class Machine(Watch):
             self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
         else:
             self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
+
+    def _host_gone(self, said: HostGone) -> None:
+        """Nobody of that host is waited for any longer, and whoever may still run there is not let in again."""
+        if said.life in self.cluster.gone:
+            return
+        self.cluster.gone = (*self.cluster.gone, said.life)[-GONE_MAX:]
+        self._persist(self.cluster.record())
+        for agent in [agent for agent in self.cluster.agents.values() if agent.host.life == said.life]:
+            self._silence(agent.link)
+            agent.link = 0
+            self._agent_gone(agent, ExitCode.PEER_FAILED, said.reason)
+        for member in [m for m in self.cluster.members.values() if m.host.life == said.life and not m.agent]:
+            link = member.link
+            self._over(member, ExitCode.PEER_FAILED, said.reason)
+            self._silence(link)
+            member.link = 0
 
     def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
         self._answer(link, self._answer_scale(asked))

@@ -98,11 +98,15 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people."""
+    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people.
+
+    `life` tells which of several hosts of one identity this is, where somebody gives them one: a pod's UID.
+    """
 
     id: Short
     name: Short
     address: Short
+    life: Short = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -268,6 +272,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     copied: bool | None = None
     next_server: int = -1
     ended: Ended | None = None
+    gone: tuple[str, ...] = ()
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -26,7 +26,7 @@ import msgspec
 
 from covey.clock import wall
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -213,6 +213,10 @@ class Scheduler:
             )
         if turn.cancelled() or (self._ended.done() and self._ended.exception() is not None):
             raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
+
+    def host_gone(self, life: str, reason: str) -> None:
+        """A life of a host is over: nobody of it is waited for, or let in again."""
+        self._step(HostGone(life, reason))
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""

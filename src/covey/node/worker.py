@@ -262,7 +262,7 @@ class Node:
             role=Role.SPARE if self.began_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip),
+            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
             fingerprint=_fingerprint(settings),
             incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
             pid=self._pid,
