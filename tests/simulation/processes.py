@@ -124,6 +124,7 @@ class SchedulerProcess(Process):
         self.links: dict[int, Link] = {}
         self.ended: End | None = None
         self.crash_armed = False
+        self.crash_in_end: int | None = None  # before which effect of the step that ends the cluster
         world.net.listener = world.scheduler = self
         world.tell(name, "started", f"cluster {cluster_id}, {len(world.disk.records())} records")
         self._step(Restored(world.disk.records()))
@@ -173,6 +174,8 @@ class SchedulerProcess(Process):
         crash_at = -1
         if self.crash_armed and any(isinstance(effect, Persist) for effect in effects):
             crash_at = self.world.random.randint(0, len(effects))
+        if self.crash_in_end is not None and isinstance(event, Heard | Ticked) and self.machine.cluster.phase is Phase.ENDED:
+            crash_at, self.crash_in_end = min(self.crash_in_end, len(effects)), None
         for number, effect in enumerate(effects):
             if number == crash_at:
                 return self.world.crash_scheduler(f"before effect {number} of {type(event).__name__}: {effect}")

@@ -211,11 +211,10 @@ class World:
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
     def start_scheduler(self) -> None:
-        """As its shell would: with recovery from its journal, unless that cluster has ended; else anew."""
+        """As its shell would: with recovery from its journal, else anew."""
         if self.scheduler is not None or self.over:
             return
-        kept = self.disk.cluster
-        if not self.plan.cluster.recovery or (kept is not None and kept.phase is Phase.ENDED):
+        if not self.plan.cluster.recovery:
             self.disk.wipe()
         self._clusters += 1
         self.counts["scheduler starts"] += 1

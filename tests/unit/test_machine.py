@@ -13,6 +13,7 @@ from covey.core.incidents import Incident
 from covey.core.ledger import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
+    Agreed,
     Assignment,
     Beat,
     DumpAsked,
@@ -40,6 +41,7 @@ from covey.core.model import (
     AgentRecord,
     ClusterRecord,
     ClusterSettings,
+    Ended,
     Host,
     MemberRecord,
     NodeState,
@@ -246,7 +248,8 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3)
+    told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3, ended=told_end)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
@@ -508,9 +511,9 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
 
 
-def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Refused:
+def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
     made.step(Heard(asked, 9), 1.0)
-    return made.scaled
+    return made.answered
 
 
 def test_an_agent_whose_workers_have_finished_may_go() -> None:

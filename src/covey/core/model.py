@@ -117,6 +117,7 @@ class Progress(msgspec.Struct, frozen=True):
     loop: bool = False  # a loop is at work, which can write down what it holds
     waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
+    loss: float | None = None  # as the program told it last; inf where it was no number
     stands_by: bool = False  # a spare that has run its program up to where it needs a rank
 
 
@@ -132,6 +133,15 @@ class Failure(msgspec.Struct, frozen=True):
     tail: list[str] = []  # its last log lines
     others: list[str] = []  # what the other nodes were doing
     log: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a cluster ended. Until everyone was `told`, a scheduler that takes over has that to do."""
+
+    code: int
+    reason: str
+    failure: Failure | None = None
+    told: bool = False
 
 
 class Member(msgspec.Struct):
@@ -261,6 +271,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     moved: bool = True
     copied: bool | None = None
     next_server: int = -1
+    ended: Ended | None = None
     gone: tuple[str, ...] = ()
 
 

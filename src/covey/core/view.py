@@ -43,6 +43,7 @@ class NodeView(msgspec.Struct, frozen=True):
     log: str = ""
     busy_s: float = 0.0  # of a step, without the waiting for others
     straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
+    loss: float | None = None
     host_id: str = ""  # what tells hosts apart; COVEY_HOST_ID where that is set
     host_life: str = ""  # COVEY_HOST_LIFE
 
@@ -155,6 +156,7 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         if agent and member.rank >= 0 and member.role is not Role.SPARE
         else "",
         busy_s=member.progress.busy_s,
+        loss=member.progress.loss,
         straggles=straggles(member.progress.busy_s, usual_s),
         host_id=member.host.id,
         host_life=member.host.life,
