@@ -96,7 +96,6 @@ def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
     token = secrets.token_hex(16)
     tokens = [
         f"{token},admin,1,system:masters",
-        f"{token}-operator,operator,2,covey-operators",
         f"{token}-none,nobody,3,none",
     ]
     (folder / "tokens.csv").write_text("\n".join(tokens) + "\n")
