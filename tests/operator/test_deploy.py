@@ -104,4 +104,4 @@ def test_an_operator_without_rights_ends_with_a_sentence(kubernetes: Kubernetes)
     command = [sys.executable, "-m", "covey.cli.main", "operator", "run", "--no-leader-elect", "--kubeconfig", str(path)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert said.returncode == 21 and "Traceback" not in said.stderr
-    assert "msjobs" in said.stderr.splitlines()[-1] and "forbidden" in said.stderr.splitlines()[-1]
+    assert "covey: " in said.stderr.splitlines()[-1] and "cannot list resource" in said.stderr.splitlines()[-1]

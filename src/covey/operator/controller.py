@@ -52,24 +52,36 @@ AT_ONCE = 16  # actions of one kind of one job
 SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
 
-class Caches:
-    """What the operator sees of the world. `nodes` and `groups` None: not looked at."""
+class Owned:
+    """The pods and services of jobs of every kind, watched once."""
 
-    def __init__(self, jobs: Reflector, pods: Reflector, services: Reflector) -> None:
-        self.jobs = jobs
+    def __init__(self, pods: Reflector, services: Reflector) -> None:
         self.pods = pods
         self.services = services
-        self.nodes: Reflector | None = None
-        self.groups: Reflector | None = None
         self.pods_of = Index(_job_of)
         self.services_of = Index(_job_of)
         self.pods_on = Index(lambda pod: pod["spec"].get("nodeName"))
+        pods.listeners.append(self._note)
+        services.listeners.append(self.services_of.note)
 
     def made(self, pod: Thing) -> None:
         """A pod of our own making: nobody need be woken for it."""
         self.pods.put(pod, tell=False)
+        self._note(pod)
+
+    def _note(self, pod: Thing) -> None:
         self.pods_of.note(pod)
         self.pods_on.note(pod)
+
+
+class Caches:
+    """What the operator sees of the world for one kind of job. `nodes` and `groups` None: not looked at."""
+
+    def __init__(self, jobs: Reflector, owned: Owned) -> None:
+        self.jobs = jobs
+        self.owned = owned
+        self.nodes: Reflector | None = None
+        self.groups: Reflector | None = None
 
 
 def _job_of(thing: Thing) -> Key:
@@ -166,8 +178,8 @@ class Controller:
     def _observe(self, key: Key, job: Thing) -> Observed:
         caches = self._caches
         return Observed(
-            pods=caches.pods_of.of(key, caches.pods),
-            services=caches.services_of.of(key, caches.services),
+            pods=caches.owned.pods_of.of(key, caches.owned.pods),
+            services=caches.owned.services_of.of(key, caches.owned.services),
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
             gang=bool(self._gang),
             pod_group=caches.groups.get(key) if caches.groups is not None else None,
@@ -188,7 +200,7 @@ class Controller:
         except Invalid:
             return None
         first = _first(job)
-        pod = self._caches.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
+        pod = self._caches.owned.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
         address, port = ((pod or {}).get("status") or {}).get("podIP"), pods.manage_port_of(job, first)
         if pod is None or not address or not port or pod["status"].get("phase") != "Running" or owner(pod) != job.uid:
             return None
@@ -236,9 +248,9 @@ class Controller:
         api = self._api
         if isinstance(action, CreatePod):
             body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
-            await self._create(POD, self._caches.made, body, job, brief=True)
+            await self._create(POD, self._caches.owned.made, body, job, brief=True)
         elif isinstance(action, CreateService):
-            await self._create(SERVICE, self._caches.services.put, pods.service(job, action.role, owner), job)
+            await self._create(SERVICE, self._caches.owned.services.put, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
             secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
             await self._unless(CONFLICT, api.create(SECRET, namespace, secret, brief=True))
@@ -315,7 +327,7 @@ class Controller:
         know(made)
 
     def _address(self, job: Job) -> str:
-        service = self._caches.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
+        service = self._caches.owned.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt(self, thing: Thing, action: Adopt) -> None:
@@ -324,7 +336,7 @@ class Controller:
         fresh = await self._api.get(self._kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
             return
-        kind, cache = (POD, self._caches.pods) if action.kind == "Pod" else (SERVICE, self._caches.services)
+        kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)
         patch = {"metadata": {"uid": action.uid, "ownerReferences": [pods.owner_of(thing)]}}
         cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))
 
