@@ -266,9 +266,9 @@ def receive_asked(connection: socket.socket, message_max: int) -> tuple[Asked, A
     talk, size = _header(connection)
     try:
         asked = _asked.decode(talk)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         skip(connection, size)
-        raise
+        raise msgspec.DecodeError(str(error)) from error
     if size > message_max and not isinstance(asked, Take):  # what moves is as large as it is
         skip(connection, size)
         raise TooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
