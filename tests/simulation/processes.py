@@ -28,7 +28,7 @@ from covey.core.effects import (
     Send,
     SendBeat,
 )
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
@@ -151,6 +151,10 @@ class SchedulerProcess(Process):
     def stop(self) -> None:
         """A visitor asks for the end."""
         self.post(self._step, Heard(StopAsked("a visitor asked")))
+
+    def host_gone(self, life: str) -> None:
+        """What looks after the hosts says that one is over."""
+        self.post(self._step, HostGone(life, "it is said to be over"))
 
     def wake(self) -> None:
         """Of everything that waited, its own clock comes first: the worst order there is."""
@@ -367,7 +371,7 @@ class ChildProcess(NodeProcess):
             assignment.role,
             assignment.node_id,
             life=world.new_life(name),
-            host=world.host(agent.host),
+            host=agent.wish.host,
             fingerprint=world.plan.cluster.fingerprint(),
             incarnation=assignment.incarnation,
         )
@@ -491,6 +495,6 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
     )
 
 
-def host(name: str) -> Host:
+def host(name: str, life: str = "") -> Host:
     number = int(name[1:]) if name[1:].isdigit() else 0
-    return Host(id=name, name=name, address=f"10.0.{number // 250}.{number % 250 + 1}")
+    return Host(id=name, name=name, address=f"10.0.{number // 250}.{number % 250 + 1}", life=life)

@@ -266,12 +266,12 @@ class World:
         if place.slots:
             self.tell(life, "started", f"as an agent of {place.slots}")
             agent = RegisterAgent(
-                place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint
+                place.name, life, self.host(place.host, life), place.slots, place.first_rank, 29500, "logs", fingerprint
             )
             agent = msgspec.structs.replace(agent, spares=place.spares)
             return AgentProcess(self, life, place.host, agent)
         self.tell(life, "started", f"as {place.role} {place.node_id!r}")
-        wish = Register(place.role, place.node_id, life, self.host(place.host), fingerprint, pid=self._lives)
+        wish = Register(place.role, place.node_id, life, self.host(place.host, life), fingerprint, pid=self._lives)
         return NodeProcess(self, life, place.host, wish, self.plan.node)
 
     def node_finished(self, node: NodeProcess) -> None:
@@ -293,8 +293,9 @@ class World:
         return f"{name}.{self._lives}"
 
     @staticmethod
-    def host(name: str) -> Host:
-        return processes.host(name)
+    def host(name: str, life: str) -> Host:
+        """Each process that is started by itself has a host of its own making, as a pod is."""
+        return processes.host(name, life)
 
     # -- the story ---------------------------------------------------------------------------------------------------
 

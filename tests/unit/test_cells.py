@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from covey.core.effects import Publish
 from covey.core.model import ClusterRecord, Ended, Phase
+from covey.core.story import Event
 from covey.errors import StoreError, UsageError
 from covey.store.cells import Cells, FileCells, open_cells
 from covey.store.journal import Fenced, Journal, open_journal
@@ -137,7 +137,7 @@ def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path:
     async def check() -> None:
         cells = FileCells(tmp_path)
         old = await shared(cells, 1)
-        old.note(Publish("cluster", "formed", "all are here"))
+        old.note(Event(1.0, "cluster", "formed", "all are here"))
         await old.commit([record(1)])
         new = await shared(cells, 2)
         assert new.read() == (record(1),) and [line[2] for line in new.story()] == ["formed"]

@@ -59,7 +59,7 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
         async with trained(journal) as made:
             cells.open.clear()
             cells.asked.clear()
-            answer = asyncio.create_task(made.scale(ScaleAsked(more=2, start=False)))
+            answer = asyncio.create_task(made.ask(ScaleAsked(more=2, start=False)))
             await cells.asked.wait()
             assert not answer.done()
             cells.open.set()
@@ -68,7 +68,7 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
             cells.open.clear()
             monkeypatch.setattr(shell, "COMMIT_S", 0.0)
             with pytest.raises(StoreError, match="cannot be written down yet"):
-                await made.scale(ScaleAsked(more=1, start=False))
+                await made.ask(ScaleAsked(more=1, start=False))
 
     asyncio.run(check())
 

@@ -46,6 +46,7 @@ class Cluster(msgspec.Struct):
     copied: bool | None = None  # whether a server's rows outlive it, once servers have come or gone
     next_server: int = -1  # for who comes after formation; -1: the first
     ended: Ended | None = None
+    gone: tuple[str, ...] = ()  # lives of hosts that are said to be over: nobody of them may come back
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -187,4 +188,5 @@ class Cluster(msgspec.Struct):
             self.copied,
             self.next_server,
             self.ended,
+            self.gone,
         )

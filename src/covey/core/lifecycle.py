@@ -75,7 +75,8 @@ class Lifecycle(Spared):
         self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
-        if not member.present or self.cluster.phase is Phase.ENDED:
+        known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
+        if not known or not member.present or self.cluster.phase is Phase.ENDED:
             return None
         if member.role is Role.SPARE:
             return self._spare_over(member, code, reason)
@@ -101,6 +102,7 @@ class Lifecycle(Spared):
         if self._dump is not None:  # the end is decided: one less to wait for
             if member.role is Role.WORKER:
                 self._dump.waiting.discard(member.rank)
+            self._persist(MemberRecord.of(member))  # its agent may end it now, and the next scheduler must not count on it
             return self._end_dump()
         self._settled -= {member.rank} if member.role is Role.PSERVER else set()
         if member.role is Role.PSERVER and member.rank in self.cluster.coming:
@@ -114,6 +116,8 @@ class Lifecycle(Spared):
         strategy = "recover" if after is recovery.After.PROMOTE else str(after)
         if after is recovery.After.END:
             strategy = "dump" if self._can_dump() else "exit"
+            if strategy == "dump":
+                self._persist(MemberRecord.of(member))  # as above: until the dump is done there may be another scheduler
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
@@ -142,14 +146,14 @@ class Lifecycle(Spared):
 
     def _can_dump(self) -> set[int]:
         """The ranks that could write down what they hold, where that is wanted."""
-        wanted = recovery.Strategy.DUMP in self.cluster.settings.strategies
-        return {m.rank for m in self.cluster.of(Role.WORKER) if wanted and m.link and m.present and m.progress.loop}
+        return recovery.can_dump(self.cluster)[0] if recovery.Strategy.DUMP in self.cluster.settings.strategies else set()
 
     def _give_up(self, code: int, reason: str, failure: Failure | None = None) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
         survivors = self._can_dump()
-        if not survivors:
-            return self._end(code, reason, failure)
+        return self._write_down(code, reason, failure, survivors) if survivors else self._end(code, reason, failure)
+
+    def _write_down(self, code: int, reason: str, failure: Failure | None, survivors: set[int]) -> None:
         self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
@@ -157,7 +161,6 @@ class Lifecycle(Spared):
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
                 self._send(member.link, DumpAsked(reason))
-        return None
 
     def _end_dump(self) -> None:
         dump = self._dump
@@ -298,7 +301,7 @@ class Lifecycle(Spared):
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
-        self.cluster.asked = kept.asked
+        self.cluster.asked, self.cluster.gone = kept.asked, kept.gone
         self.cluster.sharing, self.cluster.coming, self.cluster.moved = kept.sharing, kept.coming, kept.moved
         self.cluster.copied, self.cluster.next_server = kept.copied, kept.next_server
         self._come_by = self._now + scaling.ARRIVE_S

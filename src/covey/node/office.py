@@ -28,7 +28,7 @@ from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
 from covey.node.scheduler import RETRY_DISK_S, HandedOver, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
-from covey.settings import Loaded, Settings, serving_said
+from covey.settings import Loaded, Settings, rows, serving_said
 from covey.store import registry
 from covey.store.cells import Cells, FileCells, open_cells
 from covey.store.journal import Fenced, Journal, open_journal
@@ -55,6 +55,7 @@ class Office:
     def __init__(self, loaded: Loaded, sockets: Sockets | None, kept: Kept | None) -> None:
         settings = loaded.settings
         self._settings = settings
+        self._rows = rows(loaded)
         self._manage_given = loaded.origins.get("manage_port") != "default"
         self._sockets = sockets
         self._kept = kept
@@ -227,7 +228,7 @@ class Office:
         entry = self._enter(scheduler, sockets, guard)
         manage = manage_words(sockets, tls=guard.encrypts)
         log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage)
-        app = functools.partial(_training_app, scheduler, self._token)
+        app = functools.partial(_training_app, scheduler, self._token, self._rows)
         console = loop.create_task(_serve_app(app, sockets.manage, guard)) if sockets.manage else None
         try:
             return await serving
@@ -251,6 +252,7 @@ class Office:
                 manage=address.join("127.0.0.1", sockets.manage_port) if sockets.manage else "",
                 job=scheduler.place.job,
                 log_dir=scheduler.place.log_dir,
+                journal=self._folder,
                 tls=self._settings.tls_config,
             )
         )
@@ -322,10 +324,10 @@ def _console() -> Any:
     return server
 
 
-def _training_app(scheduler: Scheduler, token: str) -> Any:
+def _training_app(scheduler: Scheduler, token: str, settings: list[tuple[str, str, str, str]]) -> Any:
     from covey.console import training
 
-    return training.make_app(scheduler, token=token)
+    return training.make_app(scheduler, token=token, settings=settings)
 
 
 def _standby_app(leading: Leading) -> Any:

@@ -15,15 +15,14 @@ import os
 import shutil
 import sqlite3
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from covey.core.effects import Publish
 from covey.core.incidents import KEPT_MAX, Incident
 from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
+from covey.core.story import Event
 from covey.errors import ExitCode, StoreError
 
 FORMAT = 1
@@ -68,10 +67,10 @@ class Journal:
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise _damaged(self.path, error) from None
 
-    def note(self, event: Publish) -> None:
+    def note(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
         if len(self._pending) < STORY_MAX:
-            self._pending.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+            self._pending.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
     def commit(self, records: Iterable[Record] = ()) -> None:
         """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""

@@ -8,7 +8,6 @@ thousand nodes; the story is kept as its last lines.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -16,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from covey.core.effects import Publish
 from covey.core.model import ClusterRecord, Record
+from covey.core.story import Event
 from covey.errors import ExitCode, StoreError
 from covey.store.cells import Cells
 from covey.store.journal import Fenced, check_job, is_over, key_of
@@ -47,9 +46,9 @@ class SharedJournal:
         """Everything the scheduler knew."""
         return tuple(self._page.records.values())
 
-    def note(self, event: Publish) -> None:
+    def note(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
-        self._story.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+        self._story.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
     def story(self, limit: int = STORY_MAX) -> list[tuple[float, str, str, str, str]]:
         """The newest events, oldest first."""
