@@ -222,12 +222,11 @@ class Scheduler:
         if turn is None:
             return
         await asyncio.wait({turn}, timeout=COMMIT_S)
-        assert self._ended is not None
         if not turn.done():
             raise StoreError(
                 f"it is decided, but cannot be written down yet, and may be lost: {self._stuck or 'the store is slow'}"
             )
-        if turn.cancelled() or (self._ended.done() and self._ended.exception() is not None):
+        if turn.cancelled() or not self._acts:
             raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
 
     def host_gone(self, life: str, reason: str) -> None:
@@ -322,6 +321,8 @@ class Scheduler:
                     self._lines.links[number].send(Pulse())
 
     def _step(self, event: SchedulerEvent) -> None:
+        if not self._acts:
+            return
         loop = asyncio.get_running_loop()
         try:
             self._wishes.extend(self.machine.step(event, loop.time()))
@@ -332,6 +333,12 @@ class Scheduler:
             self._fail(StoreError("the disk has refused for too long: more wishes wait for it than can be kept"))
         if self._wishes and self._turn is None:
             self._turn = loop.create_task(self._take_turns())
+
+    @property
+    def _acts(self) -> bool:
+        """Not once it was asked to go, or failed: the links it then closes itself are nobody's death."""
+        ended = self._ended
+        return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
 
     def _fail(self, error: Exception) -> None:
         assert self._ended is not None
