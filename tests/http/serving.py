@@ -100,7 +100,7 @@ class Shown:
             raise PeerError(f"there is no node {node!r}")
         return LogTold(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
 
-    def host_gone(self, life: str, reason: str) -> None:
+    async def host_gone(self, life: str, reason: str) -> None:
         self.gone.append((life, reason))
 
 
