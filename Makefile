@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP)
-	$(BIN)/covey run -n 4 --log-dir covey_logs examples/01_digits.py
+	$(BIN)/covey run -n 4 --log-dir covey_logs examples/02_healing.py --kill 2
 
 test: $(STAMP)
 	@test -n "$$KUBEBUILDER_ASSETS" -o -x .kubernetes/kube-apiserver || \
