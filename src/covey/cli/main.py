@@ -156,6 +156,21 @@ def logs(master: str, rank: int | None, follow: bool, job: str, as_json: bool, *
     look.logs(master, rank, follow, as_json)
 
 
+@verbs.command(epilog=examples("covey chaos --rate 1/3s --for 1m", "covey chaos --faults kill,stop --seed 7 --times 20 --json"))
+@MASTER
+@click.option("--rate", default="1/3s", show_default=True, help="How often: 1/3s, 20/m.")
+@click.option("--faults", default="kill,stop,slow,cut,scheduler,template", show_default=True, help="Also disk and clock.")
+@click.option("--seed", default=1, show_default=True, help="The same seed, the same choices.")
+@click.option("--for", "length", default="1m", show_default=True, help="How long: 90s, 10m.")
+@click.option("--times", type=click.IntRange(0, 100_000), default=0, help="How many faults at most; 0: as many as fit.")
+@JSON
+def chaos(master: str, rate: str, faults: str, seed: int, length: str, times: int, as_json: bool) -> None:
+    """Do harm to a running cluster of this host, and show what became of it: docs/proof.md."""
+    from covey.cli.chaos import chaos as chaos_verb
+
+    sys.exit(chaos_verb(master, seed=seed, rate=rate, wanted=faults, length=length, times=times, as_json=as_json))
+
+
 @verbs.command(epilog=examples("covey env", "covey env --json"))
 @JSON
 def env(as_json: bool) -> None:

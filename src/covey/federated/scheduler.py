@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.dp import Noise
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
@@ -49,7 +50,7 @@ class Scheduler:
         self._sync = sync
         self._address = address
         self._manage_port = manage_port
-        self._started_at = time.time()
+        self._started_at = wall()
         self._links: dict[int, Link] = {}
         self._last_link = 0
         self._ended: asyncio.Future[End] | None = None
@@ -180,6 +181,10 @@ class Scheduler:
             **hyper(plan),
         }
 
+    def about(self) -> dict[str, Any]:
+        """What the console shows besides."""
+        return {"kind": "federated", "instance": self.query()}
+
     def _privacy(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
         return {"epsilon": noise.epsilon(self.rounds.spent), "delta": noise.delta, "budget": noise.budget, "clip": noise.clip}
@@ -222,7 +227,7 @@ class Scheduler:
             worker_num=0,
             server_num=rounds.wanted,
             started_at=self._started_at,
-            now=time.time(),
+            now=wall(),
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,

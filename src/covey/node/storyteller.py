@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
+from covey.clock import wall
 from covey.core.effects import Publish
 from covey.core.messages import AskStory, StoryTold
 from covey.core.story import Event, Story
@@ -29,7 +28,7 @@ class Storyteller:
     def note(self, news: Publish) -> Event:
         """Log it and keep it."""
         tell(news)
-        return self.story.add(news, time.time())
+        return self.story.add(news, wall())
 
     def answer(self, link: Link, asked: AskStory) -> None:
         """Tell what is known; and from now on the rest."""
