@@ -8,7 +8,7 @@ MINUTES ?= 10
 SEEDS ?= 100000
 
 IMG ?= covey-operator:latest
-.PHONY: run test check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
+.PHONY: run test docs check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
 
 install: $(STAMP)
 
@@ -34,6 +34,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/python docs/build_reference.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only .

@@ -117,7 +117,7 @@ def test_digits_with_four_workers(examples: Examples) -> None:
 
 def test_a_worker_is_killed_in_the_middle(examples: Examples) -> None:
     """What `make run` shows."""
-    words = ["covey", "run", "-n", "4", "--log-dir", "logs", examples.home / "02_healing.py", "--kill", "2"]
+    words: list[str | Path] = ["covey", "run", "-n", "4", "--log-dir", "logs", examples.home / "02_healing.py", "--kill", "2"]
     text = examples.said(*words)
     assert len(re.findall(r"^covey: recover-in-place of worker:2 \(killed by SIGKILL\): .* resumed$", text, re.MULTILINE)) == 1
     assert [int(step) for step in re.findall(r"step +(\d+) ", text)] == list(range(0, 1000, 100))
@@ -147,7 +147,7 @@ def test_parameter_servers(examples: Examples) -> None:
 
 @pytest.mark.parametrize("script", ["07_federated.sh", "08_secure_aggregation.sh"])
 def test_a_federation(examples: Examples, script: str) -> None:
-    where = {"PORT": ports(2), "SCHEDULER_PORT": free_port(), "FOLDER": str(examples.folder)}
+    where: dict[str, str | int] = {"PORT": ports(2), "SCHEDULER_PORT": free_port(), "FOLDER": str(examples.folder)}
     text = examples.said("bash", examples.home / script, **where)
     found = re.search(r"^test accuracy ([0-9.]+) after the last iteration of 8 devices$", text, re.MULTILINE)
     assert found and float(found[1]) > 0.8, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import click
@@ -37,7 +38,7 @@ def test_the_verbs_of_the_readme_exist() -> None:
     assert named and named <= set(verbs.list_commands(click.Context(verbs)))
 
 
-@pytest.mark.parametrize("name", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))])
+@pytest.mark.parametrize("name", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))])
 def test_links_lead_somewhere(name: str) -> None:
     folder = (ROOT / name).parent
     broken = [link for link in re.findall(r"\]\(([^)#:]+)\)", text(name)) if not (folder / link).exists()]
@@ -46,3 +47,11 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_public_names_exist() -> None:
     assert [name for name in covey.__all__ if not hasattr(covey, name)] == []
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    pages = runpy.run_path(str(ROOT / "docs/build_reference.py"))["pages"]()
+    folder = ROOT / "docs/reference"
+    stale = [name for name, page in pages.items() if not (folder / name).exists() or (folder / name).read_text() != page]
+    assert stale == [], "run: make docs"
+    assert {path.name for path in folder.iterdir()} == set(pages)
