@@ -87,3 +87,8 @@ def test_the_files_that_documents_name_exist() -> None:
     for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "examples/README.md"]:
         named = re.findall(r"(?<![.\w/])(?:examples|config|deploy|bench|src|tests)/[\w/.-]*\w\.\w+\b", path.read_text())
         assert [file for file in named if not (ROOT / file).exists()] == [], path
+
+
+def test_the_tests_that_failures_names_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)`", text("docs/failures.md"))
+    assert named and [name for name in named if not (ROOT / "tests/processes" / name).exists()] == []
