@@ -76,6 +76,8 @@ class Visit:
                 told = await self._next(None)
             except PeerError:
                 return
+            if isinstance(told, Refused):
+                raise UsageError(told.reason, ExitCode.REFUSED)
             if isinstance(told, Told):
                 yield msgspec.json.decode(told.view, type=ClusterView)
 
