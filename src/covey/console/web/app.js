@@ -131,7 +131,7 @@ function draw() {
   if (panel && (news.names.includes(panel.name) || news.whole)) panel.draw();
   if (panel) panel.hear(news.events);
   line_("live", "");
-  window.coveyDrawMs = performance.now() - began; // for those who measure
+  document.dispatchEvent(new CustomEvent("drawn", { detail: performance.now() - began })); // for those who measure
 }
 
 // -- one node --------------------------------------------------------------------------------------------------------
