@@ -74,6 +74,7 @@ class Shown:
         self.scales: list[ScaleAsked] = []
         self.wishes: list[KillAsked | StopAsked] = []
         self.story = Story()
+        self.gone: list[tuple[str, str]] = []
 
     def view(self) -> ClusterView:
         return self.cluster
@@ -87,7 +88,7 @@ class Shown:
     def about(self) -> dict[str, Any]:
         return {"kind": "training"}
 
-    def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
         if isinstance(wish, ScaleAsked):
             self.scales.append(wish)
             return Scaling(len(self.scales), "as asked")
@@ -98,6 +99,9 @@ class Shown:
         if node not in {shown.name for shown in self.cluster.nodes}:
             raise PeerError(f"there is no node {node!r}")
         return LogTold(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
+
+    def host_gone(self, life: str, reason: str) -> None:
+        self.gone.append((life, reason))
 
 
 def bound(host: str = "127.0.0.1") -> socket.socket:

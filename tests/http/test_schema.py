@@ -50,7 +50,7 @@ def test_every_door_is_documented(port: int) -> None:
     assert {"400", "401", "403", "405", "413", "500"} <= set(responses)
     assert "Allow" in responses["405"]["headers"]
     assert "WWW-Authenticate" in responses["401"]["headers"]
-    scaling = {"/scaleout", "/scalein", "/scaleoutRollback", "/operations/{number}"}
+    scaling = {"/scaleout", "/scalein", "/scaleoutRollback", "/operations/{number}", "/gone"}
     console = {"/story", "/settings", "/stream", "/key", "/kill", "/dump", "/logs/{node}"}
     always = {"/nodes", "/state", "/view", "/recoveries", "/stop", "/metrics", "/healthz", "/openapi.json"}
     assert always | scaling | console == set(document["paths"])

@@ -150,6 +150,13 @@ class KillBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: NodeId
 
 
+class GoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which life of a host is over (its COVEY_HOST_LIFE), and why."""
+
+    life: Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
+    reason: Annotated[str, Meta(max_length=REASON_MAX)] = "its host is gone"
+
+
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the cluster shall end. The whole body may be absent."""
 
@@ -201,13 +208,12 @@ def scale_in(body: bytes) -> ScaleAsked:
 
 
 def stop_reason(body: bytes, path: str = "/stop") -> str:
-    """The reason in the body of POST /stop, fit for a log line and a terminal; a body that is none says where it breaks."""
+    """The reason in the body of POST /stop; a body that is none says where it breaks."""
     default = ASKED if path == "/stop" else f"asked by POST {path}"
     if not body:
         return default
     asked = _decoded(body, StopBody, path, '{"reason": "..."}')
-    printable = "".join(letter if letter.isprintable() else " " for letter in asked.reason)
-    return " ".join(printable.split()) or default
+    return _printable(asked.reason) or default
 
 
 def victim(body: bytes) -> str:
@@ -241,6 +247,16 @@ def short(said: str, name: str) -> str:
     if len(said) > NODE_ID_MAX:
         raise UsageError(f"{name} is longer than {NODE_ID_MAX} characters: ask for less")
     return said
+
+
+def gone(body: bytes) -> GoneBody:
+    said = _decoded(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
+    return GoneBody(said.life, _printable(said.reason))
+
+
+def _printable(text: str) -> str:
+    """Fit for a log line and a terminal."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 _SEEDS = {  # what the seeds say where a body is wrong, by what msgspec says

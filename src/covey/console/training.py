@@ -12,10 +12,20 @@ from starlette.responses import Response
 from covey.console import api, replies
 from covey.console.api import SHOWN, as_json, peer, refusal, whole_body
 from covey.console.openapi import COMMON, Operation, Parameter
-from covey.console.replies import KillBody, LogReply, RecoveriesReply, Reply, ScaleInBody, ScaleOutBody, ScaleReply, StopBody
+from covey.console.replies import (
+    GoneBody,
+    KillBody,
+    LogReply,
+    RecoveriesReply,
+    Reply,
+    ScaleInBody,
+    ScaleOutBody,
+    ScaleReply,
+    StopBody,
+)
 from covey.core.incidents import Incident
 from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
-from covey.errors import PeerError
+from covey.errors import PeerError, StoreError
 
 LOG_START_MAX: Final = 1 << 53  # bytes
 START_LIMITS: Final = (("minimum", -LOG_START_MAX), ("maximum", LOG_START_MAX))
@@ -45,7 +55,8 @@ LOGS = Operation(
         Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
     ),
 )
-MORE = (RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS)
+GONE = Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody)
+MORE = (RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS, GONE)
 OPERATIONS = (*COMMON, *MORE)
 
 
@@ -54,9 +65,11 @@ class Source(api.Source, Protocol):
 
     def recoveries(self) -> list[Incident]: ...
 
-    def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed: ...
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed: ...
 
     async def read_log(self, node: str, start: int, find: str) -> LogTold: ...
+
+    def host_gone(self, life: str, reason: str) -> None: ...
 
 
 def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
@@ -65,23 +78,25 @@ def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, s
     async def recoveries(request: Request) -> Response:
         return as_json(replies.recoveries(source.recoveries()))
 
-    def asked(message: str, wish: ScaleAsked | KillAsked | StopAsked) -> Response:
+    async def asked(message: str, wish: ScaleAsked | KillAsked | StopAsked) -> Response:
         try:
-            decided = source.ask(wish)
+            decided = await source.ask(wish)
         except PeerError as refused:
             return refusal(409, str(refused))
+        except StoreError as uncertain:
+            return refusal(503, str(uncertain))
         if isinstance(decided, Agreed):
             return as_json(replies.Reply(decided.reason))
         return as_json(replies.ScaleReply(message, str(decided.operation), decided.reason))
 
     async def scale_out(request: Request) -> Response:
-        return asked("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
+        return await asked("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
 
     async def scale_in(request: Request) -> Response:
-        return asked("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
+        return await asked("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
 
     async def roll_back(request: Request) -> Response:
-        return asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
+        return await asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
 
     async def operation(request: Request) -> Response:
         number = request.path_params["number"]
@@ -89,11 +104,11 @@ def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, s
         return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
 
     async def kill(request: Request) -> Response:
-        return asked("", KillAsked(replies.victim(await whole_body(request)), f"asked by {peer(request)}"))
+        return await asked("", KillAsked(replies.victim(await whole_body(request)), f"asked by {peer(request)}"))
 
     async def dump(request: Request) -> Response:
         reason = replies.stop_reason(await whole_body(request), "/dump")
-        return asked("", StopAsked(reason, dump=True))
+        return await asked("", StopAsked(reason, dump=True))
 
     async def logs(request: Request) -> Response:
         start = replies.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
@@ -103,5 +118,10 @@ def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, s
         except PeerError as refused:
             return refusal(404, str(refused))
 
-    answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs)
+    async def gone(request: Request) -> Response:
+        said = replies.gone(await whole_body(request))
+        source.host_gone(said.life, said.reason)
+        return as_json(Reply("Nobody waits for that host any longer."))
+
+    answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs, gone)
     return api.make_app(source, token=token, settings=settings, more=dict(zip(MORE, answers, strict=True)))

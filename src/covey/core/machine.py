@@ -19,7 +19,7 @@ import msgspec
 
 from covey.core import ranks, recovery, scaling, sharing
 from covey.core.effects import Close, Level, SchedulerEffect
-from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
@@ -54,6 +54,7 @@ from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, Member
 from covey.core.watch import Watch
 from covey.errors import ExitCode
 
+GONE_MAX = 64  # lives of hosts that are remembered to be over
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked, KillAsked)  # what is still answered then
 
 
@@ -88,14 +89,17 @@ class Machine(Watch):
         """Take one fact; return what is to be done about it, in order."""
         self._now = now
         if self.cluster.phase is Phase.ENDED and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
-            return []
-        if isinstance(event, Heard):
+            if now >= self._tell_by:
+                self._tell_no_more()
+        elif isinstance(event, Heard):
             if not isinstance(event.message, Ask):  # showing the cluster is the shell's affair
                 self._hear[type(event.message)](event.link, event.message)
         elif isinstance(event, LinkLost):
             self._link_lost(event.link, event.reason)
         elif isinstance(event, Ticked):
             self._tick()
+        elif isinstance(event, HostGone):
+            self._host_gone(event)
         elif isinstance(event, Restored):
             self._restore(event.records)
         out, self._out = self._out, []
@@ -250,8 +254,9 @@ class Machine(Watch):
             reason = "its connection speaks for another node already"
         elif answer.verdict is not Verdict.REFUSE:
             return False
-        if self._stop is not None and wish.cluster_id == self.cluster.cluster_id:
+        if self._stop is not None and (wish.cluster_id == self.cluster.cluster_id or (self._untold and not wish.cluster_id)):
             self._send(link, self._stop)
+            self._told(wish.life)
         else:
             self._count("refused")
             self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
@@ -419,6 +424,22 @@ class Machine(Watch):
         else:
             self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
 
+    def _host_gone(self, said: HostGone) -> None:
+        """Nobody of that host is waited for any longer, and whoever may still run there is not let in again."""
+        if said.life in self.cluster.gone:
+            return
+        self.cluster.gone = (*self.cluster.gone, said.life)[-GONE_MAX:]
+        self._persist(self.cluster.record())
+        for agent in [agent for agent in self.cluster.agents.values() if agent.host.life == said.life]:
+            self._silence(agent.link)
+            agent.link = 0
+            self._agent_gone(agent, ExitCode.PEER_FAILED, said.reason)
+        for member in [m for m in self.cluster.members.values() if m.host.life == said.life and not m.agent]:
+            link = member.link
+            self._over(member, ExitCode.PEER_FAILED, said.reason)
+            self._silence(link)
+            member.link = 0
+
     def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
         self._answer(link, self._answer_scale(asked))
 
@@ -458,10 +479,11 @@ class Machine(Watch):
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         if asked.dump:
             return self._dump_asked(link, asked.reason)
-        self._send(link, Goodbye())
         if self.cluster.phase is not Phase.ENDED:
             self._end(ExitCode.STOPPED, asked.reason)
-        return None
+        else:
+            self._tell_no_more()
+        return self._send(link, Goodbye())
 
     def _dump_asked(self, link: int, reason: str) -> None:
         """The last rung, without a fault."""

@@ -135,6 +135,14 @@ class Ask(Message, frozen=True):
     follow: bool = False
 
 
+class AskStory(Message, frozen=True):
+    """Tell me what happened after a moment, of one node or of all; with `follow`, also what happens from now on."""
+
+    node: Name = ""
+    after: float = 0.0
+    follow: bool = False
+
+
 class StopAsked(Message, frozen=True):
     """End the cluster in order; with `dump`, once its ranks have written down what they hold."""
 
@@ -306,6 +314,12 @@ class Told(Message, frozen=True):
     """The cluster as JSON (a `covey.core.view.ClusterView`)."""
 
     view: bytes
+
+
+class StoryTold(Message, frozen=True):
+    """What happened, as JSON (a list of `covey.core.story.Event`)."""
+
+    events: bytes
 
 
 # -- healing -----------------------------------------------------------------------------------------------------------
@@ -480,6 +494,6 @@ class Confirmed(Message, frozen=True):
 FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Settled | Put | Get
 ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
 FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
-Visitor = Ask | StopAsked | ScaleAsked | KillAsked
+Visitor = Ask | AskStory | StopAsked | ScaleAsked | KillAsked
 FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Visitor | LogTold
-FromScheduler = ToChild | Start | Scaling | Agreed | Kill | LogAsked | Pulse | Told | To | HangUp
+FromScheduler = ToChild | Start | Scaling | Agreed | Kill | LogAsked | Pulse | Told | StoryTold | To | HangUp

@@ -98,11 +98,15 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people."""
+    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people.
+
+    `life` tells which of several hosts of one identity this is, where somebody gives them one: a pod's UID.
+    """
 
     id: Short
     name: Short
     address: Short
+    life: Short = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -129,6 +133,15 @@ class Failure(msgspec.Struct, frozen=True):
     tail: list[str] = []  # its last log lines
     others: list[str] = []  # what the other nodes were doing
     log: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a cluster ended. Until everyone was `told`, a scheduler that takes over has that to do."""
+
+    code: int
+    reason: str
+    failure: Failure | None = None
+    told: bool = False
 
 
 class Member(msgspec.Struct):
@@ -258,6 +271,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     moved: bool = True
     copied: bool | None = None
     next_server: int = -1
+    ended: Ended | None = None
+    gone: tuple[str, ...] = ()
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

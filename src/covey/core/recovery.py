@@ -83,7 +83,8 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
     if limit > cluster.restarts and all(m.agent in cluster.agents for m in workers):
         count = cluster.restarts + 1
         return After.RESTART_ALL, f"restart {count} of {limit}: all workers start anew"
-    return After.END, "no restart is left" if limit else "no restarts were asked for (--max-restarts)"
+    unasked = "no restarts were asked for (--max-restarts), and as no worker has called covey.init(), none can be replaced alone"
+    return After.END, "no restart is left" if limit else unasked
 
 
 def allowed(agent: Agent | None, limit: int) -> int:

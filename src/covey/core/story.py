@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
@@ -12,6 +13,7 @@ from covey.core.effects import Level, Publish
 
 KEPT_MAX: Final = 10_000  # events in memory; the journal keeps more
 TOLD_MAX: Final = 1000  # events of one answer
+NAMES: Final = re.compile(r"[\w:.-]*\w")
 STEP_S: Final = 1e-6  # between two events of the same moment, so that a time names one event
 
 
@@ -49,6 +51,11 @@ class Story:
         for event in reversed(self._events):
             if event.at <= at or len(found) == limit:
                 break
-            if not node or event.node == node:
+            if not node or about(event, node):
                 found.append(event)
         return found[::-1]
+
+
+def about(event: Event, node: str) -> bool:
+    """Whether a node's story has this event: it happened to the node, or its reason names it."""
+    return event.node == node or node in NAMES.findall(event.reason)

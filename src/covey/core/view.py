@@ -45,6 +45,7 @@ class NodeView(msgspec.Struct, frozen=True):
     straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
     loss: float | None = None
     host_id: str = ""  # what tells hosts apart; COVEY_HOST_ID where that is set
+    host_life: str = ""  # COVEY_HOST_LIFE
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -69,6 +70,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     recovery_totals: list[Total] = []
     resizable: bool = False  # the world can change its size now
     goal: int = 0  # how many workers there should be
+    heals: bool = False  # its program calls covey.init(), so the others can wait for one that is started again
 
 
 # The seeds' words for the phases, as GET /state says them.
@@ -109,6 +111,7 @@ def show(
         restarts=cluster.restarts,
         resizable=scaling.why_not(cluster) == "",
         goal=cluster.goal,
+        heals=cluster.heals,
         **more,
     )
 
@@ -154,4 +157,5 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         loss=member.progress.loss,
         straggles=straggles(member.progress.busy_s, usual_s),
         host_id=member.host.id,
+        host_life=member.host.life,
     )

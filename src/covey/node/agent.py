@@ -123,7 +123,7 @@ class Agent:
         wish = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip),
+            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
             slots=job.slots,
             servers=job.servers,
             spares=settings.spares,

@@ -167,18 +167,18 @@ class Office:
 
     async def _leaders_journal(self, cells: Cells, leading: Leading, token: int) -> Journal | SharedJournal:
         """A store that does not answer now is waited for as long as this one leads: it is no reason for a standby to end."""
-        settings = self._settings
+        settings, follows = self._settings, bool(leading.predecessor)
         if isinstance(cells, FileCells):
             try:
-                return self._local_journal(token)
+                return self._local_journal(token, follows=follows)
             except StoreError as error:
                 if isinstance(error, Fenced) or not end_predecessor(leading.predecessor):
                     raise
-                return self._local_journal(token)
+                return self._local_journal(token, follows=follows)
         size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
         while True:
             try:
-                return await open_shared(cells, token=token, job=self._job, **size)
+                return await open_shared(cells, token=token, job=self._job, follows=follows, **size)
             except StoreError as error:
                 if isinstance(error, Fenced) or error.exit_code is ExitCode.BAD_JOURNAL:
                     raise
@@ -187,9 +187,9 @@ class Office:
                 log.warning("%s; the journal is tried again", error)
                 await asyncio.sleep(RETRY_DISK_S)
 
-    def _local_journal(self, token: int = 0) -> Journal:
+    def _local_journal(self, token: int = 0, *, follows: bool = False) -> Journal:
         size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}
-        return open_journal(self._folder, job=self._job, token=token, **size)
+        return open_journal(self._folder, job=self._job, token=token, follows=follows, **size)
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
@@ -248,6 +248,7 @@ class Office:
                 manage=address.join("127.0.0.1", sockets.manage_port) if sockets.manage else "",
                 job=scheduler.place.job,
                 log_dir=scheduler.place.log_dir,
+                journal=self._folder,
                 tls=self._settings.tls_config,
             )
         )
