@@ -147,6 +147,8 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     page.click("dialog button.primary")
     tab.row("worker:3").wait_for()
     tab.until("document.querySelector('[data-of=\"workers\"]').textContent === '4 / 4'")
+    tab.until("document.querySelector('#phase').textContent === 'ready'")
+    tab.until("!document.querySelector('.note')")
     picture(page, tmp_path, "console")
 
     page.goto(f"http://127.0.0.1:{port}/#logs/worker:0")
@@ -257,9 +259,12 @@ def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
         page.keyboard.press("/")
         page.keyboard.type("worker:77 gpu-096")
         tab.until("document.querySelectorAll('.scroller .row:not([hidden])').length < 12")
+        page.fill("#filter", "")
+        page.evaluate("scrollTo(0, 0)")
         picture(page, tmp_path, "console-thousand")
         page.emulate_media(color_scheme="dark")
         page.set_viewport_size({"width": 390, "height": 780})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a phone need not scroll sideways"
+        page.evaluate("scrollTo(0, 0)")
         picture(page, tmp_path, "console-phone")
         assert tab.complaints == []

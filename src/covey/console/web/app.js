@@ -48,7 +48,7 @@ function figures() {
     loss: number(last?.loss),
     stragglers: federated ? null : String(slow),
     restarts: String(members.reduce((sum, node) => sum + node.restarts, 0)),
-    recoveries: String([...model.recoveries.values()].length),
+    recoveries: String([...model.recoveries.values()].filter((incident) => !incident.strategy.startsWith("scale")).length),
     generation: String(cluster.generation),
     up: span(model.now() - cluster.started_at),
   };

@@ -97,6 +97,7 @@ export class Nodes {
       if (!hosts.has(node.host)) hosts.set(node.host, []);
       hosts.get(node.host).push(node);
     }
+    mark(this.map, "many", String(hosts.size > 30));
     this.map.replaceChildren(...[...hosts].map(([host, nodes]) => {
       const cells = nodes.map((node) => {
         const cell = h("i", { title: `${node.name}: ${node.state}`, "data-state": look(node), onclick: () => this.show(node.name) });
