@@ -20,7 +20,10 @@ from tests.http.serving import TOKEN, Shown, a_view, serving
 from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 
+from covey.console import jobs
+from covey.core.effects import Publish
 from covey.core.model import NodeState, Role
+from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode
 
@@ -268,3 +271,31 @@ def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
         page.evaluate("scrollTo(0, 0)")
         picture(page, tmp_path, "console-phone")
         assert tab.complaints == []
+
+
+class Jobs:
+    """What an operator has: two jobs, of which one waits."""
+
+    def __init__(self) -> None:
+        self.story = Story()
+        self.story.add(Publish("team/digits", "Recovered", "worker-1 runs again"), 1.0)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        progress = {"phase": "ready", "step": 1200, "world": 4, "recovery": "recover of worker:1, 140 ms"}
+        status = {"state": "Running", "workers": "4/4", "restartsTotal": 1, "progress": progress}
+        waits = {"state": "Created", "workers": "0/8", "waiting": "8 pods wait for a node"}
+        return [{"metadata": {"namespace": "team", "name": n}, "status": s} for n, s in (("digits", status), ("text", waits))]
+
+
+def test_the_operators_page_lists_its_jobs(tab: Tab, tmp_path: Path) -> None:
+    with serving(app=jobs.make_app(Jobs(), token=TOKEN)) as port:
+        tab.page.goto(f"http://127.0.0.1:{port}/")
+        cells = tab.page.locator(".jobs tbody tr").filter(has_text="digits").locator("th, td")
+        cells.first.wait_for()
+        row = ["team/digits", "Running", "4/4", "1\u202f200", "1", "ready", "recover of worker:1, 140 ms", ""]
+        assert cells.all_inner_texts() == row
+        assert "8 pods wait for a node" in tab.page.locator(".jobs tbody").inner_text()
+        picture(tab.page, tmp_path, "console-jobs")
+        tab.page.keyboard.press("2")
+        tab.page.locator(".story li", has_text="worker-1 runs again").wait_for()
+        assert tab.page.locator("#actions button").count() == 0 and tab.complaints == []
