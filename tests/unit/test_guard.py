@@ -197,4 +197,4 @@ OWN = {"host": "127.0.0.1:11202", "origin": "http://127.0.0.1:11202", "sec_fetch
 )
 def test_our_own_page_carries_its_key_on_loopback_and_nowhere_else(changed: dict[str, str], passes: bool) -> None:
     asked = {"peer": "127.0.0.1", "authorization": f"Bearer {KEY}", "token": "the-token", "key": KEY} | OWN | changed
-    assert allowed(**asked).allowed is passes  # type: ignore[arg-type]
+    assert allowed(**asked).allowed is passes

@@ -93,16 +93,16 @@ class Board:
         return sorted((shown(job) for job in self._source.jobs()), key=lambda job: (job.namespace, job.name))
 
     def view(self) -> ClusterView:
-        reason = f"{len(self.jobs())} jobs are looked after"
-        size = {"generation": 0, "worker_num": 0, "server_num": 0}
         return ClusterView(
             cluster_id="operator",
             phase=Phase.READY,
-            reason=reason,
+            reason=f"{len(self.jobs())} jobs are looked after",
+            generation=0,
+            worker_num=0,
+            server_num=0,
             started_at=self._started_at,
             now=time.time(),
             nodes=[],
-            **size,
         )
 
     def about(self) -> dict[str, Any]:
