@@ -139,8 +139,11 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
 
 
 def _finite(loss: Any) -> float | None:
-    """A number that equals itself: two beats must be seen to say the same."""
-    return None if loss is None else float(loss) if math.isfinite(loss) else math.inf
+    """A number that equals itself: two beats must be seen to say the same. A tensor's is its item."""
+    if loss is None:
+        return None
+    value = float(loss.item() if hasattr(loss, "item") else loss)
+    return value if math.isfinite(value) else math.inf
 
 
 def set_seed(seed: int) -> None:
