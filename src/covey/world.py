@@ -134,7 +134,7 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
     if node is None:
         return
     before = node.progress
-    step, phase = (before.step, before.phase) if step is None else (step, phase or "")
+    step, phase = (before.step, before.phase) if step is None else (step, phase)
     node.report(Progress(step, phase[:PHASE_MAX], loop=node.finishes_steps, busy_s=before.busy_s, loss=_finite(loss)))
 
 
