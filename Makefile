@@ -26,7 +26,8 @@ run: $(STAMP)
 test: $(STAMP)
 	@test -n "$$KUBEBUILDER_ASSETS" -o -x .kubernetes/kube-apiserver || \
 		echo "the operator's tests are skipped: make kubernetes brings etcd and kube-apiserver into .kubernetes/"
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	@$(BIN)/python -m pytest -n 4 --dist worksteal --durations 20 || { echo "what failed beside others runs once more, alone";\
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1; }
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -245,6 +245,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: Annotated[str, Var("COVEY_SECRET_FILE", PATH, "a file that holds the join secret")] = ""
     token: Annotated[str, Var("COVEY_TOKEN", PASSPHRASE, "the REST port's token, beyond loopback", secret=True)] = ""
     host_id: Annotated[str, Var("COVEY_HOST_ID", NAME, "the host's identity, where the found one is not right")] = ""
+    host_life: Annotated[str, Var("COVEY_HOST_LIFE", NAME, "which of several hosts of one identity this is: a pod's UID")] = ""
     grace_s: Annotated[float, Var("COVEY_GRACE", GRACE, "seconds a process has to end before it is killed")] = 10.0
     strategy: Annotated[str, Var("COVEY_STRATEGY", LADDER, "what may be done after a failure, of the ladder's rungs")] = (
         STRATEGY
@@ -255,6 +256,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stuck_s: Annotated[float, Var("COVEY_STUCK", STUCK, "seconds all others wait for a rank before it counts as stuck")] = 600.0
     extra_ranks: Annotated[int, Var("COVEY_EXTRA_RANKS", COUNT_OR_NONE, "how many ranks of lost hosts a host may carry")] = 8
     spares: Annotated[int, Var("COVEY_SPARES", COUNT_OR_NONE, "how many spares each host has, beside its workers")] = 0
+    spare_every: Annotated[
+        int, Var("COVEY_SPARE_EVERY", COUNT_OR_NONE, "steps after which a spare takes a copy of the state; 0: never")
+    ] = 100
     worker_max: Annotated[int, Var("COVEY_WORKER_MAX", COUNT_OR_NONE, "how many workers may come in all; 0: MS_WORKER_NUM")] = 0
     last_call_s: Annotated[float, Var("COVEY_LAST_CALL", GRACE, "seconds for more than MS_WORKER_NUM to come at first")] = 3.0
     shrink_after_s: Annotated[

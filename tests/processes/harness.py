@@ -34,7 +34,7 @@ from covey.core.view import ClusterView, NodeView
 from covey.errors import CoveyError
 from covey.node.runtime import Door
 
-DEADLINE_S = 40.0  # for any one event; reached only when something is wrong
+DEADLINE_S = 90.0  # for any one event; reached only when something is wrong
 POLL_S = 0.01
 TAIL_LINES = 60
 MARK = "HARNESS_FOLDER"  # in the environment of everything a test starts

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,6 +37,11 @@ def stands_by(shell: Shell, hold: str, *, count: int = 1) -> str:
     return where
 
 
+def spare_of(shell: Shell) -> dict[str, Any]:
+    [spare] = [node for node in shell.nodes() if node["role"] == "spare"]
+    return spare
+
+
 def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid)
 
@@ -48,9 +54,12 @@ def line(script: str, words: str) -> str:
 def test_two_die_at_once_with_one_spare_and_a_third_when_there_is_another(shell: Shell, undisturbed: str) -> None:
     first, second = "0:2:forward:hold", "2:10:forward:hold"
     faults = f"{first} 0:4:backward 1:4:forward {second} 2:12:optimizer"
-    run = start(shell, "--spares", "1", script=READY, FAULTS=faults)
+    run = start(shell, "--spares", "1", script=READY, FAULTS=faults, COVEY_SPARE_EVERY="1")
     assert stands_by(shell, first) == line(READY, "loop = covey.Loop(")
-    stands_by(shell, second, count=2)
+    reached(shell, second)
+    shell.heard("scheduler", "spare:0 stands by", count=2)
+    until(lambda: spare_of(shell)["step"] == 10, "the spare to follow the step that the others are in")
+    release(shell, second)
     assert run.wait(LONG_S) == 0, run.tail()
     assert outcome(shell) == undisturbed
     said = shell.log("scheduler")
@@ -61,6 +70,7 @@ def test_two_die_at_once_with_one_spare_and_a_third_when_there_is_another(shell:
         "a promoted spare writes to the rank's log"
     )
     assert "BEGINS at" not in shell.log("spare_0")
+    assert re.search("this spare is rank 2 now, in generation .*, with a copy of the state of step 10", shell.log(2))
 
 
 def test_a_spare_dies_and_is_started_again_and_waits_where_it_needs_its_rank(shell: Shell, undisturbed: str) -> None:
@@ -68,7 +78,7 @@ def test_a_spare_dies_and_is_started_again_and_waits_where_it_needs_its_rank(she
     run = start(shell, "--spares", "1", FAULTS=f"{hold} 1:8:between")
     reached(shell, hold)
     shell.heard("scheduler", "spare:0 stands by")
-    [spare] = [node for node in shell.nodes() if node["role"] == "spare"]
+    spare = spare_of(shell)
     assert spare["alive"] and spare["phase"] == line(SCRIPT, "    key = (str(covey.get_rank())")
     os.kill(spare["pid"], signal.SIGKILL)
     shell.heard("scheduler", "spare:0 died: killed by SIGKILL")

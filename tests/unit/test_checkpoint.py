@@ -252,6 +252,19 @@ def test_a_dump_of_another_job_is_not_taken(tmp_path: Path, lines: list[str]) ->
     assert len(lines) == 1 and "dump-500.json: it holds step 500 of 'other'" in lines[0]
 
 
+def test_of_a_ranks_dumps_the_newest_are_kept_and_another_jobs_left_alone(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, prefix="other").dump(5, state_of(5), rank=0, **LIFE)
+    checkpoint = saved(tmp_path, 10, keep=2)
+    for step in (40, 11, 12, 13):
+        checkpoint.dump(step, state_of(step), rank=0, **LIFE)
+    checkpoint.dump(11, state_of(11), rank=1, **LIFE)
+    assert sorted(path.name for path in (tmp_path / "0").glob("*.json")) == [
+        "dump-12.json", "dump-13.json", "dump-40.json", "dump-5.json", "train-10.json"
+    ]  # fmt: skip
+    assert not (tmp_path / "0" / "dump-11.safetensors").exists()
+    assert (tmp_path / "1" / "dump-11.json").exists()
+
+
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 

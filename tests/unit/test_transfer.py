@@ -17,7 +17,7 @@ from covey.core.messages import Giver, Number
 from covey.errors import PeerError
 from covey.train import transfer
 from covey.train.pull import Mark, Piece, pull, recognised
-from covey.train.transfer import SEND, THANKS, Donation, Server, Tensor, fetch
+from covey.train.transfer import SEND, THANKS, Donation, Known, Server, Tensor, fetch
 from covey.train.tree import path_of
 
 STATE: dict[str, Any] = {"model": {"weight": torch.arange(12.0).view(3, 4), "empty": torch.empty(0)}, "step": 3}
@@ -156,3 +156,19 @@ def test_who_does_not_know_the_token_gets_nothing() -> None:
 def test_what_is_wanted_reaches_the_giver() -> None:
     server = Server("127.0.0.1", slots=lambda wanted: Donation(state={"wanted": wanted.hex()}))
     assert fetch(at(server.port, server.token), "slots", wanted=b"\x05\x01").state == {"wanted": "0501"}
+
+
+def test_what_is_here_already_is_not_sent_and_what_differs_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two hosts; a wrong copy under the right digest shows that the giver did not send that tensor."""
+    monkeypatch.setattr(transfer, "recognised", lambda *_: False)
+    state = {"same": torch.arange(4.0), "other": torch.arange(3.0), "new": torch.tensor(7), "none": torch.empty(0)}
+    server = Server("127.0.0.1", state=lambda _: Donation(step=3, state=state))
+    known = Known(
+        {path_of("same"): torch.full((4,), 9.0), path_of("other"): torch.ones(3)},
+        {path_of("same"): transfer.digest(state["same"]), path_of("other"): transfer.digest(torch.ones(3))},
+    )
+    home = torch.zeros(4)
+    found = fetch(at(server.port, server.token), "state", {path_of("same"): home}, known=known).state
+    assert home.tolist() == [9.0] * 4 and found["same"] is home
+    assert torch.equal(found["other"], state["other"]) and found["other"] is known.tensors[path_of("other")]
+    assert (int(found["new"]), found["none"].numel()) == (7, 0)

@@ -89,6 +89,7 @@ class Node:
         self.waits: Number | None = None
         self.keep_bytes = settings.keep_bytes
         self.may_grow = settings.worker_max > 1
+        self.follow_every = settings.spare_every
         self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
@@ -137,6 +138,16 @@ class Node:
         return self._formed
 
     @property
+    def placed(self) -> bool:
+        """Whether this process has a rank."""
+        return self._formed is not None and self._formed.rank >= 0
+
+    @property
+    def generation(self) -> int:
+        assert self._formed is not None
+        return self._formed.generation
+
+    @property
     def world(self) -> int:
         """How many workers there are; this is known to a spare too."""
         assert self._formed is not None
@@ -150,10 +161,11 @@ class Node:
         with self._changed:
             self._changed.wait_for(lambda: self._formed is not None and self._formed.rank >= 0)
             assert self._formed is not None
-            place, self._progress = self._formed, Progress()
+            place, step, self._progress = self._formed, self._progress.step, Progress()
         spare.become(place)
         configure(self._settings, f"{Role.WORKER}:{place.node_id}")
-        log.info("this spare is rank %d now, in generation %d", place.rank, place.generation)
+        copy = f", with a copy of the state of step {step}" if step >= 0 else ""
+        log.info("this spare is rank %d now, in generation %d%s", place.rank, place.generation, copy)
 
     @property
     def asked_to_leave(self) -> bool:
@@ -166,10 +178,26 @@ class Node:
         assert self._runtime is not None
         return self._runtime.address
 
+    @property
+    def progress(self) -> Progress:
+        """What was reported last."""
+        return self._progress
+
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
-        self._progress = progress
+        if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
+            progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         supervise.note(progress.step)
+        self._show(progress)
+
+    def followed(self, step: int) -> None:
+        """A spare has a copy of the state of this step."""
+        with self._changed:
+            if not self.placed:
+                self._show(msgspec.structs.replace(self._progress, step=step))
+
+    def _show(self, progress: Progress) -> None:
+        self._progress = progress
         now = time.monotonic()
         if now - self._told_at > pace_s(self.world):
             self._told_at = now
@@ -255,7 +283,7 @@ class Node:
             role=Role.SPARE if self.began_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip),
+            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
             fingerprint=_fingerprint(settings),
             incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
             pid=self._pid,

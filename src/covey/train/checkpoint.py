@@ -8,7 +8,7 @@ A checkpoint of step k (k steps are committed) is two files. `train-k.safetensor
 reader of the format understands. `train-k.json`, the manifest, holds everything else, with the size and checksum of the tensors
 and a seal over itself. Both are written aside, synced and renamed, the manifest last: a checkpoint exists when its manifest
 does, and is used only when all of it verifies. Nothing is ever unpickled. Nothing is removed because ranks disagree or because
-it cannot be read: only what is older than the `keep` newest goes, after the new one is durable.
+it cannot be read: only what is older than the `keep` newest goes, after the new one is durable. Dumps are counted apart.
 """
 
 from __future__ import annotations
@@ -97,8 +97,16 @@ class Checkpoint:
         return path
 
     def dump(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
-        """A dying gasp: the same between two regular ones, and left alone afterwards. A restart resumes from it too."""
-        return self._write(DUMP, step, state, rank, world, generation)
+        """A dying gasp: the same between two regular ones. A restart resumes from it too. The `keep` newest are left."""
+        path = self._write(DUMP, step, state, rank, world, generation)
+        mine = sorted((s for s in _steps(path.parent, DUMP) if s <= step and self._is_mine(path.parent, s)), reverse=True)
+        try:
+            for old in mine[self.keep :]:
+                for ending in (".json", ".safetensors"):
+                    (path.parent / f"{DUMP}-{old}{ending}").unlink(missing_ok=True)
+        except OSError as error:  # this one counts all the same
+            log.warning("old dumps cannot be removed from %s: %s", path.parent, _why(error))
+        return path
 
     def available(self) -> list[int]:
         """The steps of which any rank has a checkpoint or a dump, newest first, whole or not."""
@@ -163,6 +171,13 @@ class Checkpoint:
             for old in _steps(folder, self.prefix, ending):
                 if old < kept[-1]:
                     (folder / f"{self.prefix}-{old}{ending}").unlink(missing_ok=True)
+
+    def _is_mine(self, folder: Path, step: int) -> bool:
+        """Whether a dump is one of this job's."""
+        try:
+            return _unseal(folder / f"{DUMP}-{step}.json").prefix == self.prefix
+        except _UnusableError:
+            return False
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ The order of news in the inbox decides whether a collective completed before the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,9 +23,11 @@ import msgspec
 
 from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, Giver, HealPlan, Holder, Number, Report, Resumed, Seating
 from covey.errors import PeerError
+from covey.train import following
+from covey.train.following import Asked, Offered
 from covey.train.gloo import Built, Done, Gloo
 from covey.train.meeting import Meeting, Place, Planned, Regroup
-from covey.train.transfer import Donation, Server, fetch
+from covey.train.transfer import NOTHING, Donation, Known, Server, fetch
 
 FIRST: Final = 1  # the generation of formation
 BEFORE: Final = -1  # the step before the first
@@ -73,6 +76,8 @@ class Collectives:
     def __init__(self, meeting: Meeting) -> None:
         self.source: Source | None = None
         self.donation: Donation | None = None  # what this process received, being a replacement
+        self.known = NOTHING  # what this process, having been a spare, has of a state already
+        self.offered: Offered | None = None  # this rank's tensors, for spares that follow
         self.homes: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
         self.on_live: Callable[[], None] = lambda: None  # called before a collective that others take part in
         self.slots: Slots | None = None  # of the loop's optimizer, if its state is cut
@@ -97,6 +102,7 @@ class Collectives:
         self._resumed = self._settled = self._agreed
         self._holders: list[Holder] = []  # as the last plan says
         self._server: Server | None = None
+        self._told_followers = 0  # the generation in which they were told where to ask
         self.waited_s = 0.0  # in collectives, so far
         os.register_at_fork(after_in_child=self._forked)
 
@@ -151,6 +157,8 @@ class Collectives:
         if self._resumed != self._agreed:
             self._resumed = self._agreed
             self._meeting.say(Resumed(self._agreed, number.step))
+        if self.offered is not None and self._told_followers != self._agreed:
+            self._tell_followers()
 
     def early(self, issue: Callable[[Gloo], None]) -> None:
         """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
@@ -219,9 +227,13 @@ class Collectives:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _news(self) -> Any:
-        """The next piece of news. A wish to write down what this rank holds is granted on the way: this is a safe point."""
+        """The next piece of news. Wishes to have what this rank holds are granted on the way: this is a safe point."""
         while True:
             news = self._meeting.inbox.get()
+            if self.offered is not None:
+                self.offered.look(self._step)
+            if isinstance(news, Asked):
+                continue
             if not isinstance(news, DumpAsked):
                 return news
             step, path = self.source.dump() if self.source is not None else (-1, "")
@@ -266,9 +278,7 @@ class Collectives:
 
     def _report(self, generation: int, finished: bool = False) -> HealPlan | None:
         """Say where this rank stands and wait for the plan; None when the generation is over first."""
-        if self._server is None:
-            give = {"state": self._donate, "results": self._give_results, "slots": self._give_slots}
-            self._server = Server(self._meeting.address, **give)
+        server = self._gives()
         slots = self.slots if self.source is not None else None
         self._meeting.say(
             Report(
@@ -282,8 +292,8 @@ class Collectives:
                 holds=slots.holds if slots is not None else b"",
                 finished=finished,
                 seated=self.seated,
-                port=self._server.port,
-                token=self._server.token,
+                port=server.port,
+                token=server.token,
             )
         )
         return self._next_plan(generation)
@@ -317,7 +327,8 @@ class Collectives:
         if giver is None:
             return self._collect()
         kind, homes = ("state", self.homes()) if self._newcomer else ("results", {})
-        received = fetch(giver, kind, homes)
+        known, self.known = self.known, Known(self.known.tensors)  # what is written over is right no more
+        received = fetch(giver, kind, homes, known=known)
         self._collect()
         self._half = False
         self._meeting.say(Fetched(generation))
@@ -344,6 +355,20 @@ class Collectives:
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
+    def _gives(self) -> Server:
+        if self._server is None:
+            give = {"state": self._donate, "results": self._give_results, "slots": self._give_slots, "follow": self._offer}
+            self._server = Server(self._meeting.address, **give)
+        return self._server
+
+    def _tell_followers(self) -> None:
+        self._told_followers = self._agreed
+        if self.place.rank == 0:
+            server = self._gives()
+            giver = Giver(0, self._meeting.address, server.port, server.token)
+            with contextlib.suppress(PeerError):  # this generation is over: the next one is told
+                self._meeting.pin(following.KEY, msgspec.msgpack.encode(giver), self._agreed)
+
     def _donate(self, _wanted: bytes) -> Donation:
         """Called by the server's thread while this rank is at a safe point."""
         state = self.source.donate() if self.source is not None else Donation()
@@ -358,6 +383,10 @@ class Collectives:
     def _give_slots(self, wanted: bytes) -> Donation:
         assert self.slots is not None
         return self.slots.give(wanted)
+
+    def _offer(self, wanted: bytes) -> Donation:
+        assert self.offered is not None
+        return self.offered.give(wanted)
 
     def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
         if passing:

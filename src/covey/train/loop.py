@@ -36,13 +36,14 @@ from covey.train.checkpoint import Checkpoint
 from covey.train.collectives import Collectives
 from covey.train.course import Course, Share
 from covey.train.data import Data
+from covey.train.following import Offered, follow
 from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.operations import Broadcast
 from covey.train.pace import Pace
 from covey.train.reducer import Reducer
 from covey.train.state import OPTIMIZER, State
-from covey.train.transfer import Donation
+from covey.train.transfer import NOTHING, Donation, Known
 from covey.train.tree import pack
 
 if TYPE_CHECKING:
@@ -99,9 +100,11 @@ class Loop:
         from covey.train.sharded import ShardedOptimizer
 
         self._served = Served(model, optimizer, group)
+        follower = follow(group.meeting) if not self._served.any else None
         # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
         self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        known = follower.take() if follower is not None else NOTHING
         self._course = self._until_the_end(data.course(seed=seed, world=group.world, accumulate=accumulate))
         self._cut = self._course.cut(0, 0, self._limit)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
@@ -127,7 +130,7 @@ class Loop:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
             self._reducer = Reducer(model, self._collectives, shares=self, active=lambda: self.boundary)
-            self._attach(self._collectives)
+            self._attach(self._collectives, known)
         else:
             if self._sharded is not None:
                 self._sharded.sit(0, 1)
@@ -397,9 +400,14 @@ class Loop:
         path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
         return state["step"], str(path)
 
-    def _attach(self, collectives: Collectives) -> None:
+    def _attach(self, collectives: Collectives, known: Known) -> None:
         """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
-        collectives.homes, collectives.slots = self._state.homes, self._sharded
+        collectives.homes, collectives.slots, collectives.known = self._state.homes, self._sharded, known
+        meeting = self._group.meeting
+        assert meeting is not None
+        if meeting.follow_every and not self._served.any:
+            followed = self._state.tensors if self._sharded is None else self._state.homes
+            collectives.offered = Offered(followed, meeting.inbox.put)
         if collectives.needs_state:
             collectives.agree()
         elif collectives.donation is not None:
@@ -423,12 +431,12 @@ class Loop:
             collectives.on_live = self._catch_up
             if not self.replaying:
                 collectives.donation = None
+        collectives.known = NOTHING  # its memory is the state's now, or nobody's
         self._before = collectives.count
         collectives.source = self
-        assert self._group.meeting is not None
-        self._group.meeting.finishes_steps = True
+        meeting.finishes_steps = True
         if self._checkpoint is not None:
-            self._checkpoint.confirm = self._group.meeting.confirm
+            self._checkpoint.confirm = meeting.confirm
 
     def _resume(self) -> None:
         """From the newest checkpoint that any rank has whole, on a fresh start."""

@@ -39,11 +39,16 @@ class Meeting(Protocol):
     keep_bytes: int  # of collectives' results, for a replacement
     may_grow: bool  # others may come, also to one that is alone
     retries: bool  # retry is among the strategies
+    follow_every: int  # steps, after which spares take a copy of the state; 0: never
 
     @property
     def asked_to_leave(self) -> bool: ...  # SIGTERM came: finish the step and go
     @property
     def place(self) -> Place: ...  # a spare waits here for one
+    @property
+    def placed(self) -> bool: ...  # not a spare, or one no more
+    @property
+    def generation(self) -> int: ...
     @property
     def world(self) -> int: ...
     @property
@@ -55,6 +60,7 @@ class Meeting(Protocol):
     def holds(self, key: str) -> bool: ...
     def say(self, message: Message) -> None: ...
     def report(self, progress: Progress) -> None: ...
+    def followed(self, step: int) -> None: ...  # a spare has a copy of the state of this step
     def depart(self) -> None: ...
     def confirm(self) -> None: ...  # returns while this rank's place is surely its own
 

@@ -127,6 +127,10 @@ class State:
         state, tensor = self._model.state_dict(), torch_module().Tensor
         return {tree.path_of(MODEL, name): value for name, value in state.items() if isinstance(value, tensor)}
 
+    def tensors(self) -> dict[str, Any]:
+        """What is worth following: the tensors themselves, of the model and the optimizer, by their names in the state."""
+        return tree.pack({MODEL: dict(self._model.state_dict()), OPTIMIZER: self._optimizer.state_dict()})[1]
+
     def _is_home(self, state: dict[str, Any]) -> bool:
         """Whether all of it was received where it belongs."""
         homes, tensor = self.homes(), torch_module().Tensor

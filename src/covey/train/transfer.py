@@ -8,6 +8,7 @@ reads them there itself.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import secrets
@@ -32,9 +33,11 @@ SILENCE_S: Final = 30.0  # a giver that sends nothing for so long is gone
 TOKEN_SIZE: Final = 32
 GIFTS_MAX: Final = 32  # at the same time
 SEND: Final = b"s"  # from a receiver that cannot read the giver's memory
+COMPARE: Final = b"c"  # the same, from one that has some of it perhaps: their digests follow
 THANKS: Final = b"t"
+DIGEST_SIZE: Final = 16
 ALIGNED: Final = 64  # bytes
-KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p"}
+KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p", "follow": b"f"}
 WANTED_MAX: Final = 65536  # bytes
 
 
@@ -47,6 +50,16 @@ class Donation(msgspec.Struct, frozen=True):
     before: int = 0  # how many collectives were run before the first step
     state: Any = None  # nested plain data and tensors; None where the giver has none yet
     results: dict[Number, list[Any]] = {}
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What a receiver has already, by its names in the state: memory to receive into, and the digests of what may be right."""
+
+    tensors: Mapping[str, Any] = {}
+    digests: Mapping[str, bytes] = {}
+
+
+NOTHING: Final = Known()
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +111,10 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError, EOFError):  # a receiver that went away asks again
+            with (
+                connection,
+                contextlib.suppress(OSError, EOFError, msgspec.MsgspecError),
+            ):  # a receiver that went away asks again
                 self._answer(connection)
         finally:
             self._free.release()
@@ -114,18 +130,27 @@ class Server:
                 _send(connection, self._give[asked[TOKEN_SIZE:]](wanted))
 
 
-def fetch(giver: Giver, kind: str, homes: Mapping[str, Any] = MappingProxyType({}), *, wanted: bytes = b"") -> Donation:
+def fetch(
+    giver: Giver,
+    kind: str,
+    homes: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    wanted: bytes = b"",
+    known: Known = NOTHING,
+    begin: Callable[[], None] = lambda: None,
+) -> Donation:
     """Receive all of it or nothing. Raises `PeerError` when the giver is gone.
 
     `homes` are tensors of this process by their names in the state: what fits is received straight into them, which spares
-    fresh memory and a copy. Not if the state is that after the optimizer: it is needed twice, and must stay as it is.
+    fresh memory and a copy. Not if the state is that after the optimizer: it is needed twice, and must stay as it is. `begin`
+    is called when the giver has answered, before anything is written to memory that is `known`.
     """
     try:
         with socket.create_connection((giver.address, giver.port), CONNECT_S) as connection:
             connection.settimeout(SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(giver.token.encode() + KINDS[kind] + len(wanted).to_bytes(4, "big") + wanted)
-            return _read(connection, homes)
+            return _read(connection, homes, known, begin)
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise PeerError(f"the state could not be fetched from {giver.address}: {error}") from None
 
@@ -154,12 +179,29 @@ def _send(connection: socket.socket, given: Donation) -> None:
     )
     header = msgspec.msgpack.encode(meta)
     connection.sendall(len(header).to_bytes(8, "big") + header)
-    if bytes(_receive(connection, bytearray(1))) == SEND:
-        for _, tensor in plain:
-            if tensor.numel():
+    if (answer := bytes(_receive(connection, bytearray(1)))) != THANKS:
+        same = _compare(connection, [tensor for _, tensor in plain]) if answer == COMPARE else set()
+        for place, (_, tensor) in enumerate(plain):
+            if tensor.numel() and place not in same:
                 connection.sendall(_bytes_of(tensor))
         _receive(connection, bytearray(1))
     # Only now may what was read move: `plain` and `mark` have been kept until here.
+
+
+def _compare(connection: socket.socket, tensors: list[Any]) -> set[int]:
+    """Which of the tensors, by number, the receiver has already."""
+    size = int.from_bytes(_receive(connection, bytearray(8)), "big")
+    if size > HEADER_MAX:
+        raise EOFError(f"its digests have {size} bytes, {HEADER_MAX} is the limit")
+    asked = msgspec.msgpack.decode(_receive(connection, bytearray(size)), type=dict[int, bytes])
+    same = {number for number, found in asked.items() if number < len(tensors) and digest(tensors[number]) == found}
+    connection.sendall(bytes(number in same for number in range(len(tensors))))
+    return same
+
+
+def digest(tensor: Any) -> bytes:
+    """By which two processes find out that they have the same bytes."""
+    return hashlib.sha256(_bytes_of(tensor)).digest()[:DIGEST_SIZE]
 
 
 def _described(path: str, tensor: Any) -> Tensor:
@@ -167,23 +209,44 @@ def _described(path: str, tensor: Any) -> Tensor:
     return Tensor(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), piece)
 
 
-def _read(connection: socket.socket, homes: Mapping[str, Any]) -> Donation:
+def _read(connection: socket.socket, homes: Mapping[str, Any], known: Known, begin: Callable[[], None]) -> Donation:
     size = int.from_bytes(_receive(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"its header has {size} bytes, {HEADER_MAX} is the limit")
     meta = msgspec.msgpack.decode(_receive(connection, bytearray(size)), type=_Meta)
-    tensors = _places(meta.tensors, {} if meta.applied else homes)
-    into = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+    begin()
+    tensors = _places(meta.tensors, {**known.tensors, **({} if meta.applied else homes)})
+    into = [_bytes_of(tensor) for tensor in tensors]
     if recognised(meta.pid, meta.mark, meta.mark_value):
-        pull(meta.pid, [tensor.piece for tensor in meta.tensors if tensor.piece.size], into)
+        filled = [number for number, view in enumerate(into) if view.nbytes]
+        pull(meta.pid, [meta.tensors[number].piece for number in filled], [into[number] for number in filled])
     else:
-        connection.sendall(SEND)
-        for view in into:
-            _receive(connection, view)
+        same = _offer(connection, meta.tensors, known)
+        for number, view in enumerate(into):
+            if number not in same:
+                _receive(connection, view)
+            elif (mine := known.tensors[meta.tensors[number].path]) is not tensors[number]:
+                view[:] = _bytes_of(mine)
     connection.sendall(THANKS)
     results = {Number(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
     last = Number(*meta.last) if meta.last is not None else None
     return Donation(meta.step, meta.applied, last, meta.before, tree.unpack(meta.state, tensors), results)
+
+
+def _offer(connection: socket.socket, described: list[Tensor], known: Known) -> set[int]:
+    """Ask for all but what is here already, as the giver finds by its digest; returns the numbers of that."""
+    offered = {
+        number: known.digests[wanted.path]
+        for number, wanted in enumerate(described)
+        if wanted.path in known.digests and _fits(known.tensors[wanted.path], wanted)
+    }
+    if not offered:
+        connection.sendall(SEND)
+        return set()
+    body = msgspec.msgpack.encode(offered)
+    connection.sendall(COMPARE + len(body).to_bytes(8, "big") + body)
+    answer = _receive(connection, bytearray(len(described)))
+    return {number for number in offered if answer[number]}
 
 
 def _places(described: list[Tensor], homes: Mapping[str, Any]) -> list[Any]:
