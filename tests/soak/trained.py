@@ -68,6 +68,7 @@ def disturbed(shell: Shell, silence_s: int, *chaos: str) -> tuple[dict[str, Any]
     for rank in range(WORLD):
         shell.heard(rank, "BEGINS at 0")
     found = harm(shell, *chaos)
+    assert run.alive, f"the run ended under faults of seed {found['seed']}\n{run.tail()}"
     last = max(node["step"] for node in shell.nodes()) + MORE_STEPS
     say_last(marks, last)
     assert run.wait(LONG_S) == 0, run.tail()
