@@ -44,6 +44,7 @@ class Cluster(msgspec.Struct):
     moved: bool = True  # every row is where the sharing says
     copied: bool | None = None  # whether a server's rows outlive it, once servers have come or gone
     next_server: int = -1  # for who comes after formation; -1: the first
+    going: tuple[str, ...] = ()  # ids of workers that are to leave when all go on without those who leave now
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -184,4 +185,5 @@ class Cluster(msgspec.Struct):
             self.moved,
             self.copied,
             self.next_server,
+            self.going,
         )

@@ -114,6 +114,7 @@ class Progress(msgspec.Struct, frozen=True):
     waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
     stands_by: bool = False  # a spare that has run its program up to where it needs a rank
+    together: int = 0  # how many may leave at once, where each has a part of the state; 0: any number
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -257,6 +258,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     moved: bool = True
     copied: bool | None = None
     next_server: int = -1
+    going: tuple[str, ...] = ()
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident
