@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, HostGone, LinkLost, Restored, Ticked
-from covey.core.incidents import Incident
+from covey.core.incidents import Incident, Outcome
 from covey.core.ledger import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -30,6 +30,7 @@ from covey.core.messages import (
     Register,
     RegisterAgent,
     Regrouped,
+    Resumed,
     ScaleAsked,
     Scaling,
     Start,
@@ -511,6 +512,52 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert [r.asked for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
     joined = made.step(Heard(register("c"), 8), 1.0)
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
+
+
+def cut_in_four(together: int) -> Machine:
+    """Four workers, each with a part of the state, and so many copies of it."""
+    made = ready("a", "b", "c", "d")
+    made.step(Heard(Put("met", b"", 1), 1), 0.0)
+    for link in range(1, 5):
+        made.step(Heard(Beat(Progress(5, "train", loop=True, together=together)), link), 0.0)
+    return made
+
+
+def outcomes(made: Machine) -> list[Outcome]:
+    return [incident.outcome for incident in made.incidents.kept]
+
+
+def go_on(made: Machine, links: Sequence[int]) -> list[SchedulerEffect]:
+    generation = made.cluster.generation
+    return [effect for link in links for effect in made.step(Heard(Resumed(generation, 5), link), 1.0)]
+
+
+def test_who_has_a_part_of_the_state_leaves_when_the_others_have_it() -> None:
+    made = cut_in_four(together=1)
+    effects = made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    assert set(sent(effects, Stop)) == {4} and {f.world for f in sent(effects, Formed).values()} == {3}
+    assert [r.going for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
+    effects = go_on(made, (1, 2, 3))
+    assert set(sent(effects, Stop)) == {3} and {f.world for f in sent(effects, Formed).values()} == {2}
+    assert (phase(made), outcomes(made)) == (Phase.HEALING, [Outcome.OPEN]), "one operation until all have left"
+    go_on(made, (1, 2))
+    assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
+    assert made.cluster.going == ()
+
+
+def test_as_many_leave_at_once_as_there_are_copies() -> None:
+    for together, gone in ((0, {2, 3, 4}), (2, {3, 4}), (5, {2, 3, 4})):
+        made = cut_in_four(together)
+        assert set(sent(made.step(Heard(ScaleAsked(workers=1), 9), 1.0), Stop)) == gone
+
+
+def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
+    made = cut_in_four(together=1)
+    records = kept(made.step(Heard(ScaleAsked(workers=2), 9), 1.0))
+    cluster = next(r for r in records if isinstance(r, ClusterRecord))
+    again = Machine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
+    again.step(Restored((cluster,)), 0.0)
+    assert again.cluster.going == ("c",)
 
 
 def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
