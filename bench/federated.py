@@ -4,7 +4,7 @@ Updates: devices join first; then their updates are sent over a few keep-alive c
 read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
 persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own; and, with 4
 clients and 3 rounds, its deployment path (SuperLink, SuperNodes, `flwr run`). Simulated: `covey federated simulate`'s rounds.
-Privacy is in `bench.private`, and alone with `--private`.
+Privacy is in `bench.private`, and alone with `--private`; memory in `bench.memory`, and alone with `--memory`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
-from bench import peers, private
+from bench import memory, peers, private
 from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
 from covey.federated.context import VARIABLE
@@ -165,15 +165,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small numbers, about a minute")
     parser.add_argument("--private", action="store_true", help="only what privacy costs")
+    parser.add_argument("--memory", action="store_true", help="only what devices cost in memory")
     options = parser.parse_args()
     about = machine()
+    resident = memory.measure(cluster, few=options.quick) if not options.private else []
+    if options.memory:
+        return _publish_memory(about, resident, quick=options.quick)
     secure = private.measure(cluster, SIZES["62 k"], few=options.quick)
     if options.private:
         aims = private.aims(secure)
         data: dict[str, Any] = {"machine": about, "private": secure, "aims": [aim._asdict() for aim in aims]}
         name = "federated-private-quick" if options.quick else "federated-private"
         return publish(name, data, [aims_table(aims), *private.sections(secure)], lambda figure: _draw_private(figure, secure))
-    python = str(peers.python_of("flower", "flwr", "numpy") or "")
+    python = str(peers.python_of("flower") or "")
     few = options.quick
     updates = {
         (label, servers, durability): measure_updates(
@@ -204,7 +208,7 @@ def main() -> None:
             two["per_second"] >= 1.6 * one["per_second"],
         ),
     ]
-    aims += private.aims(secure)
+    aims += [*memory.aims(resident), *private.aims(secure)]
     for key, flower in peer.items():
         if flower is not None:
             ours, theirs = rounds[key]["median"], flower["median"]
@@ -227,6 +231,7 @@ def main() -> None:
         table(["model", "servers", "durability", "updates per CPU-second", "CPU us each", "per second"], update_rows),
         table(["model", "clients", "covey, ms per round", "p95", "Flower start_server, ms per round"], round_rows),
         table(["model", "clients", "Flower SuperLink and SuperNodes, ms per round"], [["62 k", "4", _shown(deployed)]]),
+        memory.section(resident),
         *private.sections(secure),
         "" if python else "Flower does not install here, so its column is empty.",
     ]
@@ -235,6 +240,7 @@ def main() -> None:
         "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in updates.items()],
         "rounds": [{"model": k[0], "clients": k[1], **v, "flower": peer[k]} for k, v in rounds.items()],
         "flower_deployed": deployed,
+        "memory": resident,
         "private": secure,
         "simulated_s": simulated._asdict(),
         "aims": [aim._asdict() for aim in aims],
@@ -248,6 +254,21 @@ def main() -> None:
         axes.invert_yaxis()
 
     return publish("federated-quick" if options.quick else "federated", data, sections, draw)
+
+
+def _publish_memory(about: dict[str, Any], rows: list[dict[str, float]], *, quick: bool) -> None:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for name in ("server_mb", "scheduler_mb"):
+            axes.plot([row["devices"] for row in rows], [row[name] for row in rows], marker="o", label=name.removesuffix("_mb"))
+        axes.set_xlabel("distinct devices so far")
+        axes.set_ylabel("resident MB")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+    aims = memory.aims(rows)
+    data = {"machine": about, "memory": rows, "aims": [aim._asdict() for aim in aims]}
+    publish("federated-memory-quick" if quick else "federated-memory", data, [aims_table(aims), memory.section(rows)], draw)
 
 
 def _draw_private(figure: Any, found: dict[str, Any]) -> None:

@@ -268,7 +268,7 @@ async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
             break
         except ApiError:
             await asyncio.sleep(0.05)
-    python = str(peers.python_of("kopf", "kopf", "aiohttp") or "")
+    python = str(peers.python_of("kopf") or "")
     jobs, idle, deaths = (20, 50, 5) if quick else (100, 1000, 40)
 
     async def space(name: str) -> str:

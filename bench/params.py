@@ -66,7 +66,7 @@ def whole(copies: int, megabytes: int, rounds: int) -> list[float]:
         found = []
         for step in range(rounds + 2):
             began = time.monotonic()
-            client.push(step, [Given("w", values, 0.1)]).wait()
+            client.push(step, [Given("w", values, 0.1)], here=True)
             client.pull_whole(step + 1, [("w", values)])
             found.append(time.monotonic() - began)
     return found[2:]
@@ -113,7 +113,7 @@ def rows(copies: int, rounds: int) -> float:
         def step(number: int) -> int:
             wanted = np.unique(np.random.default_rng(number).zipf(1.2, BATCH) % ROWS)
             values = client.pull_rows(number, "t", wanted)
-            client.push(number, [Given("t", values * np.float32(0.1), 0.1, wanted)]).wait()
+            client.push(number, [Given("t", values * np.float32(0.1), 0.1, wanted)], here=True)
             return len(wanted)
 
         step(0)

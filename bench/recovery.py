@@ -55,7 +55,7 @@ def measure_kills(kills: int, peer_kills: int) -> Found:
         TORCHRUN: deaths(TORCHRUN, torchrun(), ["0"], world=WORLD, count=peer_kills, between=far),
         TORCHRUN_LOADERS: deaths(TORCHRUN_LOADERS, torchrun(), ["2"], world=WORLD, count=peer_kills, between=far),
     }
-    python = peers.python_of("torchft", "torch", "torchft==0.2.0", "numpy")
+    python = peers.python_of("torchft")
     if python is not None:
         launch = [str(python), str(SCRIPTS / "torchft_launch.py"), str(WORLD)]
         found[TORCHFT] = deaths(TORCHFT, launch, [], world=WORLD, count=peer_kills, between=far)

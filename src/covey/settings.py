@@ -245,6 +245,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: Annotated[str, Var("COVEY_SECRET_FILE", PATH, "a file that holds the join secret")] = ""
     token: Annotated[str, Var("COVEY_TOKEN", PASSPHRASE, "the REST port's token, beyond loopback", secret=True)] = ""
     host_id: Annotated[str, Var("COVEY_HOST_ID", NAME, "the host's identity, where the found one is not right")] = ""
+    host_life: Annotated[str, Var("COVEY_HOST_LIFE", NAME, "which of several hosts of one identity this is: a pod's UID")] = ""
     grace_s: Annotated[float, Var("COVEY_GRACE", GRACE, "seconds a process has to end before it is killed")] = 10.0
     strategy: Annotated[str, Var("COVEY_STRATEGY", LADDER, "what may be done after a failure, of the ladder's rungs")] = (
         STRATEGY

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
-from typing import Final
+from typing import Any, Final
 
 from covey.core.model import PHASE_MAX, Progress, Role
 from covey.errors import CoveyError, UsageError
@@ -126,11 +127,20 @@ def group() -> Group:
     return _joined().group
 
 
-def report(step: int, phase: str = "") -> None:
-    """Say what this worker is doing; the next beat carries it to `covey status` and the live view."""
+def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
+    """Say what this worker is doing; the next beat carries it to `covey status`, the live view and the console. What is left
+    out stays as it was: in a `covey.Loop`, which tells the step itself, `covey.report(loss=loss)` is enough."""
     node = _joined().node
-    if node is not None:
-        node.report(Progress(step, phase[:PHASE_MAX], loop=node.finishes_steps))
+    if node is None:
+        return
+    before = node.progress
+    step, phase = (before.step, before.phase) if step is None else (step, phase or "")
+    node.report(Progress(step, phase[:PHASE_MAX], loop=node.finishes_steps, busy_s=before.busy_s, loss=_finite(loss)))
+
+
+def _finite(loss: Any) -> float | None:
+    """A number that equals itself: two beats must be seen to say the same."""
+    return None if loss is None else float(loss) if math.isfinite(loss) else math.inf
 
 
 def set_seed(seed: int) -> None:

@@ -9,15 +9,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import httpx2
 
 from covey.console.server import Limits, Server
 from covey.console.training import make_app
 from covey.core.incidents import Incident, Outcome, Stage, Total
-from covey.core.messages import ScaleAsked, Scaling
+from covey.core.messages import Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
 from covey.core.model import NodeState, Phase, Role
+from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
+from covey.errors import PeerError
 
 TOKEN = "tests-own-token"
 
@@ -69,6 +72,9 @@ class Shown:
         self.cluster = cluster
         self.stops: list[str] = []
         self.scales: list[ScaleAsked] = []
+        self.wishes: list[KillAsked | StopAsked] = []
+        self.story = Story()
+        self.gone: list[tuple[str, str]] = []
 
     def view(self) -> ClusterView:
         return self.cluster
@@ -79,9 +85,23 @@ class Shown:
     def stop(self, reason: str) -> None:
         self.stops.append(reason)
 
-    def scale(self, asked: ScaleAsked) -> Scaling:
-        self.scales.append(asked)
-        return Scaling(len(self.scales), "as asked")
+    def about(self) -> dict[str, Any]:
+        return {"kind": "training"}
+
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+        if isinstance(wish, ScaleAsked):
+            self.scales.append(wish)
+            return Scaling(len(self.scales), "as asked")
+        self.wishes.append(wish)
+        return Agreed("as asked")
+
+    async def read_log(self, node: str, start: int, find: str) -> LogTold:
+        if node not in {shown.name for shown in self.cluster.nodes}:
+            raise PeerError(f"there is no node {node!r}")
+        return LogTold(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
+
+    def host_gone(self, life: str, reason: str) -> None:
+        self.gone.append((life, reason))
 
 
 def bound(host: str = "127.0.0.1") -> socket.socket:

@@ -25,11 +25,15 @@ def test_every_answer_is_as_documented(port: int, tmp_path: Path) -> None:
     schemathesis = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
     bounds = ["--max-examples", "20", "--seed", "1", "--generation-database", "none", "--no-color"]
     done = subprocess.run(
-        [*schemathesis, *bounds, "--checks", "all"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [*schemathesis, *bounds, "--checks", "all", "--exclude-path", "/stream"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # All but /openapi.json itself, which schemathesis reads and leaves out.
-    assert f"Tested: {len(OPERATIONS) - 1}\n" in done.stdout
+    # All but /openapi.json itself, which schemathesis reads and leaves out, and /stream, whose answer goes on.
+    assert f"Tested: {len(OPERATIONS) - 2}\n" in done.stdout
 
 
 def test_every_door_is_documented(port: int) -> None:
@@ -46,7 +50,7 @@ def test_every_door_is_documented(port: int) -> None:
     assert {"400", "401", "403", "405", "413", "500"} <= set(responses)
     assert "Allow" in responses["405"]["headers"]
     assert "WWW-Authenticate" in responses["401"]["headers"]
-    scaling = {"/scaleout", "/scalein", "/scaleoutRollback", "/operations/{number}"}
-    assert {"/nodes", "/state", "/view", "/recoveries", "/stop", "/metrics", "/healthz", "/openapi.json", *scaling} == set(
-        document["paths"]
-    )
+    scaling = {"/scaleout", "/scalein", "/scaleoutRollback", "/operations/{number}", "/gone"}
+    console = {"/story", "/settings", "/stream", "/key", "/kill", "/dump", "/logs/{node}"}
+    always = {"/nodes", "/state", "/view", "/recoveries", "/stop", "/metrics", "/healthz", "/openapi.json"}
+    assert always | scaling | console == set(document["paths"])

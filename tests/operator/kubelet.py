@@ -277,7 +277,8 @@ class Kubelet:
         for entry in main.get("env") or []:
             source = entry.get("valueFrom") or {}
             if "fieldRef" in source:
-                fields = {"metadata.name": metadata["name"], "status.podIP": address(self._namespace, metadata["name"])}
+                fields = {key: metadata[key.removeprefix("metadata.")] for key in ("metadata.name", "metadata.uid")}
+                fields["status.podIP"] = address(self._namespace, metadata["name"])
                 value = fields[source["fieldRef"]["fieldPath"]]
             elif "secretKeyRef" in source:
                 secret = await self._api.get(SECRET, self._namespace, source["secretKeyRef"]["name"])

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tests.operator.cluster import Kubernetes, job, replica
 from tests.operator.trainings import COUNT, LOOP
+from tests.processes.harness import free_port
 
 from covey.operator.api import Thing
 
@@ -129,17 +130,25 @@ def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubern
 
 
 @pytest.mark.timeout(300)
-def test_a_pod_of_covey_run_that_is_killed_starts_everyone_anew(kubernetes: Kubernetes) -> None:
+def test_a_pod_of_covey_run_that_is_killed_is_replaced_and_the_others_go_on(kubernetes: Kubernetes) -> None:
+    """The operator tells the scheduler inside that the pod is over: nobody waits for the node timeout, which is long here."""
     script = scripts(kubernetes)["loop"]
+    kubernetes.kubelet.environment["MS_NODE_TIMEOUT"] = "600"
     kubernetes.operator()
-    worker = ["covey", "run", "--no-live", "--tail_worker_log", "-1", script]
-    kubernetes.apply(training("anew", ["python", "-c", "import covey; covey.init()"], worker, "recover-in-place,recover"))
-    for index in range(WORKERS):
-        kubernetes.heard(f"anew-worker-{index}", "step 4", SLOW_S)
-    before = kubernetes.pods("anew")
+    scheduler = replica(1, ["python", "-c", "import covey; covey.init()"])
+    scheduler["template"]["spec"]["containers"][0]["env"] = [{"name": "MS_SCHED_MANAGE_PORT", "value": str(free_port())}]
+    roles = {"Scheduler": scheduler, "Worker": replica(2, ["covey", "run", "--no-live", "--tail_worker_log", "-1", script])}
+    notes = {"recover-strategy": "recover-in-place,recover"}
+    kubernetes.apply(job("again", roles=roles, labels=GRACE, annotations=notes, successPolicy="AllWorkers"))
+    for index in range(2):
+        kubernetes.heard(f"again-worker-{index}", "step 4", SLOW_S)
+    kubernetes.wait(lambda: kubernetes.status("again").get("progress", {}).get("step", 0) >= 4, "the operator to look inside")
+    before = kubernetes.pods("again")
+    kubernetes.kubelet.kill("again-worker-1")
+    kubernetes.wait(lambda: kubernetes.kubelet.log("again-worker-1").count("rank=1") == 2, "rank 1 in the next pod", SLOW_S)
     (kubernetes.folder / "go").touch()
-    kubernetes.kubelet.kill("anew-worker-1")
-    status = kubernetes.until("anew", "Succeeded", deadline_s=SLOW_S)
-    after = kubernetes.pods("anew")
-    assert all(after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"] for name in after)
-    assert len(set(hashes(kubernetes, "anew"))) == 1 and status["restartsTotal"] == 1
+    status = kubernetes.until("again", "Succeeded", deadline_s=SLOW_S)
+    after = kubernetes.pods("again")
+    assert {name for name in after if after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"]} == {"again-worker-1"}
+    assert kubernetes.kubelet.log("again-worker-0").count("pid=") == 1, "rank 0 is in its process"
+    assert status["restartsTotal"] == 1 and len(set(hashes(kubernetes, "again"))) == 1

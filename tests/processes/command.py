@@ -17,6 +17,7 @@ import pty
 import re
 import select
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,17 @@ class Shell(Cluster):
 
 
 class Terminal:
-    """A terminal of which a command may think that it is a person's. What it shows comes without its control sequences."""
+    """A terminal of which a command may think that it is a person's. What it shows comes without its control sequences.
+
+    It is read all the time, as a person's would be: a command must not wait for the test to look.
+    """
 
     def __init__(self) -> None:
         self._ours, self.theirs = pty.openpty()
         self._raw = b""
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def wait_for(self, pattern: str) -> str:
         """All that was shown, as soon as the pattern is in it."""
@@ -154,13 +161,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def _read(self) -> None:
+        while not self._closed:
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self._raw += os.read(self._ours, 65536)
+
     def text(self) -> str:
-        while select.select([self._ours], [], [], 0)[0]:
-            self._raw += os.read(self._ours, 65536)
         plain: bytes = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._raw)
         return plain.decode(errors="replace")
 
     def close(self) -> None:
+        self._closed = True
+        self._reader.join()
         os.close(self._ours)
         os.close(self.theirs)
 

@@ -73,7 +73,7 @@ class Federation:
     def ask(self, path: str, body: Any = None, *, get: bool = False) -> dict[str, Any]:
         """A management request; its JSON."""
         url = f"http://127.0.0.1:{self.manage}{path}"
-        answer = httpx2.get(url) if get else httpx2.post(url, json=body)
+        answer = httpx2.get(url, timeout=60) if get else httpx2.post(url, json=body, timeout=60)
         found: dict[str, Any] = answer.json()
         return found
 
@@ -124,7 +124,7 @@ class Crowd:
         self.federation = federation
         self.rounds: set[int] = set()
         self.wrong: list[str] = []
-        self.over = threading.Event()
+        self.last = 10**9  # the iteration after which a device ends
         number = federation.threshold
         self._threads = [threading.Thread(target=self._live, args=(n, servers), daemon=True) for n in range(number)]
         for thread in self._threads:
@@ -138,7 +138,7 @@ class Crowd:
                         self.wrong.append(f"the model of iteration {task.iteration - 1}")
                     task.send(update(number, task.iteration))
                     self.rounds.add(task.iteration)
-                    if self.over.is_set():
+                    if task.iteration >= self.last:
                         return
         except Exception as error:  # a thread's own end must reach the test
             self.wrong.append(repr(error))
@@ -151,14 +151,14 @@ class Crowd:
         until(there, f"iteration {number}", story=self.federation.tails)
 
     def end(self) -> None:
-        """Let every device finish what it does."""
-        self.over.set()
+        """Let every device take part in one iteration more: if one stopped at once, another could wait for it in vain."""
+        self.last = max(self.rounds, default=0) + 2
         self.until_over()
 
     def until_over(self) -> None:
         for thread in self._threads:
-            thread.join(30)
-        assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
+            thread.join(60)
+            assert not thread.is_alive() and not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
 
 
 def update(number: int, iteration: int) -> Floats:

@@ -88,7 +88,7 @@ class Buffered:
         self.acknowledged: set[tuple[int, int]] = set()
         self.refused = 0  # too old when it was sent again: then only the server knows whether it counts
         self.wrong: list[str] = []
-        self.over = threading.Event()
+        self.last = 10**9  # the iteration after which a device ends
         self._threads = [threading.Thread(target=self._live, args=(n,), daemon=True) for n in range(devices)]
         for thread in self._threads:
             thread.start()
@@ -101,7 +101,7 @@ class Buffered:
                         self.acknowledged.add((number, task.iteration))
                     else:
                         self.refused += 1
-                    if self.over.is_set():
+                    if task.iteration >= self.last:
                         return
         except Exception as error:  # a thread's own end must reach the test
             self.wrong.append(repr(error))
@@ -112,9 +112,9 @@ class Buffered:
         assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
 
     def end(self) -> None:
-        self.over.set()
+        self.last = self.federation.instance()["currentIteration"] + 2
         for thread in self._threads:
-            thread.join(40)
+            thread.join(60)
             assert not thread.is_alive() and not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
 
     def counted(self) -> int:

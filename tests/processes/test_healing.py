@@ -84,7 +84,7 @@ def test_a_stopped_process_is_found_by_its_silence_and_replaced(shell: Shell, un
 
 @pytest.mark.timeout(300)
 def test_an_endless_loop_is_found_by_missing_progress_and_replaced(shell: Shell, undisturbed: str) -> None:
-    assert final(shell, "--stuck", "1", FAULTS="1:6:forward:spin 0:11:evaluation:spin") == undisturbed
+    assert final(shell, "--stuck", "4", FAULTS="1:6:forward:spin 0:11:evaluation:spin") == undisturbed
     for rank in (0, 1):
         assert re.search(r'File "\S*train.py", line \d+ in spin', shell.log(rank)), "where it was stuck is in its log"
     assert len(re.findall(r"worker:[01] died: stuck: all others wait for it in collective", shell.log("scheduler"))) == 2

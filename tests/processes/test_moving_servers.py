@@ -13,21 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
+from tests.rows import WAIT_S, WORKERS, Training, declare, equal
 
 from covey.core.serving import Serving
 from covey.core.shards import Sharing, first, rescale
-from covey.params.client import Client, Given
-from covey.params.messages import Begin, Spec
-from covey.params.optimizers import Adam, Array, LazyAdam
+from covey.params.client import Client
 from covey.params.peers import AGAIN_S, Peer
 
-WAIT_S = 60.0
-WORKERS = 3
 STEPS = 60
-WHOLE = Spec("w", 1000, 1, "float32", False, Adam(0.1), Begin("given"))
-TABLE = Spec("t", 3000, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
 
 # A server. It finds the others by files, hears sharings on its input and says on its output which it has settled.
 SERVER = """
@@ -142,54 +136,13 @@ class Flock:
                     return None
                 threading.Event().wait(AGAIN_S)
 
-    def train(self, pace: threading.Semaphore | None = None) -> None:
-        self.found: dict[int, tuple[Array, Array]] = {}
-        self.errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            try:
-                client = Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing)
-                client.declare(WHOLE, np.arange(1000, dtype=np.float32), first=rank == 0)
-                client.declare(TABLE, None, first=rank == 0)
-                for step in range(STEPS):
-                    if pace is not None and rank == 0:
-                        pace.acquire()
-                    client.push(step, gradients(client, step, rank)).wait()
-                self.found[rank] = values(client, STEPS)
-            except BaseException as error:
-                self.errors.append(error)
-
-        self.threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(WORKERS)]
-        for thread in self.threads:
-            thread.start()
-
-    def over(self) -> tuple[Array, Array]:
-        for thread in self.threads:
-            thread.join(WAIT_S)
-        assert not self.errors, self.errors
-        assert not any(thread.is_alive() for thread in self.threads), "the training hangs"
-        return self.found[0]
+    def client(self, rank: int) -> Client:
+        return declare(Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
 
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
             process.wait()
-
-
-def gradients(client: Client, step: int, rank: int) -> list[Given]:
-    w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
-    rows = np.unique(np.random.default_rng((step, rank)).integers(0, 3000, 64))
-    return [
-        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
-        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
-    ]
-
-
-def values(client: Client, step: int) -> tuple[Array, Array]:
-    w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
-    return w, client.pull_rows(step, "t", np.arange(3000))
 
 
 @contextlib.contextmanager
@@ -205,12 +158,11 @@ def flock(folder: Path, servers: int) -> Iterator[Flock]:
 @pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "1").split(",")])
 def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
     with flock(tmp_path / "still", 2) as still:
-        still.train()
-        expected = still.over()
+        expected = Training(still.client, STEPS).result()
     chance = random.Random(seed)
     with flock(tmp_path / "moving", 2) as moving:
         pace = threading.Semaphore(1)
-        moving.train(pace)
+        training = Training(moving.client, STEPS, pace)
         count = 2
         for _ in range(4):
             here = sorted(moving.processes)
@@ -232,5 +184,5 @@ def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tm
             moving.leave()
         for _ in range(STEPS):
             pace.release()
-        found = moving.over()
-    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+        found = training.result()
+    assert equal(found, expected)

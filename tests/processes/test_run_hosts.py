@@ -17,7 +17,7 @@ from tests.processes.harness import Process
 from tests.processes.network import Hosts, hosts_possible
 
 SAY_PLACE = SAY.format('{"place": place, "env": dict(os.environ), "pid": os.getpid()}')
-SOON_S = 20.0  # much less than the half hour for which a cluster may form
+SOON_S = 60.0  # much less than the half hour for which a cluster may form
 PLACE = f"""
 import os, pathlib, sys, time
 import covey

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.processes.harness import free_port, nodes_of
 from tests.processes.recovering import Recovering, membership, recovering
 
-from covey.core.model import Phase
+from covey.core.model import ClusterRecord, Ended, Phase
+from covey.store.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
 
@@ -272,3 +274,16 @@ def test_a_scheduler_whose_workers_do_not_come_back_ends_and_names_them(cluster:
         worker.kill()
     assert scheduler.wait() == 30
     assert "worker:0, worker:1 did not come back within 4 s" in scheduler.text()
+
+
+def test_a_scheduler_lost_before_it_told_the_end_tells_it_when_it_is_back(cluster: Recovering) -> None:
+    scheduler, workers = cluster.formed()
+    scheduler.kill()
+    journal = open_journal(cluster.journal, job=str(cluster.default), worker_num=cluster.workers, server_num=0)
+    (kept,) = [record for record in journal.read() if isinstance(record, ClusterRecord)]
+    journal.commit([msgspec.structs.replace(kept, phase=Phase.ENDED, ended=Ended(32, "asked to stop"))])
+    journal.close()
+    again = cluster.scheduler()
+    assert [node.wait() for node in (again, *workers)] == [32, 32, 32]
+    assert all("asked to stop" in node.text() for node in workers)
+    assert cluster.scheduler().wait_for(r"scheduler of cluster (\w+) at")[1] != kept.cluster_id, "all were told"

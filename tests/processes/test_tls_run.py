@@ -18,7 +18,7 @@ from covey.wire.certificates import make_authority, revoke
 
 PASSWORD = "what opens the p12"
 PASSWORDS = {"COVEY_TLS_SERVER_PASSWORD": PASSWORD, "COVEY_TLS_CLIENT_PASSWORD": PASSWORD}
-SOON_S = 20.0  # much less than the half hour for which a cluster may form
+SOON_S = 60.0  # much less than the half hour for which a cluster may form
 
 # The seeds' way: everything about TLS is said in the script. "-" leaves it out.
 RAW = """

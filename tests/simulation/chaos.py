@@ -35,6 +35,7 @@ class Chaos:
             "imposter": self._imposter,
             "stranger": self._stranger,
             "stop": self._stop,
+            "say gone": self._say_gone,
         }
 
     def begin(self) -> None:
@@ -89,6 +90,17 @@ class Chaos:
         if waiting and Strategy.RETRY in self.world.plan.cluster.strategies:
             trainer = self.world.random.choice(waiting)
             trainer.node.post(trainer.break_group)
+
+    def _say_gone(self) -> None:
+        """A process is said to be over. Mostly it is; one on a lost node still runs, and must not come back."""
+        node, scheduler = self._some_node(children=False), self.world.scheduler
+        if node is None or scheduler is None:
+            return
+        if self.world.random.random() < 0.7:
+            node.die(silently=self.world.random.random() < 0.5)
+            self.world.node_finished(node)
+        self.world.tell(node.name, "said to be gone")
+        scheduler.host_gone(node.wish.host.life)
 
     def _imposter(self) -> None:
         """A second process with the settings of one that runs."""

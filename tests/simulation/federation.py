@@ -39,7 +39,15 @@ class Simulated:
     """The whole: clock, network, processes, devices, and what was promised to whom."""
 
     def __init__(
-        self, seed: int, servers: int, devices: int, *, hosts: int = 1, iterations: int = 10**6, secure: bool = False
+        self,
+        seed: int,
+        servers: int,
+        devices: int,
+        *,
+        hosts: int = 1,
+        iterations: int = 10**6,
+        secure: bool = False,
+        staleness: int = 0,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
@@ -52,7 +60,7 @@ class Simulated:
         self.gave_up: set[int] = set()
         self.voided: set[int] = set()
         self.plan = Plan(
-            threshold=devices,
+            threshold=devices // 2 if staleness else devices,  # where slow ones need not be waited for
             ratio=0.75,
             start_window_s=1.0,
             update_window_s=1.0,
@@ -60,6 +68,7 @@ class Simulated:
             secure=secure,
             cipher_window_s=1.0,
             share_ratio=0.75,
+            staleness=staleness,
         )
         self.wanted = servers
         self.scheduler = SimScheduler(self)
@@ -88,6 +97,12 @@ class Simulated:
         at = max(self.now + self.random.uniform(*DELAY_S), self._order.get((sender, receiver), 0.0) + 1e-6)
         self._order[(sender, receiver)] = at
         self.after(at - self.now, call)
+
+    def check_promises(self) -> None:
+        """Whatever was acknowledged, also after the sum was made, is in it."""
+        for number, ids in self.results.items():
+            missing = self.acked.get(number, set()) - ids
+            assert not missing or number in self.gave_up, f"round {number} lost {missing}"
 
     def tell(self, text: str) -> None:
         self.story.append(f"{self.now:9.4f} {text}")
@@ -190,7 +205,8 @@ class SimServer:
         self.asked: dict[int, Callable[[Secured], None]] = {}
         self.reached: set[str] = set()
         self.link = 0
-        self.claims.restore(self.part_round, self.mine())
+        for (number, _), ids in self.logs.items():
+            self.claims.restore(number, ids)
         self._tick(self.life)
         self._call(self.life)
 
@@ -283,7 +299,7 @@ class SimServer:
             return
         self.logs.setdefault((self.part_round, life), [])
         for (number, former), ids in list(other.logs.items()):
-            if number == self.part_round:
+            if self.part_round - self.world.plan.staleness <= number <= self.part_round:
                 self.logs[(number, former or life)] = ids
                 self.claims.restore(number, ids)
                 del other.logs[(number, former)]
@@ -320,12 +336,14 @@ class SimServer:
             self.model = orders.round - 1
             self.stand()
         if self.model >= orders.round - 1:
-            self.logs = {key: ids for key, ids in self.logs.items() if key[0] >= orders.round}
+            self.logs = {key: ids for key, ids in self.logs.items() if key[0] >= orders.round - world.plan.staleness}
 
     def _summed(self, number: int, total: list[str]) -> None:
         world = self.world
         assert len(set(total)) == len(total), f"round {number} counts an update twice"
         assert number not in world.voided, f"round {number} was abandoned and has a sum"
+        again = [d for d in total for other, ids in world.results.items() if other != number and d in ids and "@" in d]
+        assert not again, f"round {number} counts {again}, which an earlier one did"
         missing = world.acked.get(number, set()) - set(total)
         assert not missing or number in world.gave_up, f"round {number} lost {missing}"
         assert world.results.setdefault(number, frozenset(total)) == frozenset(total), f"round {number} has two results"

@@ -33,7 +33,7 @@ from covey.core.secure import (
 class Masked(Simulated):
     """A cluster whose updates are masked."""
 
-    def __init__(self, seed: int, servers: int, devices: int, *, hosts: int = 1, forgetful: float = 0.0) -> None:
+    def __init__(self, seed: int, servers: int, devices: int, *, hosts: int = 1, forgetful: float = 0.02) -> None:
         self.lists: dict[int, tuple[str, ...]] = {}
         self.forgetful = forgetful  # how often a device goes away instead of its next step
         super().__init__(seed, servers, devices, hosts=hosts, secure=True)

@@ -140,6 +140,8 @@ def draw(random: Random) -> Plan:
     if plan.cluster.strategies and Strategy.RECOVER in plan.cluster.strategies:
         for place in places:
             place.spares = random.choice((0, 1, 2)) if place.slots else 0
+    if random.random() < 0.5:
+        plan.faults = (*plan.faults, "say gone")
     return plan
 
 

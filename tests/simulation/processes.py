@@ -28,7 +28,7 @@ from covey.core.effects import (
     Send,
     SendBeat,
 )
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
@@ -124,6 +124,7 @@ class SchedulerProcess(Process):
         self.links: dict[int, Link] = {}
         self.ended: End | None = None
         self.crash_armed = False
+        self.crash_in_end: int | None = None  # before which effect of the step that ends the cluster
         world.net.listener = world.scheduler = self
         world.tell(name, "started", f"cluster {cluster_id}, {len(world.disk.records())} records")
         self._step(Restored(world.disk.records()))
@@ -151,6 +152,10 @@ class SchedulerProcess(Process):
         """A visitor asks for the end."""
         self.post(self._step, Heard(StopAsked("a visitor asked")))
 
+    def host_gone(self, life: str) -> None:
+        """What looks after the hosts says that one is over."""
+        self.post(self._step, HostGone(life, "it is said to be over"))
+
     def wake(self) -> None:
         """Of everything that waited, its own clock comes first: the worst order there is."""
         if self.hung and self.alive:
@@ -169,6 +174,8 @@ class SchedulerProcess(Process):
         crash_at = -1
         if self.crash_armed and any(isinstance(effect, Persist) for effect in effects):
             crash_at = self.world.random.randint(0, len(effects))
+        if self.crash_in_end is not None and isinstance(event, Heard | Ticked) and self.machine.cluster.phase is Phase.ENDED:
+            crash_at, self.crash_in_end = min(self.crash_in_end, len(effects)), None
         for number, effect in enumerate(effects):
             if number == crash_at:
                 return self.world.crash_scheduler(f"before effect {number} of {type(event).__name__}: {effect}")
@@ -364,7 +371,7 @@ class ChildProcess(NodeProcess):
             assignment.role,
             assignment.node_id,
             life=world.new_life(name),
-            host=world.host(agent.host),
+            host=agent.wish.host,
             fingerprint=world.plan.cluster.fingerprint(),
             incarnation=assignment.incarnation,
         )
@@ -488,6 +495,6 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
     )
 
 
-def host(name: str) -> Host:
+def host(name: str, life: str = "") -> Host:
     number = int(name[1:]) if name[1:].isdigit() else 0
-    return Host(id=name, name=name, address=f"10.0.{number // 250}.{number % 250 + 1}")
+    return Host(id=name, name=name, address=f"10.0.{number // 250}.{number % 250 + 1}", life=life)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from tests.simulation.buffered import Buffered
 from tests.simulation.federation import Simulated
 from tests.simulation.masked import Masked
 
@@ -57,12 +58,12 @@ def scale(world: Simulated) -> None:
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 @pytest.mark.parametrize("scheduler", [False, True])
 @pytest.mark.parametrize("scaling", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool, masked: bool) -> None:
+@pytest.mark.parametrize("kind", [Simulated, Buffered, Masked])
+def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool, kind: type[Simulated]) -> None:
     for seed in range(SEEDS):
-        world = Masked(seed, 4, 8, hosts=hosts, forgetful=0.02) if masked else Simulated(seed, 4, 8, hosts=hosts)
+        world = kind(seed, 4, 8, hosts=hosts)
         chaos(world, scheduler=scheduler, scaling=scaling)
-        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, masked {masked}"
+        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, {kind.__name__}"
         try:
             world.run(CHAOS_S)
             for server in world.servers.values():
@@ -75,6 +76,7 @@ def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool, masked: bo
             world.run(CHAOS_S + PEACE_S / 2)
             done = len(world.results)
             world.run(CHAOS_S + PEACE_S)
+            world.check_promises()
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}\n" + "\n".join(world.story[-60:])) from None
         assert len(world.results) > done + 3, f"{where}: rounds are stuck\n" + "\n".join(world.story[-60:])

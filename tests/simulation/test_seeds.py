@@ -26,6 +26,13 @@ def test_world(seed: int) -> None:
     live(seed)
 
 
+@pytest.mark.parametrize("found", [247, 700])
+def test_what_a_soak_has_found(found: int) -> None:
+    """247: an agent was lost whose workers a growth that was taken back had removed. 700: who died during a dump was alive
+    again for the next scheduler."""
+    live(found)
+
+
 def test_a_seed_replays_exactly() -> None:
     assert World(7).plan == World(7).plan
     assert live(7).story(last=10_000) == live(7).story(last=10_000)

@@ -211,11 +211,10 @@ class World:
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
     def start_scheduler(self) -> None:
-        """As its shell would: with recovery from its journal, unless that cluster has ended; else anew."""
+        """As its shell would: with recovery from its journal, else anew."""
         if self.scheduler is not None or self.over:
             return
-        kept = self.disk.cluster
-        if not self.plan.cluster.recovery or (kept is not None and kept.phase is Phase.ENDED):
+        if not self.plan.cluster.recovery:
             self.disk.wipe()
         self._clusters += 1
         self.counts["scheduler starts"] += 1
@@ -267,12 +266,12 @@ class World:
         if place.slots:
             self.tell(life, "started", f"as an agent of {place.slots}")
             agent = RegisterAgent(
-                place.name, life, self.host(place.host), place.slots, place.first_rank, 29500, "logs", fingerprint
+                place.name, life, self.host(place.host, life), place.slots, place.first_rank, 29500, "logs", fingerprint
             )
             agent = msgspec.structs.replace(agent, spares=place.spares)
             return AgentProcess(self, life, place.host, agent)
         self.tell(life, "started", f"as {place.role} {place.node_id!r}")
-        wish = Register(place.role, place.node_id, life, self.host(place.host), fingerprint, pid=self._lives)
+        wish = Register(place.role, place.node_id, life, self.host(place.host, life), fingerprint, pid=self._lives)
         return NodeProcess(self, life, place.host, wish, self.plan.node)
 
     def node_finished(self, node: NodeProcess) -> None:
@@ -294,8 +293,9 @@ class World:
         return f"{name}.{self._lives}"
 
     @staticmethod
-    def host(name: str) -> Host:
-        return processes.host(name)
+    def host(name: str, life: str) -> Host:
+        """Each process that is started by itself has a host of its own making, as a pod is."""
+        return processes.host(name, life)
 
     # -- the story ---------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from covey.core.effects import Publish
-from covey.core.model import ClusterRecord, Phase
+from covey.core.model import ClusterRecord, Ended, Phase
+from covey.core.story import Event
 from covey.errors import StoreError, UsageError
 from covey.store.cells import Cells, FileCells, open_cells
 from covey.store.journal import Fenced, Journal, open_journal
@@ -112,11 +113,31 @@ def test_a_journal_refuses_the_leader_of_before(tmp_path: Path) -> None:
         local(tmp_path, 1)
 
 
+@pytest.mark.parametrize(("told", "follows", "begins"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_the_next_cluster_begins_when_all_were_told_of_the_end_before(
+    tmp_path: Path, told: bool, follows: bool, begins: bool
+) -> None:
+    end = msgspec.structs.replace(record(3, Phase.ENDED), ended=Ended(7, "why", told=told))
+    size = {"job": "j", "worker_num": 2, "server_num": 0}
+
+    async def check() -> None:
+        cells = FileCells(tmp_path / "cells")
+        await (await shared(cells, 1)).commit([end])
+        found = (await open_shared(cells, token=2, follows=follows, **size)).read()  # type: ignore[arg-type]
+        assert found == (() if begins else (end,))
+
+    asyncio.run(check())
+    first = local(tmp_path, 1)
+    first.commit([end])
+    first.close()
+    assert open_journal(tmp_path, token=2, follows=follows, **size).read() == (() if begins else (end,))  # type: ignore[arg-type]
+
+
 def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path: Path) -> None:
     async def check() -> None:
         cells = FileCells(tmp_path)
         old = await shared(cells, 1)
-        old.note(Publish("cluster", "formed", "all are here"))
+        old.note(Event(1.0, "cluster", "formed", "all are here"))
         await old.commit([record(1)])
         new = await shared(cells, 2)
         assert new.read() == (record(1),) and [line[2] for line in new.story()] == ["formed"]

@@ -108,13 +108,35 @@ def test_where_updates_may_be_old_one_that_an_earlier_round_counted_is_not_count
     plan = Plan(staleness=2)
     claims.follow(orders(plan=plan), 0.0)
     claims.heard("b", Held(1, 5, whole=True), 0.0)
-    device = device_of("a")
+    device, other = [d for d in (f"d{n}@5" for n in range(99)) if owner(d, MEMBERS) == "a"][:2]
     claims.came(5, device, 0.0)
     claims.logged(5, device)
     claims.follow(orders(round_number=6, plan=plan), 0.0)
     assert claims.came(6, device, 0.0) == [Answer(6, device, Outcome.COUNTED)]
     assert claims.heard("b", Claim(1, 6, (device,)), 0.0) == [Tell("b", Verdict(1, 6, counted=(device,)))]
-    assert claims.came(6, device_of("a", 1), 0.0) == [Store(6, device_of("a", 1))]
+    assert claims.came(6, other, 0.0) == [Store(6, other)]
+
+
+def test_where_updates_may_be_old_one_of_a_time_nobody_knows_any_more_is_late() -> None:
+    claims, plan = Claims("a"), Plan(staleness=2)
+    claims.follow(orders(plan=plan), 0.0)
+    claims.heard("b", Held(1, 5, whole=True), 0.0)
+    old, new = (next(d for d in (f"d{n}@{began}" for n in range(99)) if owner(d, MEMBERS) == "a") for began in (4, 5))
+    claims.follow(orders(generation=2, plan=plan, forgotten=4), 0.0)
+    claims.heard("b", Held(2, 5, whole=True), 0.0)
+    assert claims.came(5, old, 0.0) == [Answer(5, old, Outcome.LATE)]
+    assert claims.came(5, new, 0.0) == [Store(5, new)]
+
+
+def test_a_grant_of_an_earlier_round_that_was_not_used_does_not_count() -> None:
+    claims, plan = Claims("a"), Plan(staleness=2)
+    claims.follow(orders(plan=plan), 0.0)
+    claims.heard("b", Held(1, 5, whole=True), 0.0)
+    device = next(d for d in (f"d{n}@5" for n in range(99)) if owner(d, MEMBERS) == "a")
+    assert claims.heard("b", Claim(1, 5, (device,)), 0.0) == [Tell("b", Verdict(1, 5, granted=(device,)))]
+    claims.follow(orders(round_number=6, plan=plan), 0.0)
+    assert claims.came(6, device, 0.0) == []  # b may hold it, or give it back
+    assert claims.heard("b", Claim(1, 6, (device,)), 0.0) == [Tell("b", Verdict(1, 6, granted=(device,)))]
 
 
 def test_the_longest_device_id_of_an_asynchronous_round_fits_into_a_claim() -> None:

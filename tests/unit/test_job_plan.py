@@ -19,8 +19,11 @@ from covey.core.job.actions import (
     DeleteService,
     EndPod,
     Label,
+    SayGone,
     Tell,
 )
+from covey.core.job.live import Live
+from covey.core.model import Phase
 
 
 def states(made: Plan) -> dict[str, str]:
@@ -353,10 +356,67 @@ def test_recover_moves_the_one_pod_to_another_node() -> None:
     assert [a.excluded for a in of(world.look(), CreatePod)] == [("worse",)]  # or soon no node would be left
 
 
-def test_recover_of_covey_run_starts_everyone_anew() -> None:
-    asked = job(labels=GRACE, annotations={"recover-strategy": "recover-in-place,recover"})
+def covey_run(**more: Any) -> World:
+    """A job whose pods run `covey run`."""
+    asked = job(labels=GRACE, annotations={"recover-strategy": "recover-in-place,recover"}, **more)
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"] = ["covey", "run", "train.py"]
-    world = World(asked).start()
+    return World(asked).start()
+
+
+def heals(*lives: str) -> Live:
+    """A cluster inside that waits for who is replaced, with members in these pods."""
+    return Live(phase=Phase.READY, generation=1, heals=True, lives=frozenset(lives))
+
+
+def test_a_pod_of_covey_run_is_replaced_alone_and_the_scheduler_inside_is_told_until_it_knows() -> None:
+    world = covey_run()
+    uid = world.pods["train-worker-1"]["metadata"]["uid"]
+    world.live = heals(uid, "another")
+    world.ends("train-worker-1", 137)
+    made = world.look()
+    assert [a.name for a in of(made, DeletePod)] == ["train-worker-1"]
+    assert of(made, SayGone) == of(world.look(), SayGone) == [SayGone("train-worker-1", uid)]
+    del world.pods["train-worker-1"]
+    made = world.look()
+    assert of(made, SayGone) and [a.index for a in of(made, CreatePod)] == [1]
+    world.live = heals("another")
+    assert not of(world.look(), SayGone)
+
+
+def test_a_pod_that_is_asked_to_go_and_still_runs_is_not_said_to_be_gone() -> None:
+    labels, notes = {**GRACE, "subHealthyStrategy": "graceExit"}, {"recover-strategy": "recover"}
+    world = World(job(labels=labels, annotations=notes)).start()
+    ill = node("n")
+    ill["status"]["conditions"].append({"type": "DiskPressure", "status": "True"})
+    world.pods["train-worker-1"]["spec"]["nodeName"], world.nodes = "n", {"n": ill}
+    world.live = heals(world.pods["train-worker-1"]["metadata"]["uid"])
+    made = world.look()
+    assert of(made, DeletePod) and not of(made, SayGone)
+    del world.pods["train-worker-1"]
+    assert of(world.look(), SayGone)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "roles", "why"),
+    [
+        ("train-worker-1", 1, None, "is not known"),  # a program that failed: its cluster ends as well
+        ("train-worker-0", 137, {"Worker": 2}, "is not known"),  # the scheduler was in this pod
+        ("train-scheduler-0", 137, None, "journal went with its pod"),
+    ],
+)
+def test_where_nobody_would_wait_all_start_anew_and_that_counts_once(
+    name: str, code: int, roles: dict[str, int] | None, why: str
+) -> None:
+    world = covey_run(roles=roles)
+    world.live = heals(world.pods[name]["metadata"]["uid"])
+    world.ends(name, code)
+    made = world.look()
+    assert len(of(made, DeletePod)) == len(world.pods) and world.status["restarts"] == 1
+    assert why in told(made)["MSJobRestarting"] and not of(made, SayGone)
+
+
+def test_recover_of_covey_run_whose_cluster_is_not_known_starts_everyone_anew() -> None:
+    world = covey_run()
     world.ends("train-worker-0", 137)
     assert len(of(world.look(), DeletePod)) == 3 and world.status["restarts"] == 1
     for name in ("train-scheduler-0", "train-worker-1"):  # they fail in consequence, which counts no further

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import pytest
 
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, LinkLost, Restored, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, Ticked
 from covey.core.incidents import Incident, Outcome
 from covey.core.ledger import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
+    Agreed,
     Assignment,
     Beat,
     DumpAsked,
@@ -41,6 +42,7 @@ from covey.core.model import (
     AgentRecord,
     ClusterRecord,
     ClusterSettings,
+    Ended,
     Host,
     MemberRecord,
     NodeState,
@@ -247,7 +249,8 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3)
+    told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3, ended=told_end)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
@@ -555,9 +558,9 @@ def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
     assert again.cluster.going == ("c",)
 
 
-def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Refused:
+def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
     made.step(Heard(asked, 9), 1.0)
-    return made.scaled
+    return made.answered
 
 
 def test_an_agent_whose_workers_have_finished_may_go() -> None:
@@ -762,3 +765,51 @@ def test_a_move_that_does_not_exist_is_a_bug() -> None:
     made = ready("0", "1")
     with pytest.raises(AssertionError, match="no move from ready to forming"):
         made._move(Phase.FORMING, "never")
+
+
+# -- a host that is said to be gone ----------------------------------------------------------------------------------
+
+POD, NEXT = Host("pod-1", "pod-1", "10.0.0.2", life="uid-1"), Host("pod-1", "pod-1", "10.0.0.3", life="uid-2")
+
+
+def pods(**settings: Any) -> Machine:
+    """Two agents, one in a pod, whose workers have called covey.init(); the pod's link broke."""
+    made = machine(3, recovery=True, strategies=ladder(["recover"]), extra_ranks=0, **settings)
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, first_rank=0), 1), 0.0)
+    made.step(Heard(RegisterAgent("b", "life of b", POD, 1, first_rank=2), 2), 0.0)
+    made.step(Heard(register("2", host=POD, incarnation=1), 3), 0.0)
+    made.step(LinkLost("reset", 3), 1.0)
+    made.step(LinkLost("reset", 2), 1.0)
+    return made
+
+
+def test_the_next_pod_is_let_in_when_the_last_is_said_to_be_gone_and_not_before() -> None:
+    made = pods()
+    again = RegisterAgent("c", "life of c", NEXT, 1, first_rank=2)
+    assert sent(made.step(Heard(again, 4), 2.0), Refused)[4].retry_after_s > 0, "an agent of its host alone proves nothing"
+    said = made.step(HostGone("uid-1", "the pod pod-1 is over"), 2.0)
+    assert state(made, "2") is NodeState.DEAD and phase(made) is Phase.HEALING
+    assert {record.gone for record in kept(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, "it is durable"
+    [start] = sent(made.step(Heard(again, 4), 2.5), Start).values()
+    assert [(a.node_id, a.incarnation) for a in start.assignments] == [("2", 2)], "its place, its rank, the next life"
+
+
+def test_who_was_in_a_pod_that_is_gone_is_not_let_in_again_by_any_scheduler() -> None:
+    made = pods()
+    effects = [made.step(HostGone("uid-1", "it is over"), 2.0), made.step(HostGone("uid-1", "it is over"), 2.0)]
+    assert effects[1] == [], "once is enough"
+    other = machine(3, recovery=True, strategies=ladder(["recover"]), extra_ranks=0)
+    other.step(Restored(journal(*effects)), 3.0)
+    for each in (made, other):
+        for wish in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
+            assert "is over" in sent(each.step(Heard(wish, 9), 3.0), Refused)[9].reason
+
+
+def test_a_raw_worker_of_a_lost_node_is_over_at_once_and_its_connection_closed() -> None:
+    made = machine(2, recovery=True)
+    made.step(Heard(register("x"), 1), 0.0)
+    made.step(Heard(register("y", host=POD), 2), 0.0)
+    said = made.step(HostGone("uid-1", "it is over"), 1.0)
+    assert state(made, "y") is NodeState.DEAD and state(made, "x") is NodeState.ALIVE and Close(2) in said
+    assert made.step(HostGone("uid-9", "nobody knows it"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
+    assert sent(made.step(Heard(register("y", "next", host=NEXT), 3), 1.5), Welcome)[3].incarnation == 2

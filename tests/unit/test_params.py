@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.rows import WAIT_S, Seen, Together, Training, declare, equal, values
 
 from covey.core.serving import Mode, Serving
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
@@ -20,13 +21,11 @@ from covey.params import files
 from covey.params.cache import Cache
 from covey.params.client import Client, Given
 from covey.params.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
-from covey.params.optimizers import SGD, Array, LazyAdam, Momentum
+from covey.params.optimizers import SGD, Array, Momentum
 from covey.params.peers import Peer
 from covey.params.server import Server
 
-WAIT_S = 30.0
 WHOLE = Spec("w", 1000, 1, "float32", False, SGD(0.1), Begin("given"))
-TABLE = Spec("t", 5000, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
 
 
 class Flock:
@@ -48,62 +47,15 @@ class Flock:
         return Client(self.serving, rank, lambda: self.generation, self.find)
 
     def begin(self, rank: int = 0) -> Client:
-        made = self.client(rank)
-        made.declare(WHOLE, np.arange(1000, dtype=np.float32), first=rank == 0)
-        made.declare(TABLE, None, first=rank == 0)
-        return made
+        return declare(self.client(rank), WHOLE)
 
-    def together(self, work: Callable[[int], None]) -> None:
+    def together(self, work: Callable[[int], object]) -> None:
         """Each rank in a thread of its own, to its end."""
-        errors: list[BaseException] = []
+        Together(work, self.serving.workers).over()
 
-        def run(rank: int) -> None:
-            try:
-                work(rank)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.serving.workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert not errors and not any(thread.is_alive() for thread in threads), errors
-
-    def train(self, steps: int, first: int = 0) -> tuple[Array, Array]:
+    def train(self, steps: int, first: int = 0) -> Seen:
         """What all ranks see at the end, which must be the same."""
-        found: dict[int, tuple[Array, Array]] = {}
-
-        def work(rank: int) -> None:
-            client = self.begin(rank)
-            for step in range(first, first + steps):
-                client.push(step, gradients(client, step, rank)).wait()
-            found[rank] = values(client, first + steps)
-
-        self.together(work)
-        for rank in found:
-            assert all(np.array_equal(a, b) for a, b in zip(found[0], found[rank], strict=True))
-        return found[0]
-
-
-def gradients(client: Client, step: int, rank: int) -> list[Given]:
-    w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
-    rows = np.unique(np.random.default_rng((step, rank)).integers(0, 5000, 64))
-    return [
-        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
-        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
-    ]
-
-
-def values(client: Client, step: int) -> tuple[Array, Array]:
-    w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
-    return w, client.pull_rows(step, "t", np.arange(5000))
-
-
-def equal(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        return Training(self.begin, steps, first=first, workers=self.serving.workers).result()
 
 
 def test_sync_gives_the_same_bits_for_any_number_of_servers_with_copies_or_without() -> None:
@@ -175,10 +127,10 @@ def test_a_cache_changes_nothing_but_what_travels() -> None:
     cache = Cache(4, 300)
     chance = np.random.default_rng(1)
     for step in range(20):
-        rows = np.unique(chance.zipf(1.3, 200) % 5000)
+        rows = np.unique(chance.zipf(1.3, 200) % 3000)
         fetched = clients[0].check_rows(step, "t", rows, cache)
         assert np.array_equal(fetched(), clients[0].pull_rows(step, "t", rows))
-        given = np.unique(chance.zipf(1.3, 20) % 5000)
+        given = np.unique(chance.zipf(1.3, 20) % 3000)
         works = [
             client.push(step, [Given("t", np.full((len(given), 4), 0.1, np.float32), 0.1, given)] if rank else [])
             for rank, client in clients.items()
@@ -200,13 +152,13 @@ def test_a_cache_changes_nothing_but_what_travels() -> None:
 
 # -- bad input -------------------------------------------------------------------------------------------------------
 
-ROWS = np.array([1, 2], np.int64)
+PAIR = np.array([1, 2], np.int64)
 BAD: dict[str, tuple[Callable[[Client], object], str]] = {
     "shape": (lambda c: c.push(0, [Given("w", np.ones(999, np.float32), 0.1)]), "w has 1000 rows of 1"),
-    "rows": (lambda c: c.push(0, [Given("t", np.ones((2, 3), np.float32), 0.1, ROWS)]), "must have rows of 4"),
+    "rows": (lambda c: c.push(0, [Given("t", np.ones((2, 3), np.float32), 0.1, PAIR)]), "must have rows of 4"),
     "dtype": (lambda c: c.push(0, [Given("w", np.ones(1000), 0.1)]), "w is float32, and a gradient of float64"),
     "unknown": (lambda c: c.push(0, [Given("x", np.ones(1), 0.1)]), "there is no parameter x"),
-    "row out of range": (lambda c: c.pull_rows(0, "t", np.array([5000])), "row 5000 of t does not exist"),
+    "row out of range": (lambda c: c.pull_rows(0, "t", np.array([3000])), "row 3000 of t does not exist"),
     "row below 0": (lambda c: c.pull_rows(0, "t", np.array([-1])), "row -1 of t does not exist"),
     "nan": (lambda c: c.push(0, [Given("w", np.full(1000, np.nan, np.float32), 0.1)]).wait(), "no finite numbers"),
     "future": (lambda c: c.push(7, []).wait(), "step 7 cannot be pushed"),
@@ -237,11 +189,46 @@ def test_bad_input_is_refused_at_the_caller_and_the_server_lives(name: str) -> N
     assert np.array_equal(w, before), "what was refused changed nothing"
 
 
+def test_an_interrupted_request_leaves_no_half_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = Flock(Serving(servers=2, workers=1))
+    client = flock.begin()
+    before = values(client, 0)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("covey.params.channel.receive_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.pull_rows(0, "t", np.arange(50))
+    assert equal(values(client, 0), before)
+
+
+def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
+    flock = Flock(Serving(servers=2, workers=1))
+    client = flock.begin()
+    with pytest.raises(UsageError, match="has not enough memory"):
+        client.declare(Spec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
+    with pytest.raises(UsageError, match=r"cannot write step 0 to /dev/null/servers/\d \(Not a directory\)"):
+        client.save(0, "/dev/null", 1)
+    flock.servers[1]._own.shelf.shards[0].pushed = []  # a defect
+    with pytest.raises(UsageError, match=r"server 1 failed .*: its log says where"):
+        client.standing()
+
+
+def test_what_a_thread_cannot_send_is_heard_by_whoever_waits() -> None:
+    client = Flock(Serving(servers=2, workers=1)).begin()
+    before = values(client, 0)
+    with pytest.raises(UsageError, match=r"server \d cannot be asked"):
+        client.push(1 << 70, []).wait()
+    assert equal(values(client, 0), before)
+
+
 RAW: dict[str, tuple[Pull | Push, list[Array], str]] = {
     "dtype": (Push(0, 0, 1, [Part("w", ALL, 1, "float64")]), [np.ones(1000)], "w is float32, and float64 came"),
     "size": (Push(0, 0, 1, [Part("w", ALL)]), [np.ones(3, np.float32)], "12 bytes came for w"),
     "unknown": (Pull(0, [Part("x", ALL)]), [], "there is no parameter x"),
-    "row": (Pull(0, [Part("t", 1, 4)]), [np.array([5000])], "row 5000 of t does not exist"),
+    "row": (Pull(0, [Part("t", 1, 4)]), [np.array([3000])], "row 3000 of t does not exist"),
     "rank": (Push(0, 9, 1, []), [], "rank 9 pushed"),
     "too large": (Push(0, 0, 1, []), [np.zeros(100_000, np.uint8)], "larger than the limit of 65536"),
 }
@@ -291,7 +278,7 @@ def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
     expected = flock.train(3)
     flock.servers[1] = Server("127.0.0.1", flock.serving, 1, 1, flock.find)  # the old one is not asked any more
     flock.servers[1].recover()
-    seen: dict[int, tuple[Array, Array]] = {}
+    seen: dict[int, Seen] = {}
     flock.together(lambda rank: seen.__setitem__(rank, values(flock.begin(rank), 3)))
     assert equal(seen[0], expected)
     flock.servers[2] = Server("127.0.0.1", flock.serving, 2, 1, flock.find)  # at once, without a push in between
@@ -319,7 +306,7 @@ def test_a_checkpoint_can_be_loaded_by_another_number_of_servers_and_exported(tm
     for servers in (1, 2, 5):
         other = Flock(Serving(servers=servers, workers=2))
         other.begin().load(3, str(tmp_path))
-        seen: dict[int, tuple[Array, Array]] = {}
+        seen: dict[int, Seen] = {}
         other.together(lambda rank, other=other, seen=seen: seen.__setitem__(rank, values(other.begin(rank), 3)))  # type: ignore[misc]
         assert equal(seen[0], saved)
         assert equal(other.train(3, first=3), undisturbed)
@@ -348,3 +335,29 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_server_needs_no_torch() -> None:
     code = "import sys, covey, covey.node.pserver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FULL = """
+import resource, sys
+import numpy as np
+from covey.core.serving import Serving
+from covey.errors import StoreError
+from covey.params import files
+from covey.params.messages import Begin, Spec
+from covey.params.optimizers import SGD
+from covey.params.shard import Shard
+
+shard = Shard(Serving(servers=1, workers=1), 0, range(256))
+shard.declare(Spec("t", 10_000, 4, "float32", True, SGD(0.1), Begin("normal")), np.empty(0, np.uint8))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    files.save(sys.argv[1], 3, shard, (0,) * 256, keep=1)
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path: Path) -> None:
+    said = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert said.stdout.startswith("server 0 cannot write step 3 to") and "free the disk" in said.stdout, said
+    assert files.whole_steps(tmp_path) == []

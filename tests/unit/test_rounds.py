@@ -196,6 +196,59 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert record.voids == {} and record.missing == ("1",)
 
 
+def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again() -> None:
+    bench = Bench()
+    bench.come(1, "0")
+    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"))
+    bench.stand(1)
+    bench.stand(2)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    bench.stand(1, round=1, sealed=True)
+    bench.tick(5.5)
+    bench.stand(1)
+    assert (bench.stage(), bench.orders().void, bench.orders().parts) == (Stage.SUMMING, True, ())
+    assert "given up" in bench.said("abandoned")[0]
+    bench.stand(1, model=1, digest="m0")
+    assert (bench.machine.round, bench.machine.iteration, bench.stage()) == (2, 1, Stage.OPEN)
+
+
+def test_whoever_could_tell_what_it_counted_before_is_gone_and_old_updates_must_not_come_again() -> None:
+    """Only asynchronous rounds take old updates; what is forgotten is known in all, and kept."""
+    far = Host("far", "far", "10.0.0.2")
+    bench = Bench(plan=msgspec.structs.replace(PLAN, staleness=2))
+    for link, host in ((1, HERE), (2, far)):
+        bench.come(link, str(link - 1), host=host)
+        bench.stand(link)
+    bench.machine.round = 4
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    assert bench.orders().forgotten == -1  # it may come back
+    bench.tick(5.5)
+    assert bench.orders().forgotten == 3
+    record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    assert Bench(record=record).machine.orders().forgotten == 3
+
+
+def test_a_server_that_is_scaled_in_leaves_what_it_counted_before_to_one_on_its_host() -> None:
+    bench = Bench().form()
+    bench.machine.scale_in(["0"], bench.now)
+    bench.stand(1, round=1, drained=True)
+    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+    bench.stand(2, round=1, adopted=("0",))
+    assert [peer.node_id for peer in bench.orders().members] == ["1"]
+    assert bench.orders().forgotten == -1
+
+
+def test_a_round_that_was_closed_stays_closed_over_a_restart_of_everyone() -> None:
+    """A server whose model of the round is made adds nothing to it: it must not be told to take further updates."""
+    bench = Bench().form()
+    record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    after = Bench(record=record)
+    after.come(1, "0", life="0b")
+    after.stand(1, round=1, numbers=Numbers(1), model=1)
+    assert after.stage() is Stage.SEALING
+
+
 def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
     bench = Bench().form()
     for link in (1, 2):

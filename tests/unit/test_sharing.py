@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import TABLE, WAIT_S, WHOLE, WORKERS, Seen, Together, Training, declare, equal
 
 from covey.core.serving import Mode, Serving
 from covey.core.shards import SLOTS, Sharing, first, rescale
 from covey.params.client import Client, Given
-from covey.params.messages import ALL, Begin, Part, Push, Spec
-from covey.params.optimizers import Adam, Array, LazyAdam
+from covey.params.messages import ALL, Part, Push, Spec
+from covey.params.optimizers import Array
 from covey.params.peers import Peer
 from covey.params.server import Server
 from covey.params.shelf import Shelf
 
-WAIT_S = 60.0
-WORKERS = 3
-WHOLE = Spec("w", 1000, 1, "float32", False, Adam(0.1), Begin("given"))
-TABLE = Spec("t", 3000, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
 SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
@@ -101,7 +98,7 @@ def wishes(step: int, rank: int) -> tuple[Array, Array, Array]:
     return chance.standard_normal(1000).astype(np.float32), rows, chance.standard_normal((len(rows), 4)).astype(np.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SCALINGS, st.sampled_from([Mode.SYNC, Mode.ASYNC]), st.integers(0, 1 << 30))
 def test_through_any_scalings_every_row_has_one_owner_and_its_value(scalings: list[set[int]], mode: Mode, seed: int) -> None:
     chance = random.Random(seed)
@@ -198,81 +195,29 @@ class Flock:
         self.sharing = msgspec.structs.replace(self.sharing, leaving=())
 
     def client(self, rank: int) -> Client:
-        found = Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing)
-        found.declare(WHOLE, np.arange(1000, dtype=np.float32), first=rank == 0)
-        found.declare(TABLE, None, first=rank == 0)
-        return found
-
-    def train(self, steps: int, gate: threading.Semaphore | None = None) -> dict[int, tuple[Array, Array]]:
-        found: dict[int, tuple[Array, Array]] = {}
-        errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            try:
-                client = self.client(rank)
-                for step in range(steps):
-                    if gate is not None and rank == 0:
-                        assert gate.acquire(timeout=WAIT_S)
-                    client.push(step, gradients(client, step, rank)).wait()
-                found[rank] = values(client, steps)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        self.threads, self.errors, self.found = threads, errors, found
-        return found
-
-    def over(self) -> tuple[Array, Array]:
-        for thread in self.threads:
-            thread.join(WAIT_S)
-        assert not self.errors and not any(thread.is_alive() for thread in self.threads), self.errors
-        return self.found[0]
-
-
-def gradients(client: Client, step: int, rank: int) -> list[Given]:
-    w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
-    rows = np.unique(np.random.default_rng((step, rank)).integers(0, 3000, 64))
-    return [
-        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
-        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
-    ]
-
-
-def values(client: Client, step: int) -> tuple[Array, Array]:
-    w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
-    return w, client.pull_rows(step, "t", np.arange(3000))
-
-
-def equal(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        return declare(Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
 
 
 STEPS = 30
 PLAN: list[set[int]] = [{0, 1, 2}, {1, 2}, {1, 2, 3, 4}, {4}, {4, 5}]
 
 
-def undisturbed() -> tuple[Array, Array]:
-    flock = Flock(2)
-    flock.train(STEPS)
-    return flock.over()
+def undisturbed() -> Seen:
+    return Training(Flock(2).client, STEPS).result()
 
 
 @pytest.mark.parametrize("copies", [0, 1])
 def test_training_goes_on_to_the_same_bits_while_servers_come_and_go(copies: int) -> None:
     flock = Flock(2, copies)
     gate = threading.Semaphore(3)
-    flock.train(STEPS, gate)
+    training = Training(flock.client, STEPS, gate)
     for wanted in PLAN:
         for _ in range(5):
             gate.release()
         flock.scale(wanted)
     for _ in range(STEPS):
         gate.release()
-    assert equal(flock.over(), undisturbed())
+    assert equal(training.result(), undisturbed())
 
 
 def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
@@ -282,28 +227,20 @@ def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
         clients[rank] = flock.client(rank)
     stop = threading.Event()
     counts = [0] * WORKERS
-    errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         client = clients[rank]
         assert client is not None
         rows = np.arange(rank, 3000, 7)
-        try:
-            while not stop.is_set():
-                client.push(counts[rank], [Given("t", np.ones((len(rows), 4), np.float32), 1.0, rows)]).wait()
-                counts[rank] += 1
-        except BaseException as error:
-            errors.append(error)
+        while not stop.is_set():
+            client.push(counts[rank], [Given("t", np.ones((len(rows), 4), np.float32), 1.0, rows)]).wait()
+            counts[rank] += 1
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(WORKERS)]
-    for thread in threads:
-        thread.start()
+    together = Together(work)
     for wanted in PLAN:
         flock.scale(wanted)
     stop.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not errors
+    together.over()
     for server in flock.servers.values():
         assert [shard.pushed for shard in server._own.shelf.shards] == [[n - 1 for n in counts]] * len(server._own.shelf.shards)
         assert {shard.tables["t"].updates for shard in server._own.shelf.shards} == {sum(counts)}

@@ -7,52 +7,66 @@ import contextlib
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import Final
 
 import click
+import msgspec
 
 from covey.cli.look import find
+from covey.cli.patience import waiting
 from covey.cli.visit import Visit
 from covey.errors import CoveyError, ExitCode, UsageError
 from covey.node.runtime import Door
 from covey.wire import address
 
 CONNECT_S: Final = 5.0
+Say = Callable[[str], None]
 HANDSHAKE, ALERT = b"\x16", b"\x15"  # how TLS records begin
 CLOCKS_S: Final = 2.0  # how far clocks may be apart before it is worth a word
 
 
-def check(where: str) -> int:
+def check(where: str, as_json: bool) -> int:
     """Say what is there, one finding a line; returns the exit code."""
+    findings: list[str] = []
+    say = findings.append if as_json else click.echo
+    with waiting(f"waiting for {where}"):
+        code = _check(where, say)
+    if as_json:
+        click.echo(msgspec.json.encode({"code": int(code), "findings": findings}).decode())
+    return code
+
+
+def _check(where: str, say: Say) -> int:
     host, port = address.split(where)
     if not port:
         raise UsageError(f"{where} has no port: give HOST:PORT")
     name = address.join(host, port)
     try:
         with socket.create_connection((host, port), CONNECT_S):
-            click.echo(f"{name} is reachable")
+            say(f"{name} is reachable")
     except OSError as error:
-        click.echo(f"{name} is not reachable: {error.strerror or error}")
+        say(f"{name} is not reachable: {error.strerror or error}")
         return ExitCode.UNREACHABLE
     door = find(name)
     try:
-        return asyncio.run(_greet(door))
+        return asyncio.run(_greet(door, say))
     except CoveyError as error:
         if door.context is None and _speaks_tls(host, port):
-            click.echo("TLS is expected there: set COVEY_TLS to the cluster's config.json, and its password")
+            say("TLS is expected there: set COVEY_TLS to the cluster's config.json, and its password")
         else:
-            click.echo(str(error))
+            say(str(error))
         return ExitCode.REFUSED
 
 
-async def _greet(door: Door) -> int:
+async def _greet(door: Door, say: Say) -> int:
     before = time.time()
     async with Visit(door) as visit:
         after = time.time()
-        click.echo("a covey scheduler answers and takes our secret" if door.secret else "a covey scheduler answers")
+        say("a covey scheduler answers and takes our secret" if door.secret else "a covey scheduler answers")
         offset = visit.clock - (before + after) / 2
         word = "agree" if abs(offset) < CLOCKS_S else "do not agree: set them by NTP, or timestamps will mislead"
-        click.echo(f"the clocks {word} (offset {offset * 1000:+.0f} ms)")
+        say(f"the clocks {word} (offset {offset * 1000:+.0f} ms)")
     return 0
 
 

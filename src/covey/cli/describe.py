@@ -18,6 +18,7 @@ def describe(plan: RunPlan) -> str:
         ("start", [_start(plan)]),
         ("logs", [_logs(plan)]),
         ("console", _console(plan)),
+        ("on event", [plan.on_event] if plan.on_event else []),
         ("cores", _cores(plan)),
         ("journal", [plan.recovery_path] if plan.recovery_path else []),
         ("TLS", [plan.tls] if plan.tls else []),

@@ -13,9 +13,8 @@ from typing import Any
 import click
 import msgspec
 
-from covey.cli.live import table
-from covey.cli.look import door_of
-from covey.cli.visit import look
+from covey.cli.look import door_of, draw, look
+from covey.cli.parts import JSON, examples, say
 from covey.cli.visit import stop as ask_to_stop
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated.compress import KINDS, NONE
@@ -46,7 +45,13 @@ def federated() -> None:
     """
 
 
-@federated.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@federated.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=examples(
+        "covey federated up --servers 4 --port 6668 --threshold 8 model.py",
+        "covey federated up --threshold 8 --secure model.safetensors",
+    ),
+)
 @click.option("--servers", default=1, show_default=True, help="How many servers to start on this host.")
 @click.option("--server-num", default=0, help="How many the whole cluster has, if more hosts bring some.")
 @click.option("--join", "join", metavar="HOST:PORT", default="", help="Bring the servers to the cluster of this scheduler.")
@@ -151,37 +156,35 @@ def _setting(pair: str) -> tuple[str, Value]:
     return key, from_text(key, text)
 
 
-@federated.command()
+@federated.command(epilog=examples("covey federated stop"))
 @MASTER
-def stop(master: str) -> None:
+@JSON
+def stop(master: str, as_json: bool) -> None:
     """End the whole cluster."""
     entry = _entry(master)
     asyncio.run(ask_to_stop(door_of(entry), "asked by covey federated stop"))
-    click.echo(f"the cluster at {entry.address} ends")
+    say(as_json, f"the cluster at {entry.address} ends", address=entry.address)
 
 
-@federated.command()
+@federated.command(epilog=examples("covey federated status", "covey federated status --json"))
 @MASTER
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def status(master: str, as_json: bool) -> None:
     """Show the servers, and where the training stands."""
     entry = _entry(master)
-    view = asyncio.run(look(door_of(entry)))
+    view = look(door_of(entry))
     instance = _query(entry) if entry.manage and not entry.tls else {}
     if as_json:
         click.echo(msgspec.json.encode({"cluster": view, "instance": instance}).decode())
         return
-    from rich.console import Console
-
-    console = Console()
-    console.print(table(view))
+    draw(view)
     if instance:
         done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
-        console.print(f"{done}: {instance['counted']} updates counted, {instance['joined']} devices; {instance['reason']}")
+        click.echo(f"{done}: {instance['counted']} updates counted, {instance['joined']} devices; {instance['reason']}")
         spent = instance.get("privacy")
         if spent:
             budget = f" of {spent['budget']:g}" if spent["budget"] else ""
-            console.print(f"privacy: epsilon {spent['epsilon']:.4g}{budget} spent at delta {spent['delta']:g}")
+            click.echo(f"privacy: epsilon {spent['epsilon']:.4g}{budget} spent at delta {spent['delta']:g}")
 
 
 def _entry(master: str) -> Entry:
@@ -213,7 +216,12 @@ def _query(entry: Entry) -> dict[str, Any]:
     return result
 
 
-@federated.command()
+@federated.command(
+    epilog=examples(
+        "covey federated simulate --devices 1000 --rounds 20",
+        "covey federated simulate --devices 20 --rounds 5 --json",
+    )
+)
 @click.option("--devices", default=1000, show_default=True, help="How many devices share the digits.")
 @click.option("--rounds", default=20, show_default=True, help="How many rounds.")
 @click.option("--strategy", default="FedAvg", show_default=True, help="How updates become a model.")
@@ -230,6 +238,7 @@ def _query(entry: Entry) -> dict[str, Any]:
 @click.option("--clip", default=1.0, show_default=True, help="The greatest norm of an update, where there is noise.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
+@JSON
 def simulate(
     devices: int,
     rounds: int,
@@ -245,6 +254,7 @@ def simulate(
     clip: float,
     seed: int,
     picture: str,
+    as_json: bool,
 ) -> None:
     """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
     from rich.console import Console
@@ -283,18 +293,20 @@ def simulate(
         for one in run:
             found.append(one)
             progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
-    click.echo("".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found))
     last = found[-1]
     framework = sum(one.framework_s for one in found) / len(found)
-    click.echo(f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})")
-    if compress != NONE:
-        click.echo(f"{last.sent_bytes:.0f} bytes of values per upload")
+    lines = [
+        "".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found),
+        f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})",
+        *([f"{last.sent_bytes:.0f} bytes of values per upload"] if compress != NONE else []),
+    ]
     if gauss is not None:
         spent = gauss.epsilon(last.number * gauss.spends)
-        click.echo(f"epsilon {spent:.3g} at delta {SIMULATED_DELTA:g}, for a device that took part in every round")
-    click.echo(f"{1000 * framework:.0f} ms of each round were the framework's")
+        lines.append(f"epsilon {spent:.3g} at delta {SIMULATED_DELTA:g}, for a device that took part in every round")
+    lines.append(f"{1000 * framework:.0f} ms of each round were the framework's")
     try:
         simulation.plot(found, Path(picture))
     except OSError as error:
         raise StoreError(f"the plot cannot be written to {picture}: {error.strerror}: choose another --plot") from None
-    click.echo(f"the plot is {picture}")
+    accuracies = [one.accuracy for one in found]
+    say(as_json, "\n".join([*lines, f"the plot is {picture}"]), accuracy=accuracies, framework_s=framework, plot=picture)

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import msgspec
 
+from covey.cli.look import echo_line
+from covey.cli.parts import say
 from covey.errors import ExitCode, UsageError
 from covey.node.log import configure
 from covey.settings import load
@@ -53,13 +56,13 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 # -- the operator ----------------------------------------------------------------------------------------------------
 
 
-def install(where: Where, image: str, *, dry_run: bool, ascend: bool) -> None:
+def install(where: Where, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
     """Apply what deploy/v1/covey-operator.yaml holds, or print it."""
     from covey.operator import manifests
 
     things = manifests.everything(image, where.namespace, ascend=ascend)
     if dry_run:
-        click.echo(manifests.as_yaml(things), nl=False)
+        _print_things(things, as_json)
         return
 
     async def work() -> None:
@@ -68,11 +71,17 @@ def install(where: Where, image: str, *, dry_run: bool, ascend: bool) -> None:
         api = _connect(where)
         try:
             async for line in apply(api, things):
-                click.echo(line)
+                say(as_json, line)
         finally:
             await api.close()
 
     _run(work())
+
+
+def _print_things(things: list[Thing], as_json: bool) -> None:
+    from covey.operator.manifests import as_yaml
+
+    click.echo(msgspec.json.encode(things) + b"\n" if as_json else as_yaml(things), nl=False)
 
 
 def operate(where: Where, **options: Any) -> None:
@@ -152,9 +161,8 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
     return job, text
 
 
-def submit(where: Where, wish: Wish, *, dry_run: bool) -> None:
+def submit(where: Where, wish: Wish, *, dry_run: bool, as_json: bool) -> None:
     """Write the MSJob, or apply it."""
-    from covey.operator.manifests import as_yaml
     from covey.operator.pods import owner_of
 
     job, text = job_of(wish)
@@ -166,7 +174,7 @@ def submit(where: Where, wish: Wish, *, dry_run: bool) -> None:
         "data": {Path(wish.script).name: text},
     }
     if dry_run:
-        click.echo(as_yaml([job, *([script] if text else [])]), nl=False)
+        _print_things([job, *([script] if text else [])], as_json)
         return
 
     async def work() -> None:
@@ -185,12 +193,13 @@ def submit(where: Where, wish: Wish, *, dry_run: bool) -> None:
             raise
         finally:
             await api.close()
-        click.echo(f"{name} is submitted: covey jobs shows it, covey logs 0 --job {name} what rank 0 prints")
+        sentence = f"{name} is submitted: covey jobs shows it, covey logs 0 --job {name} what rank 0 prints"
+        say(as_json, sentence, name=name, namespace=namespace)
 
     _run(work())
 
 
-def jobs(where: Where, *, everywhere: bool) -> None:
+def jobs(where: Where, *, everywhere: bool, as_json: bool) -> None:
     """One line per job."""
 
     async def work() -> None:
@@ -201,6 +210,10 @@ def jobs(where: Where, *, everywhere: bool) -> None:
             page = await api.list(MSJOB, "" if everywhere else where.namespace or api.namespace)
         finally:
             await api.close()
+        if as_json:
+            found = [{**job["metadata"], "status": job.get("status") or {}} for job in page.items]
+            kept = ("namespace", "name", "uid", "creationTimestamp", "status")
+            return click.echo(msgspec.json.encode([{key: job.get(key) for key in kept} for job in found]).decode())
         rows = [("NAMESPACE", "NAME", "STATE", "WORKERS", "RESTARTS", "WHY")]
         for job in page.items:
             status, metadata = job.get("status") or {}, job["metadata"]
@@ -214,11 +227,12 @@ def jobs(where: Where, *, everywhere: bool) -> None:
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         for row in rows:
             click.echo("  ".join([*(f"{row[c]:<{widths[c]}}" for c in range(5)), row[5]]).rstrip())
+        return None
 
     _run(work())
 
 
-def logs(where: Where, name: str, rank: int | None, *, follow: bool) -> None:
+def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
     """What the pod of a rank prints; without a rank, each worker's in turn."""
 
     async def work() -> None:
@@ -237,7 +251,7 @@ def logs(where: Where, name: str, rank: int | None, *, follow: bool) -> None:
                 raise UsageError(f"there is no rank {rank} in {name}: ranks go from 0 to {last}")
             for index in wanted:
                 async for line in api.log(namespace, pods[index], job.container, follow=follow):
-                    click.echo(f"[{index}] {line}" if len(wanted) > 1 else line)
+                    echo_line(index, line, named=len(wanted) > 1, as_json=as_json)
         except ApiError as error:
             if error.code == 404:
                 sentence = f"{name} has no such pod in {namespace}, or there is no such job: {error}"

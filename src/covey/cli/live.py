@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.cli.visit import Visit
 from covey.core.incidents import Outcome
-from covey.core.model import Role
+from covey.core.model import Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
 from covey.node.runtime import Door
 
 if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
 LOOK_S: Final = 0.1  # how often logs are looked at for new lines
@@ -27,8 +29,9 @@ PIECE_MAX: Final = 1 << 20
 class Show:
     """Follows a cluster until it is closed."""
 
-    def __init__(self, door: Door, *, live: bool) -> None:
+    def __init__(self, door: Door, *, live: bool, patience_s: float = math.inf) -> None:
         self._door = door
+        self._patience_s = patience_s
         self._terminal = live and sys.stdout.isatty()
         self._live: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -40,7 +43,24 @@ class Show:
 
     def open(self) -> None:
         """Begin to follow."""
+        if self._terminal:
+            from rich.live import Live
+            from rich.spinner import Spinner
+
+            self._live = Live(
+                Spinner("dots", "starting: the script's imports come first"), transient=True, refresh_per_second=8
+            )
+            self._live.start()
         self._task = asyncio.create_task(self._follow())
+
+    async def watch(self) -> None:
+        """Follow a cluster that is there already, until it has ended or its scheduler stays away."""
+        self.open()
+        assert self._task is not None
+        try:
+            await self._task
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """Print what is left of the logs and give the terminal back."""
@@ -71,26 +91,27 @@ class Show:
             self._tails[path] = asyncio.create_task(line)
 
     async def _follow(self) -> None:
+        """Until the cluster has ended. A scheduler that is starting, or away, is looked for again."""
+        clock = asyncio.get_running_loop().time
+        seen_at = clock()
         while True:
             try:
                 async with Visit(self._door) as visit:
                     async for view in visit.follow():
                         self._update(view)
+                        if view.phase is Phase.ENDED:
+                            return
+                    seen_at = clock()
             except PeerError:
-                pass  # the scheduler is starting, or away: the agent says so, and we look again
+                if clock() - seen_at > self._patience_s:
+                    raise
             await asyncio.sleep(LOOK_S)
 
     def _update(self, view: ClusterView) -> None:
-        if not self._terminal:
-            for text in self._changes(view):
-                self.line(f"covey: {text}")
-            return
-        from rich.live import Live
-
-        if self._live is None:
-            self._live = Live(transient=True, refresh_per_second=8)
-            self._live.start()
-        self._live.update(table(view, rows=max(4, self._live.console.height // 2)))
+        for text in self._changes(view):
+            self.line(f"covey: {text}")
+        if self._live is not None:
+            self._live.update(drawing(view, rows=max(4, self._live.console.height // 2)))
 
     def _changes(self, view: ClusterView) -> Iterable[str]:
         if (view.phase, view.generation) != self._phase:
@@ -101,19 +122,33 @@ class Show:
             if incident.outcome is not Outcome.OPEN and incident.number > self._recovery:
                 self._recovery = incident.number
                 yield str(incident)
-        for node in view.nodes:
+        for node in view.nodes if view.phase is not Phase.ENDED else ():
             if node.role is not Role.SCHEDULER and self._states.get(node.name, "alive") != node.state and node.rank >= 0:
                 yield f"{'rank' if node.role is Role.WORKER else node.role} {node.rank} on {node.host} is {node.state}"
             self._states[node.name] = node.state
 
 
+def heading(view: ClusterView) -> str:
+    """The cluster in one line."""
+    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {view.reason}"
+
+
+def drawing(view: ClusterView, rows: int) -> Group:
+    """What a terminal shows of a cluster while it runs: its heading, as far as it fits, its nodes, its newest recovery."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines: list[RenderableType] = [Text(heading(view), style="bold", no_wrap=True, overflow="ellipsis"), table(view, rows)]
+    if view.recoveries:
+        lines.append(Text(f"recoveries {len(view.recoveries)}, the newest: {view.recoveries[-1]}", style="dim"))
+    return Group(*lines)
+
+
 def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
     """rank, host, state, step, beat, restarts; at most a screenful, the troubled ones first."""
     from rich.table import Table
-    from rich.text import Text
 
-    title = f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {view.reason}"
-    made = Table(title=Text(title, no_wrap=True), title_justify="left", title_style="bold", pad_edge=False, box=None)
+    made = Table(pad_edge=False, box=None)
     for name in ("rank", "role", "host", "state", "step", "doing", "beat", "restarts"):
         made.add_column(name, justify="right" if name in ("rank", "step", "beat", "restarts") else "left")
     nodes = sorted((n for n in view.nodes if n.role is not Role.SCHEDULER), key=lambda n: (n.alive, n.rank))

@@ -12,8 +12,11 @@ from pathlib import Path
 import click
 import msgspec
 
-from covey.cli.live import follow_file, row, table
-from covey.cli.visit import Visit, look
+from covey.cli.live import follow_file, heading, row, table
+from covey.cli.parts import say
+from covey.cli.patience import waiting
+from covey.cli.visit import Visit
+from covey.cli.visit import look as ask_view
 from covey.core.model import Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
@@ -25,6 +28,7 @@ from covey.store.registry import Entry
 from covey.wire import address
 
 RECOVERIES_SHOWN = 5
+WIDE = 1000  # columns of a pipe
 
 
 def find(master: str) -> Door:
@@ -60,16 +64,22 @@ def _door(given: Settings, host: str, port: int) -> Door:
     return Door(host, port, guard.secret, context=guard.client)
 
 
+def look(door: Door) -> ClusterView:
+    """The cluster as it is now."""
+    with waiting(f"waiting for {door.name}"):
+        return asyncio.run(ask_view(door))
+
+
 def status(master: str, as_json: bool) -> None:
     """One cluster in full; without --master, all of this user's, as far as they answer."""
     running = registry.running()
     if master or len(running) == 1:
-        return _print_status(asyncio.run(look(find(master))), as_json)
+        return _print_status(look(find(master)), as_json)
     if not running:
         raise UsageError("no cluster of yours runs on this host: give --master HOST:PORT", ExitCode.UNREACHABLE)
     for entry in running:
         try:
-            _print_status(asyncio.run(look(door_of(entry))), as_json)
+            _print_status(look(door_of(entry)), as_json)
         except PeerError as error:
             click.echo(f"{entry.address}: {error}")
     return None
@@ -79,18 +89,24 @@ def _print_status(view: ClusterView, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(view).decode())
         return
+    draw(view)
+    click.echo(f"scheduler at {view.address}, generation {view.generation}, up {view.now - view.started_at:.0f} s")
+    for incident in view.recoveries[-RECOVERIES_SHOWN:]:
+        click.echo(str(incident))
+
+
+def draw(view: ClusterView) -> None:
+    """Heading and table; whole lines where no terminal limits their width."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    console.print(heading(view), style="bold", markup=False, highlight=False)
     console.print(table(view))
-    console.print(f"scheduler at {view.address}, generation {view.generation}, up {view.now - view.started_at:.0f} s")
-    for incident in view.recoveries[-RECOVERIES_SHOWN:]:
-        console.print(str(incident), highlight=False)
 
 
 def nodes(master: str, as_json: bool) -> None:
     """One line per node, made for grep."""
-    view = asyncio.run(look(find(master)))
+    view = look(find(master))
     if as_json:
         click.echo(msgspec.json.encode(view.nodes).decode())
         return
@@ -98,9 +114,9 @@ def nodes(master: str, as_json: bool) -> None:
         click.echo("  ".join([f"{node.role}:{node.node_id}", *row(node), f"pid {node.pid}" if node.pid else ""]).rstrip())
 
 
-def logs(master: str, rank: int | None, follow: bool) -> None:
+def logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
     """Logs that lie on this host; for others the sentence says where they lie."""
-    view = asyncio.run(look(find(master)))
+    view = look(find(master))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
     if not workers:
         raise UsageError(f"there is no rank {rank}: ranks go from 0 to {sum(n.role is Role.WORKER for n in view.nodes) - 1}")
@@ -112,10 +128,10 @@ def logs(master: str, rank: int | None, follow: bool) -> None:
             click.echo(f"rank {node.rank} runs on {node.host}: its log is {node.log} there", err=True)
         else:
             paths[node.rank] = node.log
-    asyncio.run(_print_logs(paths, find(master) if follow else None))
+    asyncio.run(_print_logs(paths, find(master) if follow else None, as_json))
 
 
-async def _print_logs(paths: dict[int, str], followed: Door | None) -> None:
+async def _print_logs(paths: dict[int, str], followed: Door | None, as_json: bool) -> None:
     """As they are; or as they grow, for as long as the cluster lives."""
     over = followed is None
 
@@ -130,12 +146,16 @@ async def _print_logs(paths: dict[int, str], followed: Door | None) -> None:
         if followed is not None:
             group.create_task(watch(followed))
         for rank, path in paths.items():
-            echo = partial(_echo, f"[{rank}] " if len(paths) > 1 else "")
+            echo = partial(echo_line, rank, named=len(paths) > 1, as_json=as_json)
             group.create_task(follow_file(path, echo, lambda: over))
 
 
-def _echo(prefix: str, text: str) -> None:
-    click.echo(prefix + text)
+def echo_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
+    """A line of a rank's log."""
+    if as_json:
+        click.echo(msgspec.json.encode({"rank": rank, "line": text}).decode())
+    else:
+        click.echo(f"[{rank}] {text}" if named else text)
 
 
 def settings(as_json: bool) -> None:
@@ -151,7 +171,7 @@ def settings(as_json: bool) -> None:
         click.echo(f"{name:<{width}}  {value or '-':<12}  {origin:<24}  {what}")
 
 
-def make_tls(folder: str, names: tuple[str, ...], days: int, password: str) -> None:
+def make_tls(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
     """The files of `covey tls init`."""
     from covey.wire.certificates import make_authority
 
@@ -161,6 +181,7 @@ def make_tls(folder: str, names: tuple[str, ...], days: int, password: str) -> N
             raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
         password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=True)
     everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
-    for path in make_authority(Path(folder), names=everyone, days=days, password=password):
+    made = [str(path) for path in make_authority(Path(folder), names=everyone, days=days, password=password)]
+    for path in [] if as_json else made:
         click.echo(path)
-    click.echo(f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py")
+    say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)

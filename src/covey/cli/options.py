@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
+import shutil
 import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -120,6 +122,14 @@ def _modules(text: str) -> list[str]:
     return modules
 
 
+def _hook(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        words = shlex.split(text)  # raises ValueError where a quote is missing
+        if not words or shutil.which(words[0]) is None:
+            raise ValueError(text)
+    return text
+
+
 def _log_name(text: str) -> str:
     rest = text.replace("{ip}", "").replace("{hostname}", "")
     if not text or "{" in rest or "}" in rest:
@@ -137,6 +147,7 @@ STREAMS = Kind(_streams, "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or these
 RANKS = Kind(_ranks, "a list of ranks such as 0,3, or -1 for all, is")
 LOCAL_RANKS = Kind(_local_ranks, "a list of local ranks such as 0,1 is")
 MODULES = Kind(_modules, "a list of modules such as numpy,torch.optim is")
+HOOK = Kind(_hook, "a command that exists, with its arguments, or a URL that begins with http:// or https:// is")
 LOG_NAME = Kind(_log_name, 'a name without "/", with no placeholder but {ip} and {hostname}, is')
 START = Kind(one_of({"fork": "fork", "exec": "exec"}), "fork or exec is")
 BACKEND = Kind(one_of({"c10d": "", "static": ""}), "c10d or static is, and both mean covey's own scheduler")
@@ -188,6 +199,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--grace", "SECONDS", "grace_s", "time to end before being killed (default 10)"),
         Option("--tls", "FILE", "tls", "config.json of the certificates", PATH),
         Option("--manage-port", "PORT", "manage_port", "the REST port (default: a free one; 0: none)"),
+        Option("--on-event", "COMMAND|URL", "on_event", "gets deaths, recoveries and the end as JSON: docs/events.md", HOOK),
         Option("--no-live", "", "no_live", "plain lines instead of the live table"),
         Option("--dry-run", "", "dry_run", "say what would be started, and start nothing"),
         Option("-h --help", "", "help", "show this"),

@@ -53,6 +53,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     no_python: bool = False
     dry_run: bool = False
     no_live: bool = False
+    on_event: str = ""
     tls: str = ""
     role_name: str = "default"
     rank_table_file: str = ""
@@ -92,6 +93,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     rank_table_file: str = ""
     tls: str = ""
     live: bool = True
+    on_event: str = ""  # a command or a URL that hears of deaths, recoveries and the end
     dry_run: bool = False
     help: bool = False  # only --help was asked: nothing else here counts
     remarks: list[str] = []
@@ -190,6 +192,7 @@ def decide(
         rank_table_file=asked.rank_table_file,
         tls=asked.tls,
         live=not asked.no_live,
+        on_event=asked.on_event,
         dry_run=asked.dry_run,
         remarks=[*_remarks(request, size), *([beside] if beside else [])],
         loaded=loaded,

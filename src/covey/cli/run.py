@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,7 @@ import msgspec
 
 from covey.cli.describe import describe
 from covey.cli.live import Show
+from covey.cli.notify import Notifier
 from covey.cli.options import help_text, parse
 from covey.cli.plan import EVERY, RunPlan
 from covey.core.messages import Start
@@ -90,11 +92,16 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             )
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Show(door, live=plan.live)
+        notifier = Notifier(plan.on_event, door, plan.job or " ".join(plan.command)) if plan.on_event else None
         agent.on_start = lambda start: _echo(plan, show, agent, start)
         interrupted = _take_signals(agent, show)
         show.open()
+        if notifier is not None:
+            notifier.open()
         outcome = await agent.run()
         await show.close()
+        if notifier is not None:
+            await notifier.close(outcome, time.time())
         if standing_by is not None:
             standing_by.cancel()
             await asyncio.gather(standing_by, return_exceptions=True)

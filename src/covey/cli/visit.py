@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Ask, Goodbye, Message, Refused, ScaleAsked, Scaling, StopAsked, Told
+from covey.core.messages import Ask, AskStory, Goodbye, Message, Refused, ScaleAsked, Scaling, StopAsked, StoryTold, Told
+from covey.core.story import Event
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError
 from covey.node.runtime import Door
 from covey.wire.link import Link, connect
 
 ANSWER_S: Final = 10.0
+AGAIN_S: Final = 0.2  # between two tries to find a scheduler again
+SCHEDULER_BACK_S: Final = 10.0
 
 
 class Visit:
@@ -75,6 +79,20 @@ class Visit:
             if isinstance(told, Told):
                 yield msgspec.json.decode(told.view, type=ClusterView)
 
+    async def read(self, asked: AskStory) -> AsyncIterator[list[Event]]:
+        """The story so far, then what is added to it; it ends with the connection, or at once if nothing is followed."""
+        assert self._link is not None
+        self._link.send(asked)
+        while True:
+            try:
+                told = await self._next(None if asked.follow else ANSWER_S)
+            except PeerError:
+                return
+            if isinstance(told, StoryTold):
+                yield msgspec.json.decode(told.events, type=list[Event])
+            if not asked.follow:
+                return
+
     async def _next(self, timeout_s: float | None) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
@@ -108,6 +126,34 @@ async def look(door: Door) -> ClusterView:
         if not isinstance(told, Told):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
         return msgspec.json.decode(told.view, type=ClusterView)
+
+
+async def follow_story(door: Door, node: str = "", patience_s: float = SCHEDULER_BACK_S) -> AsyncIterator[Event]:
+    """The story as it grows, until the cluster has ended. A scheduler that is away is looked for again, for `patience_s`."""
+    after, tried_until = 0.0, math.inf if patience_s == math.inf else 0.0
+    clock = asyncio.get_running_loop().time
+    while True:
+        try:
+            async with Visit(door) as visit:
+                async for events in visit.read(AskStory(node, after, follow=True)):
+                    for event in events:
+                        after = event.at
+                        yield event
+                        if (event.node, event.what) == ("cluster", "ended"):
+                            return
+                tried_until = clock() + patience_s
+        except PeerError:
+            if clock() > tried_until:
+                raise
+        await asyncio.sleep(AGAIN_S)
+
+
+async def story(door: Door, node: str = "") -> list[Event]:
+    """The newest of the story."""
+    async with Visit(door) as visit:
+        async for events in visit.read(AskStory(node)):
+            return events
+    raise PeerError(f"{door.name} did not tell its story", ExitCode.UNREACHABLE)
 
 
 async def stop(door: Door, reason: str) -> None:

@@ -7,7 +7,8 @@ success is the same JSON, `{"error_message": ..., "code": "1"}`, whatever went w
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import formatdate
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -18,12 +19,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.console import guard, metrics, openapi, replies
-from covey.core.view import ClusterView
+from covey.console import guard, live, metrics, openapi, page, replies
+from covey.core.story import TOLD_MAX
 from covey.errors import CoveyError
 
 MAX_BODY = 1 << 20  # bytes
@@ -37,10 +38,8 @@ _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 log = logging.getLogger("covey.console")
 
 
-class Source(Protocol):
+class Source(live.Source, Protocol):
     """What the scheduler lends the console: a look, and one verb."""
-
-    def view(self) -> ClusterView: ...
 
     def stop(self, reason: str) -> None: ...
 
@@ -53,12 +52,16 @@ def make_app(
     *,
     token: str,
     more: Mapping[openapi.Operation, Answer],
+    settings: Sequence[tuple[str, str, str, str]] = (),
 ) -> Starlette:
     """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback.
 
     `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
     """
     version = _version()
+    watched = live.Live(source, version)
+    key = secrets.token_urlsafe(24)
+    known = replies.SettingsReply("Get settings successful.", [replies.Setting(*setting) for setting in settings])
     theirs = {operation.name for operation in more}
     operations = (*(op for op in openapi.COMMON if op.name not in theirs), *more)
     document = msgspec.json.encode(openapi.document(version, operations))
@@ -74,7 +77,7 @@ def make_app(
 
     async def stop(request: Request) -> Response:
         reason = replies.stop_reason(await whole_body(request))
-        log.info("stop asked by %s: %s", request.client.host if request.client else "an unknown peer", reason)
+        log.info("stop asked by %s: %s", peer(request), reason)
         source.stop(reason)
         return as_json(replies.Reply("The cluster was asked to end."))
 
@@ -83,6 +86,24 @@ def make_app(
 
     async def healthz(request: Request) -> Response:
         return as_json(replies.Reply("ok"))
+
+    async def story(request: Request) -> Response:
+        said = request.query_params
+        limit = replies.whole_number(said.get("limit", str(TOLD_MAX)), "limit", 1, TOLD_MAX)
+        after, node = replies.moment(said.get("after", "0"), "after"), replies.short(said.get("node", ""), "node")
+        return as_json(replies.StoryReply("Get story successful.", source.story.after(after, node, limit)))
+
+    async def given(request: Request) -> Response:
+        return as_json(known)
+
+    async def stream(request: Request) -> Response:
+        pieces = watched.stream()
+        if pieces is None:
+            return refusal(503, f"{live.CLIENTS_MAX} pages look at this cluster already: close one, or try again")
+        return StreamingResponse(pieces, 200, _always(), openapi.EVENT_STREAM)
+
+    async def page_key(request: Request) -> Response:
+        return as_json(replies.KeyReply("Get key successful.", key))
 
     async def described(request: Request) -> Response:
         return _answer(document, "application/json")
@@ -94,24 +115,43 @@ def make_app(
         "stop": stop,
         "metrics": numbers,
         "healthz": healthz,
+        "story": story,
+        "settings": given,
+        "stream": stream,
+        "key": page_key,
         "openapi": described,
         **{operation.name: answer for operation, answer in more.items()},
     }
+    files = page.files()
     app = Starlette(
-        routes=[Route(op.path, answers[op.name], methods=[op.method]) for op in operations],
-        middleware=[Middleware(Gate, token=token)],
+        routes=[
+            *(Route(path, _file(*found)) for path, found in files.items()),
+            *(Route(op.path, answers[op.name], methods=[op.method]) for op in operations),
+        ],
+        middleware=[Middleware(Gate, token=token, key=key, open_to_all=_OPEN | files.keys())],
         exception_handlers={HTTPException: _refused, CoveyError: _unusable},
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever the Host header says
+    app.state.beside = watched.run
+    app.state.operations = operations
     return app
+
+
+def _file(content: bytes, media_type: str) -> Answer:
+    async def answer(request: Request) -> Response:
+        return _answer(content, media_type, headers=page.HEADERS)
+
+    return answer
 
 
 class Gate:
     """Asks the guard, refuses a body that announces itself as too long, and turns a bug of ours into a 500."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, key: str, open_to_all: frozenset[str]) -> None:
         self._app = app
         self._token = token
+        self._key = key
+        self._open = open_to_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -140,8 +180,9 @@ class Gate:
             authorization=headers.get("authorization"),
             method=request.method,
             token=self._token,
+            key=self._key,
         )
-        if not verdict.allowed and _path(request) not in _OPEN:
+        if not verdict.allowed and _path(request) not in self._open:
             log.info("%s %s was refused: %s", request.method, _shown(request), verdict.reason)
             challenge = {"WWW-Authenticate": 'Bearer realm="covey"'} if verdict.status == 401 else {}
             return refusal(verdict.status, verdict.reason, challenge)
@@ -165,7 +206,7 @@ async def _refused(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
-        paths = ", ".join(route.path for route in request.app.routes)
+        paths = ", ".join(op.path for op in request.app.state.operations)
         return refusal(404, f"there is no {_shown(request)} here: the paths are {paths}", headers)
     if exc.status_code == 405:
         sentence = f"{_shown(request)} does not answer {request.method}: use {headers['Allow']}"
@@ -187,8 +228,17 @@ def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -
 
 
 def _answer(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    always = {"Date": formatdate(usegmt=True), "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-    return Response(body, status, {**always, **(headers or {})}, media_type)
+    return Response(body, status, {**_always(), **(headers or {})}, media_type)
+
+
+def _always() -> dict[str, str]:
+    kept_out = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+    return {"Date": formatdate(usegmt=True), "Cache-Control": "no-store", **kept_out}
+
+
+def peer(request: Request) -> str:
+    """Who asks, for the log and the story."""
+    return request.client.host if request.client else "an unknown peer"
 
 
 def _path(request: Request) -> str:

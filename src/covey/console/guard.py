@@ -1,8 +1,10 @@
 """Who may speak to the management port: one pure decision.
 
-Three kinds of caller reach the port. A command on this machine is trusted as its user is, so the plain curl lines work. A
+Four kinds of caller reach the port. A command on this machine is trusted as its user is, so the plain curl lines work. A
 program elsewhere proves itself with the token. A web page is neither: a browser on this machine carries any page's requests to
-loopback, so whatever looks like a page (an Origin, a cross-site fetch, a Host that DNS made up) must carry the token too.
+loopback, so whatever looks like a page (an Origin, a cross-site fetch, a Host that DNS made up) must carry the token too. Our
+own page, on loopback, carries a key instead: it reads it where a command could, which no page of another origin can, and the
+key opens nothing beyond loopback.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ def allowed(
     authorization: str | None,
     method: str,
     token: str,
+    key: str = "",
 ) -> Verdict:
-    """Judge one request by its peer address and headers. An empty `token` opens nothing."""
+    """Judge one request by its peer address and headers. An empty `token` or `key` opens nothing."""
     if authorization is not None:
         if _carries(authorization, token):
             return Verdict(True, 200, "it carries the token")
+        own = None if origin in (f"http://{host}", f"https://{host}") else origin
+        if _carries(authorization, key) and not _why_token(peer, _name(host), own, sec_fetch_site, "GET"):
+            return Verdict(True, 200, "our own page on loopback")
         # Also on loopback, where none is needed: a wrong token that seems to work would be found out much later.
         return Verdict(False, 401, f"the Authorization header does not carry this cluster's token: {_HOW}")
     name = _name(host)

@@ -10,10 +10,38 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric, SummaryMetricFamily
 
 from covey.core.incidents import Outcome, Stage
-from covey.core.model import NodeState, Phase
+from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+# What a training cluster counts; each is there from the start, since an alarm on an increase needs the zero before it.
+COUNTERS = {
+    "deaths": "Nodes that died.",
+    "silent_deaths": "Of these, nodes that only fell silent.",
+    "handovers": "Ranks that were handed over because their host was leaving.",
+    "left": "Nodes that ended as they meant to.",
+    "refused": "Nodes that were refused.",
+    "strangers": "Connections that were turned away.",
+    "replacements": "Lives that were begun in place of one that had ended.",
+    "promotions": "Spares that took the place of a worker.",
+    "returns": "Nodes that came back to their place.",
+    "restarts": "Lives of nodes that were begun again.",
+    "retries": "Steps that were tried again in place.",
+    "stuck": "Ranks that all others waited for too long.",
+    "shrinks": "Worlds that went on smaller.",
+    "scale_out": "Growths that were begun.",
+    "scale_in": "Shrinkings that were asked for.",
+}
+OTHERS = {
+    "federated_rounds": "Rounds of the federated training that are over.",
+    "federated_missed": "Iterations that had to be tried again.",
+    "federated_iteration": "The iteration that is under way.",
+    "federated_counted": "Updates that count in this iteration.",
+    "federated_joined": "Devices that have joined this iteration.",
+    "federated_epsilon": "Privacy spent so far.",
+    "links": "Open connections of nodes, agents and visitors.",
+}
 
 
 def render(view: ClusterView, version: str) -> bytes:
@@ -36,6 +64,7 @@ class _Snapshot:
         yield _phases(view)
         yield GaugeMetricFamily("covey_generation", "Version of the membership.", value=view.generation)
         yield from _beat_age(view)
+        yield from _steps(view)
         yield from _counters(view)
         yield from _gauges(view)
         yield _recoveries(view)
@@ -68,6 +97,13 @@ def _beat_age(view: ClusterView) -> Iterator[Metric]:
         yield GaugeMetricFamily("covey_beat_age_seconds", "The longest silence of a living node.", value=max(ages))
 
 
+def _steps(view: ClusterView) -> Iterator[Metric]:
+    steps = [node.step for node in view.nodes if node.role is Role.WORKER and node.alive and node.step >= 0]
+    if steps:
+        yield GaugeMetricFamily("covey_step_min", "The step of the worker that is furthest behind.", value=min(steps))
+        yield GaugeMetricFamily("covey_step_max", "The step of the worker that is furthest ahead.", value=max(steps))
+
+
 def _recoveries(view: ClusterView) -> Metric:
     says = "Faults that were answered, by strategy and outcome."
     family = CounterMetricFamily("covey_recoveries", says, labels=["strategy", "outcome"])
@@ -88,7 +124,7 @@ def _recovery_stages(view: ClusterView) -> Metric:
 
 def _stragglers(view: ClusterView) -> Metric:
     says = "Ranks that the others wait for: how many times the median a step takes them."
-    family = GaugeMetricFamily("covey_straggler", says, labels=["role", "rank"])
+    family = GaugeMetricFamily("covey_straggler_ratio", says, labels=["role", "rank"])
     for node in view.nodes:
         if node.straggles:
             family.add_metric([node.role, str(node.rank)], node.straggles)
@@ -97,7 +133,8 @@ def _stragglers(view: ClusterView) -> Metric:
 
 def _gauges(view: ClusterView) -> Iterator[Metric]:
     for name, number in sorted({_name(gauge): number for gauge, number in view.gauges.items()}.items()):
-        yield GaugeMetricFamily(f"covey_{name}", f"At present: {name}.", value=number)
+        says = OTHERS.get(name, f"What devices or the training said of {name}, last.")
+        yield GaugeMetricFamily(f"covey_{name}", says, value=number)
 
 
 def _name(said: str) -> str:
@@ -105,11 +142,11 @@ def _name(said: str) -> str:
 
 
 def _counters(view: ClusterView) -> Iterator[Metric]:
-    totals: dict[str, float] = {}
+    totals: dict[str, float] = dict.fromkeys(COUNTERS, 0.0) if view.worker_num else {}
     for counter, number in view.counters.items():
         name = _name(counter).removesuffix("_total")
         totals[name] = totals.get(name, 0) + number
     totals["restarts"] = view.restarts
     for name, number in sorted(totals.items()):
-        says = "Lives of nodes that were begun again." if name == "restarts" else f"How often so far: {name}."
+        says = COUNTERS.get(name) or OTHERS.get(name, f"How often so far: {name}.")
         yield CounterMetricFamily(f"covey_{name}", says, value=number)

@@ -12,14 +12,34 @@ import msgspec
 from covey.console.metrics import CONTENT_TYPE
 from covey.console.replies import (
     ErrorReply,
+    KeyReply,
     NodesReply,
     Reply,
+    SettingsReply,
     StateReply,
     StopBody,
+    StoryReply,
 )
+from covey.core.messages import NODE_ID_MAX
+from covey.core.story import TOLD_MAX
 from covey.core.view import ClusterView
 
 _REF = "#/components/schemas/{name}"
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One thing a path or its query says. Only what stands in a path is required."""
+
+    name: str
+    place: str  # "path" or "query"
+    kind: str  # "string", "integer" or "number"
+    says: str
+    limits: tuple[tuple[str, int], ...] = ()
+
+    def described(self) -> dict[str, Any]:
+        schema = {"type": self.kind, **dict(self.limits)}
+        described = {"name": self.name, "in": self.place, "required": self.place == "path", "description": self.says}
+        return {**described, "schema": schema}
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -32,7 +52,13 @@ class Operation(msgspec.Struct, frozen=True):
     reply: type[msgspec.Struct] | str
     body: type[msgspec.Struct] | None = None
     open: bool = False  # to everybody, token or not
+    parameters: tuple[Parameter, ...] = ()
 
+
+EVENT_STREAM = "text/event-stream"
+NODE = Parameter("node", "query", "string", "Of this node alone, as in worker:1.", (("maxLength", NODE_ID_MAX),))
+AFTER = Parameter("after", "query", "number", "Only what came after this moment, in seconds since 1970.")
+LIMIT = Parameter("limit", "query", "integer", "At most so many, the newest.", (("minimum", 1), ("maximum", TOLD_MAX)))
 
 COMMON = (  # to every kind of cluster
     Operation("nodes", "GET", "/nodes", "The nodes, in the seeds' JSON.", NodesReply),
@@ -41,6 +67,10 @@ COMMON = (  # to every kind of cluster
     Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
     Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),
     Operation("healthz", "GET", "/healthz", "Answers while the scheduler's loop turns.", Reply, open=True),
+    Operation("story", "GET", "/story", "What happened, oldest first.", StoryReply, parameters=(NODE, AFTER, LIMIT)),
+    Operation("settings", "GET", "/settings", "Every setting, and where its value comes from.", SettingsReply),
+    Operation("stream", "GET", "/stream", "The cluster as it is and changes, as server-sent events.", EVENT_STREAM),
+    Operation("key", "GET", "/key", "What the page at / sends with its actions, on loopback.", KeyReply),
     Operation("openapi", "GET", "/openapi.json", "This document.", "application/json"),
 )
 
@@ -60,9 +90,6 @@ _HEADERS = {
     401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
     405: {"Allow": {"required": True, "schema": {"type": "string"}}},
 }
-
-
-_NUMBER = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 1}}
 
 
 def document(version: str, operations: tuple[Operation, ...]) -> dict[str, Any]:
@@ -90,7 +117,7 @@ def _operation(op: Operation) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": op.name,
         "summary": op.summary,
-        "parameters": [_NUMBER] if "{number}" in op.path else [],
+        "parameters": [parameter.described() for parameter in op.parameters],
         "responses": {
             "200": {"description": op.summary, "content": _content(op.reply)},
             **{str(status): {"$ref": f"#/components/responses/{status}"} for status in ERRORS if status not in shut},

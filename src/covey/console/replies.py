@@ -5,20 +5,24 @@ Pure: a `ClusterView` goes in, a reply comes out. The OpenAPI document is made f
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from covey.core.incidents import Incident, Outcome
-from covey.core.messages import NODE_ID_MAX, ScaleAsked
+from covey.core.messages import NODE_ID_MAX, LogTold, ScaleAsked
 from covey.core.model import Role
 from covey.core.scaling import WORLD_MAX
 from covey.core.shards import SLOTS
+from covey.core.story import Event
 from covey.core.view import SEED_STATES, ClusterView, NodeView
 from covey.errors import UsageError
 
 REASON_MAX = 500
+SHOWN = 100  # characters of what was said that a sentence repeats
 _RESIZING = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the operation under way
 ASKED = "asked by POST /stop"
 NodeId = Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
@@ -72,6 +76,50 @@ class RecoveriesReply(msgspec.Struct, frozen=True):
     code: Literal["0"] = "0"
 
 
+class StoryReply(msgspec.Struct, frozen=True):
+    """What happened, oldest first."""
+
+    message: str
+    events: list[Event]
+    code: Literal["0"] = "0"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One setting. A secret shows only that there is one."""
+
+    name: str
+    value: str
+    origin: str
+    what: str
+
+
+class SettingsReply(msgspec.Struct, frozen=True):
+    """The scheduler's settings."""
+
+    message: str
+    settings: list[Setting]
+    code: Literal["0"] = "0"
+
+
+class KeyReply(msgspec.Struct, frozen=True):
+    """What a page of this origin sends as `Authorization: Bearer KEY`. It opens nothing beyond loopback."""
+
+    message: str
+    key: str
+    code: Literal["0"] = "0"
+
+
+class LogReply(msgspec.Struct, frozen=True):
+    """Lines of a log, the byte where they begin, and where to go on. What is not UTF-8 is replaced."""
+
+    message: str
+    text: str
+    start: int
+    next: int
+    size: int
+    code: Literal["0"] = "0"
+
+
 class ScaleReply(msgspec.Struct, frozen=True):
     """The cluster changes its size; GET /operations/ID tells how it goes."""
 
@@ -94,6 +142,19 @@ class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meant."""
 
     node_ids: Annotated[list[NodeId], Meta(min_length=1, max_length=WORLD_MAX)]
+
+
+class KillBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose process is to be killed: "worker:1"."""
+
+    node: NodeId
+
+
+class GoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which life of a host is over (its COVEY_HOST_LIFE), and why."""
+
+    life: Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
+    reason: Annotated[str, Meta(max_length=REASON_MAX)] = "its host is gone"
 
 
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,13 +207,56 @@ def scale_in(body: bytes) -> ScaleAsked:
     return ScaleAsked(node_ids=_decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
 
 
-def stop_reason(body: bytes) -> str:
-    """The reason in the body of POST /stop, fit for a log line and a terminal; a body that is none says where it breaks."""
+def stop_reason(body: bytes, path: str = "/stop") -> str:
+    """The reason in the body of POST /stop; a body that is none says where it breaks."""
+    default = ASKED if path == "/stop" else f"asked by POST {path}"
     if not body:
-        return ASKED
-    asked = _decoded(body, StopBody, "/stop", '{"reason": "..."}')
-    printable = "".join(letter if letter.isprintable() else " " for letter in asked.reason)
-    return " ".join(printable.split()) or ASKED
+        return default
+    asked = _decoded(body, StopBody, path, '{"reason": "..."}')
+    return _printable(asked.reason) or default
+
+
+def victim(body: bytes) -> str:
+    return _decoded(body, KillBody, "/kill", '{"node": "worker:1"}').node
+
+
+def log_piece(told: LogTold) -> LogReply:
+    return LogReply("Get log successful.", told.lines.decode("utf-8", "replace"), told.start, told.next, told.size)
+
+
+def whole_number(said: str, name: str, low: int, high: int) -> int:
+    """A whole number of a query."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", said, re.ASCII) or not low <= int(said) <= high:
+        raise UsageError(f"{name}={said[:SHOWN]!r} is not a whole number from {low} to {high}")
+    return int(said)
+
+
+def moment(said: str, name: str) -> float:
+    """A time of a query, in seconds since 1970."""
+    try:
+        found = float(said)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise UsageError(f"{name}={said[:SHOWN]!r} is not a time: give seconds since 1970")
+    return found
+
+
+def short(said: str, name: str) -> str:
+    """A text of a query."""
+    if len(said) > NODE_ID_MAX:
+        raise UsageError(f"{name} is longer than {NODE_ID_MAX} characters: ask for less")
+    return said
+
+
+def gone(body: bytes) -> GoneBody:
+    said = _decoded(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
+    return GoneBody(said.life, _printable(said.reason))
+
+
+def _printable(text: str) -> str:
+    """Fit for a log line and a terminal."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 _SEEDS = {  # what the seeds say where a body is wrong, by what msgspec says

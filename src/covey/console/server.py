@@ -54,6 +54,7 @@ class Server:
         self._state = ServerState()
         self._idle = asyncio.Event()
         self._listeners: list[asyncio.Server] = []
+        self._beside: asyncio.Task[None] | None = None  # what the application does by itself (`app.state.beside`)
         # Everything uvicorn would otherwise take from the environment or do to the process's logging is pinned here.
         self._config = uvicorn.Config(
             app,
@@ -79,9 +80,14 @@ class Server:
         for sock in self._sockets:
             listener = await loop.create_server(self._connect, sock=sock, ssl=self._ssl_context, ssl_handshake_timeout=patience)
             self._listeners.append(listener)
+        state = getattr(self._config.app, "state", None)
+        if beside := getattr(state, "beside", None):
+            self._beside = loop.create_task(beside())
 
     async def stop(self) -> None:
         """Stop listening, let answers under way leave, cut off whoever is left."""
+        if self._beside is not None:
+            self._beside.cancel()
         for listener in self._listeners:
             listener.close()
         for sock in self._sockets:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from covey.console import api, replies
-from covey.console.api import SHOWN, as_json, refusal, whole_body
-from covey.console.openapi import COMMON, Operation
-from covey.console.replies import RecoveriesReply, ScaleInBody, ScaleOutBody, ScaleReply
+from covey.console.api import SHOWN, as_json, peer, refusal, whole_body
+from covey.console.openapi import COMMON, Operation, Parameter
+from covey.console.replies import (
+    GoneBody,
+    KillBody,
+    LogReply,
+    RecoveriesReply,
+    Reply,
+    ScaleInBody,
+    ScaleOutBody,
+    ScaleReply,
+    StopBody,
+)
 from covey.core.incidents import Incident
-from covey.core.messages import ScaleAsked, Scaling
-from covey.errors import PeerError
+from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
+from covey.errors import PeerError, StoreError
 
+LOG_START_MAX: Final = 1 << 53  # bytes
+START_LIMITS: Final = (("minimum", -LOG_START_MAX), ("maximum", LOG_START_MAX))
 RECOVERIES = Operation(
     "recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply
 )
@@ -24,8 +37,27 @@ SCALE_OUT = Operation(
 )
 SCALE_IN = Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody)
 ROLL_BACK = Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply)
-OPERATION = Operation("operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident)
-OPERATIONS = (*COMMON, RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION)
+NUMBER = Parameter("number", "path", "integer", "The operation's number.", (("minimum", 1),))
+OPERATION = Operation(
+    "operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident, parameters=(NUMBER,)
+)
+KILL = Operation("kill", "POST", "/kill", "Kill a node's process, to see what follows.", Reply, KillBody)
+DUMP = Operation("dump", "POST", "/dump", "Have the ranks write down what they hold, then end.", Reply, StopBody)
+LOGS = Operation(
+    "logs",
+    "GET",
+    "/logs/{node}",
+    "What a node has printed: whole lines, a piece at a time.",
+    LogReply,
+    parameters=(
+        Parameter("node", "path", "string", "As in worker:1.", (("minLength", 1), ("maxLength", 200))),
+        Parameter("start", "query", "integer", "The byte to begin at; negative: so many before the end.", START_LIMITS),
+        Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
+    ),
+)
+GONE = Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody)
+MORE = (RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS, GONE)
+OPERATIONS = (*COMMON, *MORE)
 
 
 class Source(api.Source, Protocol):
@@ -33,35 +65,63 @@ class Source(api.Source, Protocol):
 
     def recoveries(self) -> list[Incident]: ...
 
-    def scale(self, asked: ScaleAsked) -> Scaling: ...
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed: ...
+
+    async def read_log(self, node: str, start: int, find: str) -> LogTold: ...
+
+    def host_gone(self, life: str, reason: str) -> None: ...
 
 
-def make_app(source: Source, *, token: str) -> Starlette:
+def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
     """The application for `covey.console.server.Server`."""
 
     async def recoveries(request: Request) -> Response:
         return as_json(replies.recoveries(source.recoveries()))
 
-    def scale(message: str, asked: ScaleAsked) -> Response:
+    async def asked(message: str, wish: ScaleAsked | KillAsked | StopAsked) -> Response:
         try:
-            decided = source.scale(asked)
+            decided = await source.ask(wish)
         except PeerError as refused:
             return refusal(409, str(refused))
+        except StoreError as uncertain:
+            return refusal(503, str(uncertain))
+        if isinstance(decided, Agreed):
+            return as_json(replies.Reply(decided.reason))
         return as_json(replies.ScaleReply(message, str(decided.operation), decided.reason))
 
     async def scale_out(request: Request) -> Response:
-        return scale("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
+        return await asked("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
 
     async def scale_in(request: Request) -> Response:
-        return scale("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
+        return await asked("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
 
     async def roll_back(request: Request) -> Response:
-        return scale("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
+        return await asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
 
     async def operation(request: Request) -> Response:
         number = request.path_params["number"]
         found = replies.operation(source.recoveries(), number)
         return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
 
-    answers = {RECOVERIES: recoveries, SCALE_OUT: scale_out, SCALE_IN: scale_in, ROLL_BACK: roll_back, OPERATION: operation}
-    return api.make_app(source, token=token, more=answers)
+    async def kill(request: Request) -> Response:
+        return await asked("", KillAsked(replies.victim(await whole_body(request)), f"asked by {peer(request)}"))
+
+    async def dump(request: Request) -> Response:
+        reason = replies.stop_reason(await whole_body(request), "/dump")
+        return await asked("", StopAsked(reason, dump=True))
+
+    async def logs(request: Request) -> Response:
+        start = replies.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
+        find = replies.short(request.query_params.get("find", ""), "find")
+        try:
+            return as_json(replies.log_piece(await source.read_log(request.path_params["node"][:SHOWN], start, find)))
+        except PeerError as refused:
+            return refusal(404, str(refused))
+
+    async def gone(request: Request) -> Response:
+        said = replies.gone(await whole_body(request))
+        source.host_gone(said.life, said.reason)
+        return as_json(Reply("Nobody waits for that host any longer."))
+
+    answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs, gone)
+    return api.make_app(source, token=token, settings=settings, more=dict(zip(MORE, answers, strict=True)))

@@ -13,7 +13,7 @@ Being held by a server that is gone is such a case: its log decides, and when it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from covey.core.federation import (
     Release,
     Stage,
     Verdict,
+    began,
     owner,
 )
 from covey.core.messages import Message
@@ -88,6 +89,7 @@ class Claims:
         self._early: list[tuple[str, Held]] = []  # of a generation that others heard of before this server did
         self._pending: dict[Key, float] = {}  # claims under way, and when they were last sent
         self._kept_rounds = 1
+        self._forgotten = -1
 
     # -- what the server knows ---------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class Claims:
     def follow(self, orders: Orders, now: float) -> list[Wish]:
         """Take new orders: a round, a stage, a generation."""
         out: list[Wish] = []
-        self._kept_rounds = orders.plan.staleness + 1
+        self._kept_rounds, self._forgotten = orders.plan.staleness + 1, orders.forgotten
         leaving = self.node_id in orders.leaving
         self.round = orders.round
         for rounds in (self.held, self._table):
@@ -160,7 +162,7 @@ class Claims:
     def came(self, round_number: int, device: str, now: float) -> list[Wish]:
         """An update was received and checked. The wishes say what becomes of it, now or later."""
         held = self.held.get(round_number, {}).get(device)
-        if held or self._counted_before(self.held, device):
+        if held or (self._buffers and any(ids.get(device) for ids in self.held.values())):
             return [Answer(round_number, device, Outcome.COUNTED)]
         if held is False or (round_number, device) in self._pending:
             return []  # the first of the two requests decides for both
@@ -243,9 +245,15 @@ class Claims:
                 return self.greet(sender)
         return []
 
-    def _counted_before(self, rounds: Mapping[int, Mapping[str, object]], device: str) -> bool:
-        """Where updates may be some rounds old, one that an earlier round counted must not count again."""
-        return self._kept_rounds > 1 and any(device in ids for number, ids in rounds.items() if number < self.round)
+    @property
+    def _buffers(self) -> bool:
+        """Whether updates may be some rounds old: then one that an earlier round counted must not count again."""
+        return self._kept_rounds > 1
+
+    def _holder(self, round_number: int, device: str) -> tuple[str, bool]:
+        """As owner: who holds an update, and whether it is logged."""
+        rounds = self._table.values() if self._buffers else [self._table.get(round_number, {})]
+        return max((ids[device] for ids in rounds if device in ids), key=lambda entry: entry[1], default=("", False))
 
     def _judge(self, sender: str, claim: Claim) -> Verdict:
         """As owner. What is in neither list of the verdict is not known yet."""
@@ -257,9 +265,11 @@ class Claims:
         counted: list[str] = []
         late: list[str] = []
         for device in claim.ids:
-            holder, is_logged = table.get(device, ("", False))
-            if (holder and is_logged) or self._counted_before(self._table, device):
+            holder, is_logged = self._holder(claim.round, device)
+            if is_logged:
                 counted.append(device)
+            elif self._buffers and began(device) <= self._forgotten:
+                late.append(device)
             elif holder == sender or (not holder and claim.round == self.round and self.open):
                 table[device] = (sender, False)
                 granted.append(device)

@@ -12,6 +12,7 @@ from covey.core.model import (
     AgentRecord,
     ClusterRecord,
     ClusterSettings,
+    Ended,
     Member,
     MemberRecord,
     NodeState,
@@ -44,6 +45,8 @@ class Cluster(msgspec.Struct):
     moved: bool = True  # every row is where the sharing says
     copied: bool | None = None  # whether a server's rows outlive it, once servers have come or gone
     next_server: int = -1  # for who comes after formation; -1: the first
+    ended: Ended | None = None
+    gone: tuple[str, ...] = ()  # lives of hosts that are said to be over: nobody of them may come back
     going: tuple[str, ...] = ()  # ids of workers that are to leave when all go on without those who leave now
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
@@ -185,5 +188,7 @@ class Cluster(msgspec.Struct):
             self.moved,
             self.copied,
             self.next_server,
+            self.ended,
+            self.gone,
             self.going,
         )

@@ -40,6 +40,13 @@ class Restored(msgspec.Struct, frozen=True):
     records: tuple[Record, ...] = ()
 
 
+class HostGone(msgspec.Struct, frozen=True):
+    """This life of a host is over, says somebody who can know: what looks after the hosts, never a node."""
+
+    life: str
+    reason: str
+
+
 class LeaveAsked(msgspec.Struct, frozen=True):
     """This node is to go: its program ended, or someone asked it to."""
 
@@ -47,5 +54,5 @@ class LeaveAsked(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-SchedulerEvent = Heard | LinkLost | Ticked | Restored
+SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone
 NodeEvent = LinkMade | LinkLost | Heard | Ticked | LeaveAsked

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.dp import Noise
-from covey.core.messages import Ask, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
+from covey.core.messages import Ask, AskStory, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
 from covey.core.model import Host
 from covey.core.secure import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders
 
@@ -183,6 +183,7 @@ class Orders(Message, frozen=True):
     adoptions: tuple[Adoption, ...] = ()
     leaving: tuple[Name, ...] = ()
     missing: tuple[Name, ...] = ()  # whose part the round goes without
+    forgotten: int = -1  # of what began up to this round, some may be in a model and nobody knows it any more
     full: bool = False  # no more devices are taken into this round
     phase: Phase | None = None  # of a secure round
     unmasking: Unmasking | None = None  # for the summer
@@ -291,7 +292,7 @@ class Copied(Message, frozen=True):
     serial: int
 
 
-FromServer = Enlist | Standing | Joining | Secure | Alive | Ask | StopAsked
+FromServer = Enlist | Standing | Joining | Secure | Alive | Ask | AskStory | StopAsked
 ToServer = Admitted | Orders | Joined | Secured | Alive | Refused | Stop | Told | Goodbye
 BetweenServers = Hello | Claim | Verdict | Release | Held | Fetch | Piece | Copy | Copied
 
@@ -308,6 +309,7 @@ class MemberKept(msgspec.Struct, frozen=True):
     folder: str
     member: bool
     leaving: bool = False
+    durability: str = "process"
 
 
 class FederationRecord(msgspec.Struct, frozen=True):
@@ -326,6 +328,7 @@ class FederationRecord(msgspec.Struct, frozen=True):
     source: str = ""
     formed: bool = False
     voids: dict[str, int] = {}
+    forgotten: int = -1
     best: tuple[int, float] = (-1, 0.0)  # round and loss
     operation: str = ""  # "out" or "in" while the cluster is being scaled
     wanted_before: int = 0
@@ -341,6 +344,16 @@ def owner(device: str, members: Sequence[Peer]) -> str:
     """Who decides whether this device's update was counted. A new generation asks everyone anew, so plain hashing will do."""
     digest = hashlib.blake2b(device.encode(), digest_size=8).digest()
     return members[int.from_bytes(digest, "big") % len(members)].node_id
+
+
+def token(device: str, began: int) -> str:
+    """What an update of an asynchronous round is known by."""
+    return f"{device}@{began}"
+
+
+def began(known_by: str) -> int:
+    """The round in which the update that is known by this token began."""
+    return int(known_by.rpartition("@")[2])
 
 
 def keeper(node_id: str, members: Sequence[Peer]) -> Peer | None:

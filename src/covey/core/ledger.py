@@ -11,6 +11,7 @@ healing, coming back, ending), `watch` (what follows from time alone) and `machi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from covey.core import formation
@@ -20,7 +21,7 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incidents, Outcome
 from covey.core.messages import Regrouped, Stop
-from covey.core.model import Agent, ClusterSettings, Failure, Member, MemberRecord, NodeState, Phase, Progress, Record
+from covey.core.model import Agent, ClusterSettings, Ended, Failure, Member, MemberRecord, NodeState, Phase, Progress, Record
 
 PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
@@ -29,6 +30,7 @@ PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
+TELL_S = 30.0  # how long members out of reach may take to come and hear of the end, where their silence has no limit
 FIRST_S = 30.0  # until its first sign of progress a life imports, builds and restores: it is not called stuck before this
 
 
@@ -60,6 +62,8 @@ class Ledger:
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
         self._stop: Stop | None = None
+        self._untold: set[str] | None = None  # lives that have not heard of the end, for as long as they are waited for
+        self._tell_by = float("inf")
         self._out: list[SchedulerEffect] = []
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -162,12 +166,48 @@ class Ledger:
         self._stop = Stop(reason, code, failure)
         self._arriving = set()
         self._move(Phase.ENDED, reason)
+        self.cluster.ended = Ended(code, reason, failure)
         self._persist(self.cluster.record())
         self._publish("cluster", "ended", reason, Level.of(code))
         children_first = sorted(self._speakers, key=lambda link: isinstance(self._speakers[link], Agent))
         for link in children_first:  # so that they hear why before their agent ends them
             self._send(link, self._stop)
-        self._out.append(End(code, reason, failure))
+        self._await_the_untold({life for life, at_work in self._out_of_reach() if at_work})
+
+    @property
+    def _tell_s(self) -> float:
+        limit = self.cluster.settings.node_timeout_s
+        return limit if limit >= 0 else TELL_S
+
+    def _out_of_reach(self) -> Iterator[tuple[str, bool]]:
+        """The lives of those who were lost a short while ago, each with whether it is at work."""
+        since = self._now - self._tell_s
+        for member in self.cluster.members.values():
+            if member.present and not member.agent and not member.link and member.beat_at > since:
+                yield member.life, True
+        for agent in self.cluster.agents.values():
+            children = self.cluster.children(agent.id)
+            known = any(child.state is not NodeState.DEAD for child in children)
+            if known and not agent.link and agent.beat_at > since:
+                yield agent.life, any(child.present for child in children)
+
+    def _await_the_untold(self, untold: set[str]) -> None:
+        """Members out of reach call again soon: they hear it then, and until then there is somebody to call."""
+        self._untold, self._tell_by = untold, self._now + self._tell_s
+        self._told("")
+
+    def _told(self, life: str) -> None:
+        """Somebody has heard of the end; nobody is left: that is all."""
+        if self._untold is not None:
+            self._untold.discard(life)
+            if not self._untold:
+                self._tell_no_more()
+
+    def _tell_no_more(self) -> None:
+        ended = self.cluster.ended
+        if self._untold is not None and ended is not None:
+            self._untold = None
+            self._out.append(End(ended.code, ended.reason, ended.failure))
 
     def _move(self, phase: Phase, reason: str) -> None:
         assert phase in PHASES[self.cluster.phase], f"no move from {self.cluster.phase} to {phase}"

@@ -14,11 +14,12 @@ from covey.core.effects import Close, Level
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incident, Outcome, Stage
 from covey.core.membership import names
-from covey.core.messages import DumpAsked, Refused
+from covey.core.messages import DumpAsked, Refused, Stop
 from covey.core.model import (
     Agent,
     AgentRecord,
     ClusterRecord,
+    Ended,
     Failure,
     Member,
     MemberRecord,
@@ -74,7 +75,8 @@ class Lifecycle(Spared):
         self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
-        if not member.present or self.cluster.phase is Phase.ENDED:
+        known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
+        if not known or not member.present or self.cluster.phase is Phase.ENDED:
             return None
         if member.role is Role.SPARE:
             return self._spare_over(member, code, reason)
@@ -100,6 +102,7 @@ class Lifecycle(Spared):
         if self._dump is not None:  # the end is decided: one less to wait for
             if member.role is Role.WORKER:
                 self._dump.waiting.discard(member.rank)
+            self._persist(MemberRecord.of(member))  # its agent may end it now, and the next scheduler must not count on it
             return self._end_dump()
         self._settled -= {member.rank} if member.role is Role.PSERVER else set()
         if member.role is Role.PSERVER and member.rank in self.cluster.coming:
@@ -113,6 +116,8 @@ class Lifecycle(Spared):
         strategy = "recover" if after is recovery.After.PROMOTE else str(after)
         if after is recovery.After.END:
             strategy = "dump" if self._can_dump() else "exit"
+            if strategy == "dump":
+                self._persist(MemberRecord.of(member))  # as above: until the dump is done there may be another scheduler
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
@@ -141,14 +146,14 @@ class Lifecycle(Spared):
 
     def _can_dump(self) -> set[int]:
         """The ranks that could write down what they hold, where that is wanted."""
-        wanted = recovery.Strategy.DUMP in self.cluster.settings.strategies
-        return {m.rank for m in self.cluster.of(Role.WORKER) if wanted and m.link and m.present and m.progress.loop}
+        return recovery.can_dump(self.cluster)[0] if recovery.Strategy.DUMP in self.cluster.settings.strategies else set()
 
     def _give_up(self, code: int, reason: str, failure: Failure | None = None) -> None:
         """The last rungs: have the survivors write down what they hold, where that is wanted, and end."""
         survivors = self._can_dump()
-        if not survivors:
-            return self._end(code, reason, failure)
+        return self._write_down(code, reason, failure, survivors) if survivors else self._end(code, reason, failure)
+
+    def _write_down(self, code: int, reason: str, failure: Failure | None, survivors: set[int]) -> None:
         self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
@@ -156,7 +161,6 @@ class Lifecycle(Spared):
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
                 self._send(member.link, DumpAsked(reason))
-        return None
 
     def _end_dump(self) -> None:
         dump = self._dump
@@ -292,13 +296,12 @@ class Lifecycle(Spared):
     def _restore(self, records: tuple[Record, ...]) -> None:
         """Take over from the journal. Members have one node timeout to re-attach before anyone is judged."""
         kept = next((r for r in records if isinstance(r, ClusterRecord)), None)
-        assert kept is None or kept.phase is not Phase.ENDED, "the journal of a cluster that ended is not taken over"
         if kept is None:
             return self._persist(self.cluster.record())
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
-        self.cluster.asked, self.cluster.going = kept.asked, kept.going
+        self.cluster.asked, self.cluster.gone, self.cluster.going = kept.asked, kept.gone, kept.going
         self.cluster.sharing, self.cluster.coming, self.cluster.moved = kept.sharing, kept.coming, kept.moved
         self.cluster.copied, self.cluster.next_server = kept.copied, kept.next_server
         self._come_by = self._now + scaling.ARRIVE_S
@@ -306,6 +309,8 @@ class Lifecycle(Spared):
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
+        if kept.phase is Phase.ENDED:
+            return self._tell_the_end(kept.ended or Ended(0, "", told=True))
         self._gathering = Gathering(self.cluster.generation)
         self._await_healing()
         count = len(self.cluster.members)
@@ -313,16 +318,23 @@ class Lifecycle(Spared):
         self._publish("cluster", "restored", f"generation {self.cluster.generation}, {count} members")
         return self._finished()
 
+    def _tell_the_end(self, ended: Ended) -> None:
+        """The scheduler was lost while it told its members the end: whoever calls is told now. Who waited for a formation that
+        failed is in no journal."""
+        self.cluster.ended, self._stop = ended, Stop(ended.reason, ended.code, ended.failure)
+        self._move(Phase.ENDED, ended.reason)
+        untold = {life for life, _ in self._out_of_reach()} if self.cluster.generation else {"whoever waited"}
+        self._publish("cluster", "ended", f"{ended.reason}; {len(untold)} may not have heard it", Level.of(ended.code))
+        self._await_the_untold(set() if ended.told else untold)
+
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
-        phase, members = self.cluster.phase, self.cluster.placed()
-        if (
-            self._dump is not None
-            or phase not in (Phase.HEALING, Phase.RETURNING)
-            or any(m.state is NodeState.SUSPECT for m in members)
-        ):
+        phase = self.cluster.phase
+        if self._dump is not None or phase not in (Phase.HEALING, Phase.RETURNING):
             return
-        dead = [m for m in members if m.state is NodeState.DEAD]
+        if any(m.state is NodeState.SUSPECT and m.role is not Role.SPARE for m in self.cluster.members.values()):
+            return  # found early while many are missing, so that thousands who come back cost no thousands of looks each
+        dead = [m for m in self.cluster.placed() if m.state is NodeState.DEAD]
         if self._replacing and self._grouped and not self._all_resumed():
             return
         if not dead:

@@ -17,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from covey.core import ranks, scaling, sharing
+from covey.core import ranks, recovery, scaling, sharing
 from covey.core.effects import Close, Level, SchedulerEffect
-from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
+    Agreed,
     Ask,
     Beat,
     Broke,
@@ -32,6 +33,8 @@ from covey.core.messages import (
     Fetched,
     Get,
     Goodbye,
+    Kill,
+    KillAsked,
     Leave,
     Put,
     Refused,
@@ -51,7 +54,8 @@ from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, Member
 from covey.core.watch import Watch
 from covey.errors import ExitCode
 
-AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked)  # what is still answered then
+GONE_MAX = 64  # lives of hosts that are remembered to be over
+AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked, KillAsked)  # what is still answered then
 
 
 class Machine(Watch):
@@ -59,7 +63,7 @@ class Machine(Watch):
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
         super().__init__(settings, cluster_id=cluster_id, job=job, now=now, wall=wall)
-        self.scaled: Scaling | Refused = Refused("nothing was asked for")  # the answer to the last wish for another size
+        self.answered: Scaling | Agreed | Refused = Refused("nothing was asked for")  # to a visitor's last wish
         self._hear: dict[type, Callable[[int, Any], None]] = {
             Register: self._register,
             RegisterAgent: self._register_agent,
@@ -77,6 +81,7 @@ class Machine(Watch):
             Dumped: self._dumped,
             StopAsked: self._stop_asked,
             ScaleAsked: self._scale_asked,
+            KillAsked: self._kill_asked,
             Settled: self._settled_said,
         }
 
@@ -84,14 +89,17 @@ class Machine(Watch):
         """Take one fact; return what is to be done about it, in order."""
         self._now = now
         if self.cluster.phase is Phase.ENDED and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
-            return []
-        if isinstance(event, Heard):
+            if now >= self._tell_by:
+                self._tell_no_more()
+        elif isinstance(event, Heard):
             if not isinstance(event.message, Ask):  # showing the cluster is the shell's affair
                 self._hear[type(event.message)](event.link, event.message)
         elif isinstance(event, LinkLost):
             self._link_lost(event.link, event.reason)
         elif isinstance(event, Ticked):
             self._tick()
+        elif isinstance(event, HostGone):
+            self._host_gone(event)
         elif isinstance(event, Restored):
             self._restore(event.records)
         out, self._out = self._out, []
@@ -246,8 +254,9 @@ class Machine(Watch):
             reason = "its connection speaks for another node already"
         elif answer.verdict is not Verdict.REFUSE:
             return False
-        if self._stop is not None and wish.cluster_id == self.cluster.cluster_id:
+        if self._stop is not None and (wish.cluster_id == self.cluster.cluster_id or (self._untold and not wish.cluster_id)):
             self._send(link, self._stop)
+            self._told(wish.life)
         else:
             self._count("refused")
             self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
@@ -416,9 +425,28 @@ class Machine(Watch):
         else:
             self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
 
+    def _host_gone(self, said: HostGone) -> None:
+        """Nobody of that host is waited for any longer, and whoever may still run there is not let in again."""
+        if said.life in self.cluster.gone:
+            return
+        self.cluster.gone = (*self.cluster.gone, said.life)[-GONE_MAX:]
+        self._persist(self.cluster.record())
+        for agent in [agent for agent in self.cluster.agents.values() if agent.host.life == said.life]:
+            self._silence(agent.link)
+            agent.link = 0
+            self._agent_gone(agent, ExitCode.PEER_FAILED, said.reason)
+        for member in [m for m in self.cluster.members.values() if m.host.life == said.life and not m.agent]:
+            link = member.link
+            self._over(member, ExitCode.PEER_FAILED, said.reason)
+            self._silence(link)
+            member.link = 0
+
     def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
-        self.scaled = self._answer_scale(asked)
-        self._send(link, self.scaled)
+        self._answer(link, self._answer_scale(asked))
+
+    def _answer(self, link: int, answer: Scaling | Agreed | Refused) -> None:
+        self.answered = answer
+        self._send(link, answer)
 
     def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
         if asked.roll_back and self.cluster.coming:
@@ -450,6 +478,30 @@ class Machine(Watch):
         return Scaling(0, reason)
 
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
-        self._send(link, Goodbye())
+        if asked.dump:
+            return self._dump_asked(link, asked.reason)
         if self.cluster.phase is not Phase.ENDED:
             self._end(ExitCode.STOPPED, asked.reason)
+        else:
+            self._tell_no_more()
+        return self._send(link, Goodbye())
+
+    def _dump_asked(self, link: int, reason: str) -> None:
+        """The last rung, without a fault."""
+        ranks_able, why_not = recovery.can_dump(self.cluster)
+        if self._dump is not None:
+            why_not = "the ranks write down what they hold already"
+        if why_not:
+            return self._answer(link, Refused(why_not))
+        self._write_down(ExitCode.STOPPED, reason, None, ranks_able)
+        return self._answer(link, Agreed(f"{len(ranks_able)} ranks write down what they hold, and the run ends"))
+
+    def _kill_asked(self, link: int, asked: KillAsked) -> None:
+        """Chaos: the process is killed, and nothing is decided before its agent tells of the death."""
+        member, why = recovery.victim(self.cluster, asked.node)
+        if member is None:
+            return self._answer(link, Refused(why))
+        self._count("kills")
+        self._publish(member.name, "to be killed", f"{asked.reason}: {why}", Level.WARNING)
+        self._send(self.cluster.agents[member.agent].link, Kill(member.node_id, member.incarnation, member.role))
+        return self._answer(link, Agreed(why))

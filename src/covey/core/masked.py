@@ -106,6 +106,8 @@ class Masked(Rounds):
         return True
 
     def _sealed(self, standings: list[tuple[Server, Standing]], able: list[Server]) -> bool:
+        if not self.void and not any(standing.numbers.count for _, standing in standings):
+            return self._abandon("its updates were at servers that were given up")
         if self.secure is None or self.void:
             found = super()._sealed(standings, able)
             self.parts = () if self.void else self.parts
@@ -138,13 +140,11 @@ class Masked(Rounds):
         return True
 
     def orders(self) -> Orders:
-        found = super().orders()
+        found = msgspec.structs.replace(super().orders(), void=bool(self.void), voided=self.voided)
         if self.secure is None:
             return found
         unmasking = self.secure.unmasking if self.stage is Stage.SUMMING and not self.void else None
-        return msgspec.structs.replace(
-            found, phase=self.secure.phase, unmasking=unmasking, void=bool(self.void), voided=self.voided
-        )
+        return msgspec.structs.replace(found, phase=self.secure.phase, unmasking=unmasking)
 
     def restore(self, record: FederationRecord, now: float) -> None:
         """A round whose list was kept goes on from it; what devices said before that is lost, and the round with it."""

@@ -8,7 +8,7 @@ it is: two processes never hold one place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -39,7 +39,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 def answer_node(cluster: Cluster, wish: Register) -> Answer:
     """May this node join, and as what?"""
-    if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint) or _impossible(cluster, wish):
+    if reason := _foreign(cluster, wish) or _impossible(cluster, wish):
         return Answer(Verdict.REFUSE, reason)
     if promoted := _promoted(cluster, wish):
         return promoted
@@ -61,7 +61,7 @@ def node_id(wish: Register) -> str:
 
 def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
     """May this agent bring its workers?"""
-    if reason := _foreign(cluster, wish.cluster_id, wish.fingerprint):
+    if reason := _foreign(cluster, wish):
         return Answer(Verdict.REFUSE, reason)
     known = cluster.agents.get(wish.agent)
     if known is not None and known.life == wish.life:
@@ -115,16 +115,19 @@ def names(members: Iterable[Member]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "nobody"
 
 
-def _foreign(cluster: Cluster, cluster_id: str, fingerprint: Mapping[str, str]) -> str:
-    """Why a registration belongs to another cluster, or to this one started with other settings; "" when it does not."""
+def _foreign(cluster: Cluster, wish: Register | RegisterAgent) -> str:
+    """Why a registration belongs to another cluster, to a host that is over, or to this cluster started with other settings; ""
+    when it does not."""
     if cluster.phase is Phase.ENDED:
         return f"the cluster has ended: {cluster.reason}"
-    if cluster_id and cluster_id != cluster.cluster_id:
-        return f"it belongs to cluster {cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
+    if wish.cluster_id and wish.cluster_id != cluster.cluster_id:
+        return f"it belongs to cluster {wish.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
+    if wish.host.life in cluster.gone:
+        return f"this life of the host {wish.host.id} is over ({wish.host.life})"
     ours = cluster.settings.fingerprint()
     differences = [
         f"{name} is {theirs} there and {ours[name]} here"
-        for name, theirs in sorted(fingerprint.items())
+        for name, theirs in sorted(wish.fingerprint.items())
         if name in ours and ours[name] != theirs
     ]
     return f"its settings differ from the scheduler's: {'; '.join(differences)}" if differences else ""

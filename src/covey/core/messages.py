@@ -18,6 +18,7 @@ from covey.core.shards import Sharing
 PROTOCOL = 1
 NODE_ID_MAX = 100
 RELAYED_MAX = 16_384  # connections of children behind one agent; it may have 4,096 workers and as many servers
+LOG_MAX = 262_144  # bytes of a log in one answer
 NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
 
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
@@ -99,6 +100,17 @@ class Exited(Message, frozen=True):
     role: Role = Role.WORKER
 
 
+class LogTold(Message, frozen=True):
+    """An agent: whole lines from a log, the byte where they begin and where the next question should."""
+
+    number: int
+    lines: Annotated[bytes, Meta(max_length=LOG_MAX)] = b""
+    start: int = 0
+    next: int = 0
+    size: int = 0  # of the whole log
+    failure: Sentence = ""  # why there are none
+
+
 class Put(Message, frozen=True):
     """Pin a value to the board of this generation, for the others to meet."""
 
@@ -123,10 +135,26 @@ class Ask(Message, frozen=True):
     follow: bool = False
 
 
+class AskStory(Message, frozen=True):
+    """Tell me what happened after a moment, of one node or of all; with `follow`, also what happens from now on."""
+
+    node: Name = ""
+    after: float = 0.0
+    follow: bool = False
+
+
 class StopAsked(Message, frozen=True):
-    """End the cluster in order."""
+    """End the cluster in order; with `dump`, once its ranks have written down what they hold."""
 
     reason: Sentence = "asked by covey stop"
+    dump: bool = False
+
+
+class KillAsked(Message, frozen=True):
+    """Kill this node's process, as a fault would: what follows is what follows a death."""
+
+    node: Name  # "worker:1"
+    reason: Sentence = "asked to"
 
 
 class ScaleAsked(Message, frozen=True):
@@ -241,6 +269,31 @@ class Scaling(Message, frozen=True):
     reason: Sentence
 
 
+class Agreed(Message, frozen=True):
+    """What was asked for is done, and this is what that means."""
+
+    reason: Sentence
+
+
+class Kill(Message, frozen=True):
+    """To an agent: kill this child's process. Its end is told as any other."""
+
+    node_id: Name
+    incarnation: int
+    role: Role = Role.WORKER
+
+
+class LogAsked(Message, frozen=True):
+    """To an agent: what is in the log of this child, from a byte on (negative: so many before its end)? With `find`, the
+    lines alone that have this text, whatever its case."""
+
+    number: int  # of the question
+    node_id: Name
+    role: Role = Role.WORKER
+    start: int = 0
+    find: Name = ""
+
+
 class Pulse(Message, frozen=True):
     """The scheduler is there and leads: who hears this no longer should look for another."""
 
@@ -261,6 +314,12 @@ class Told(Message, frozen=True):
     """The cluster as JSON (a `covey.core.view.ClusterView`)."""
 
     view: bytes
+
+
+class StoryTold(Message, frozen=True):
+    """What happened, as JSON (a list of `covey.core.story.Event`)."""
+
+    events: bytes
 
 
 # -- healing -----------------------------------------------------------------------------------------------------------
@@ -435,5 +494,6 @@ class Confirmed(Message, frozen=True):
 FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Settled | Put | Get
 ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
 FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
-FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Ask | StopAsked | ScaleAsked
-FromScheduler = ToChild | Start | Scaling | Pulse | Told | To | HangUp
+Visitor = Ask | AskStory | StopAsked | ScaleAsked | KillAsked
+FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Visitor | LogTold
+FromScheduler = ToChild | Start | Scaling | Agreed | Kill | LogAsked | Pulse | Told | StoryTold | To | HangUp

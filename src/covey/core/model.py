@@ -98,11 +98,15 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people."""
+    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people.
+
+    `life` tells which of several hosts of one identity this is, where somebody gives them one: a pod's UID.
+    """
 
     id: Short
     name: Short
     address: Short
+    life: Short = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -113,6 +117,7 @@ class Progress(msgspec.Struct, frozen=True):
     loop: bool = False  # a loop is at work, which can write down what it holds
     waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
+    loss: float | None = None  # as the program told it last; inf where it was no number
     stands_by: bool = False  # a spare that has run its program up to where it needs a rank
     together: int = 0  # how many may leave at once, where each has a part of the state; 0: any number
 
@@ -129,6 +134,15 @@ class Failure(msgspec.Struct, frozen=True):
     tail: list[str] = []  # its last log lines
     others: list[str] = []  # what the other nodes were doing
     log: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a cluster ended. Until everyone was `told`, a scheduler that takes over has that to do."""
+
+    code: int
+    reason: str
+    failure: Failure | None = None
+    told: bool = False
 
 
 class Member(msgspec.Struct):
@@ -258,6 +272,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     moved: bool = True
     copied: bool | None = None
     next_server: int = -1
+    ended: Ended | None = None
+    gone: tuple[str, ...] = ()
     going: tuple[str, ...] = ()
 
 

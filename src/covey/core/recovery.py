@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from covey.core import ranks, scaling
 from covey.core.cluster import Cluster
-from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Role
+from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Phase, Role
 from covey.errors import ExitCode, UsageError
 
 MISTAKES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # of a program's author, not of fate
@@ -199,6 +199,30 @@ def _spent(cluster: Cluster, member: Member) -> int:
 def _extra(cluster: Cluster, agent: Agent) -> int:
     """How many nodes an agent runs that it did not bring."""
     return sum(m.role is not Role.SPARE for m in cluster.children(agent.id)) - agent.slots - agent.servers
+
+
+def can_dump(cluster: Cluster) -> tuple[set[int], str]:
+    """The ranks that could write down what they hold, or why none can."""
+    if cluster.phase is Phase.ENDED:
+        return set(), f"the cluster has ended: {cluster.reason}"
+    able = {m.rank for m in cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
+    return able, "" if able else "no rank is in a covey.Loop, which alone can write down what it holds"
+
+
+def victim(cluster: Cluster, name: str) -> tuple[Member | None, str]:
+    """The node that is to be killed to see what follows; None, and why, where that cannot be done from here."""
+    member = next((m for m in cluster.members.values() if m.name == name), None)
+    if cluster.phase is Phase.ENDED:
+        return None, f"the cluster has ended: {cluster.reason}"
+    if member is None:
+        return None, f"there is no node {name[:100]!r}: GET /nodes lists them"
+    agent = cluster.agents.get(member.agent)
+    if not member.present or not member.pid:
+        return None, f"{name} does not run: it is {member.state}"
+    if agent is None or not agent.link:
+        where = f"process {member.pid} on {member.host.name}"
+        return None, f"no agent keeps {name}, so nobody can kill it from here: it is {where}"
+    return member, f"process {member.pid} of {name} on {member.host.name} is killed"
 
 
 def report(cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str) -> Failure:

@@ -76,6 +76,7 @@ class Roster:
         self.stage = Stage.FORMING
         self.voids: dict[str, int] = {}  # by server: up to which round its log was given up
         self.missing: tuple[str, ...] = ()  # whose part the present round goes without
+        self.forgotten = -1  # up to which round updates began that may count already without anyone's knowing
         self._adoptions: dict[str, Adoption] = {}  # by life of the one that is gone
         self._told: Orders | None = None
         self._now = now
@@ -101,6 +102,8 @@ class Roster:
             known.restarts += 1
             known.returned = known.member
             known.leaving = known.leaving and known.member
+            if known.durability == "none":
+                self._forget()
             self._say(node_id, "returned", f"it lives again at {asked.http}")
         self._adoptions.pop(known.life, None)
         known.life, known.host, known.http, known.peer = asked.life, asked.host, asked.http, asked.peer
@@ -138,6 +141,8 @@ class Roster:
         """A log has a new keeper: its old one leaves the generation."""
         for gone in self.servers.values():
             if gone.life == life and gone.member and gone is not by:
+                if gone.durability == "none" or gone.host.id != by.host.id:  # copies are of the present round only
+                    self._forget()
                 self._leaves(gone, f"server {by.node_id} took over its log")
         self._adoptions.pop(life, None)
 
@@ -160,10 +165,11 @@ class Roster:
         """For each member that is gone or drained: find someone who reads its log, or give up."""
         for server in [server for server in self.servers.values() if server.member]:
             drained = server.leaving and server.standing is not None and server.standing.drained
-            if drained and not self._part(server).count:
-                self._leaves(server, "it held nothing of this round")
-            elif (drained or not server.link) and self._now >= server.gone_at:
+            if (drained or not server.link) and self._now >= server.gone_at:
                 self._find_adopter(server)
+                if drained and server.life not in self._adoptions and not self._part(server).count:
+                    self._forget()
+                    self._leaves(server, "it held nothing of this round")
                 waited = not server.link and self._now - server.gone_at >= self.limits.return_s
                 if waited and any(other.alive and other.member for other in self.servers.values()):
                     self._give_up(server)
@@ -187,6 +193,7 @@ class Roster:
     def _give_up(self, server: Server) -> None:
         part = self._part(server)
         self.voids[server.node_id] = self.round
+        self._forget()
         self.missing = (*self.missing, server.node_id)
         self._adoptions.pop(server.life, None)
         sentence = f"it did not come back within {self.limits.return_s:g} s and nobody could read its log"
@@ -194,6 +201,13 @@ class Roster:
         self._say(
             server.node_id, "given up", f"round {self.round} goes without its {part.count} updates: {sentence}", Level.WARNING
         )
+
+    def _forget(self) -> None:
+        """What a server counted in earlier rounds is not known any more: where updates may be old, these must not come again.
+
+        Those that began in this round are in no model, unless it is being made.
+        """
+        self.forgotten = self.round - (self.stage is Stage.OPEN)
 
     def _part(self, server: Server) -> Numbers:
         standing = server.standing

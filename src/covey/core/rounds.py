@@ -227,8 +227,10 @@ class Rounds(Roster):
         """One step of the round, if it can be taken; says whether it was."""
         members = [server for server in self.servers.values() if server.member]
         if self.stage is Stage.OPEN:
-            if any(s.standing and s.standing.round == self.round and s.standing.sealed for s in members if s.alive):
-                self.stage, self.reason = Stage.SEALING, "a server had sealed before the scheduler came back"
+            here = [s.standing for s in members if s.alive and s.standing is not None]
+            closed = any(st.model == self.round or (st.round == self.round and st.sealed) for st in here)
+            if closed or self.forgotten >= self.round:
+                self.stage, self.reason = Stage.SEALING, "it was closed before the scheduler came back"
                 return True
             return self.instance is Instance.RUNNING and self._enough()
         if not members or any(not s.alive or s.returned or (s.leaving and self._adopting(s)) for s in members):
@@ -334,6 +336,7 @@ class Rounds(Roster):
             adoptions=tuple(self._adoptions.values()),
             leaving=tuple(server.node_id for server in members if server.leaving),
             missing=self.missing,
+            forgotten=self.forgotten,
             full=self.window.full,
         )
 
@@ -357,7 +360,7 @@ class Rounds(Roster):
 
     def _keep(self) -> None:
         kept = tuple(
-            MemberKept(s.node_id, s.life, s.rank, s.host, s.http, s.peer, s.folder, s.member, s.leaving)
+            MemberKept(s.node_id, s.life, s.rank, s.host, s.http, s.peer, s.folder, s.member, s.leaving, s.durability)
             for s in self.servers.values()
             if s.rank >= 0
         )
@@ -377,6 +380,7 @@ class Rounds(Roster):
                     source=self.source,
                     formed=self.stage is not Stage.FORMING,
                     voids=dict(self.voids),
+                    forgotten=self.forgotten,
                     best=self.best,
                     operation=self.operation,
                     wanted_before=self.wanted_before,
@@ -400,7 +404,7 @@ class Rounds(Roster):
         self.stage = Stage.OPEN if record.formed else Stage.FORMING
         for kept in record.servers:
             server = Server(kept.node_id, kept.life, kept.host, kept.http, kept.peer, kept.folder, kept.rank)
-            server.member, server.leaving = kept.member, kept.leaving
+            server.member, server.leaving, server.durability = kept.member, kept.leaving, kept.durability
             server.gone_at = self._now + REATTACH_S
             self.servers[server.node_id] = server
         self.reason = "the scheduler is back"

@@ -43,7 +43,9 @@ class NodeView(msgspec.Struct, frozen=True):
     log: str = ""
     busy_s: float = 0.0  # of a step, without the waiting for others
     straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
+    loss: float | None = None
     host_id: str = ""  # what tells hosts apart; COVEY_HOST_ID where that is set
+    host_life: str = ""  # COVEY_HOST_LIFE
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     recovery_totals: list[Total] = []
     resizable: bool = False  # the world can change its size now
     goal: int = 0  # how many workers there should be
+    heals: bool = False  # its program calls covey.init(), so the others can wait for one that is started again
 
 
 # The seeds' words for the phases, as GET /state says them.
@@ -108,6 +111,7 @@ def show(
         restarts=cluster.restarts,
         resizable=scaling.why_not(cluster) == "",
         goal=cluster.goal,
+        heals=cluster.heals,
         **more,
     )
 
@@ -150,6 +154,8 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         if agent and member.rank >= 0 and member.role is not Role.SPARE
         else "",
         busy_s=member.progress.busy_s,
+        loss=member.progress.loss,
         straggles=straggles(member.progress.busy_s, usual_s),
         host_id=member.host.id,
+        host_life=member.host.life,
     )

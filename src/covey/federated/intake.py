@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from covey.core.claims import Answer, Outcome, Store, Tell, Wish
-from covey.core.federation import Numbers, Orders
+from covey.core.federation import Numbers, Orders, token
 from covey.errors import ExitCode, StoreError
 from covey.federated.accumulator import weighed
 from covey.federated.compress import NONE, decode
@@ -104,13 +104,16 @@ class Intake:
         if added is None:
             return None
         part.check(added, fields.data_size)
-        return self._wait(request, (orders.round, f"{fields.fl_id}@{began}"), fields, added)
+        return self._wait(request, (orders.round, token(fields.fl_id, began)), fields, added)
 
     def _contribution(self, request: Request, orders: Orders, began: int, values: Floats) -> Floats | None:
         """For an asynchronous strategy: what an update adds to the model it began with. None if it was refused."""
         strategy, age = self._server.strategy, orders.round - began
-        if age > strategy.staleness:
+        old, unknown = age > strategy.staleness, began <= orders.forgotten
+        if old or unknown:
             reason = f"the update began {age} iterations ago, and {strategy.staleness} are allowed"
+            if unknown:
+                reason = "a server that is gone may have counted this update: begin again from the present model"
             self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
             return None
         model = self._server.models.of(began - 1)

@@ -118,7 +118,7 @@ def _object(body: bytes) -> dict[str, Any]:
         raise UsageError("The post message size is invalid.")
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"Illegal JSON format:{error}") from None
 
 

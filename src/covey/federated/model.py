@@ -118,7 +118,7 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
         raise ValueError("the body is not safetensors: its header does not fit")
     try:
         tensors = msgspec.json.decode(body[8 : 8 + length], type=dict[str, dict[str, Any]])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the body is not safetensors: {error}") from None
     metadata = tensors.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in metadata.values()):

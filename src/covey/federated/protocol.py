@@ -8,13 +8,13 @@ says 200 also for a refusal: the verdict is `retcode`.
 from __future__ import annotations
 
 import hashlib
-import time
 from enum import IntEnum
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
+from covey.clock import wall
 from covey.core.dp import Noise
 from covey.core.secure import DEVICE_ID_MAX, FlId, ListSignature, RemoteKeys, SealedShare
 
@@ -137,7 +137,7 @@ class FlPlan(msgspec.Struct, frozen=True):
 
 
 def now_ms() -> int:
-    return int(1000 * time.time())
+    return int(1000 * wall())
 
 
 def ticket(key: bytes, round_number: int, device: str, size: int, purpose: str = "") -> str:

@@ -14,24 +14,26 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.dp import Noise
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
 from covey.core.managed import Managed
-from covey.core.messages import Ask, Message, Stop, Told
+from covey.core.messages import Ask, AskStory, Message, Stop, Told
 from covey.core.model import Phase, Role
 from covey.core.roster import Effect, Keep
+from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.store import write_file
-from covey.node.log import log, tell
+from covey.node.log import log
 from covey.node.security import Security
+from covey.node.storyteller import Storyteller
 from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.05
 GOODBYE_S: Final = 5.0
-STORY_MAX: Final = 1000
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
 _record: Final = msgspec.msgpack.Decoder(FederationRecord)
 
@@ -48,12 +50,12 @@ class Scheduler:
         self._sync = sync
         self._address = address
         self._manage_port = manage_port
-        self._started_at = time.time()
+        self._started_at = wall()
         self._links: dict[int, Link] = {}
         self._last_link = 0
         self._ended: asyncio.Future[End] | None = None
         self._followers: set[int] = set()
-        self.story: list[Publish] = []
+        self._teller = Storyteller()
 
     async def run(self, sockets: list[socket.socket], guard: Security) -> int:
         """Serve until the cluster has ended."""
@@ -89,8 +91,10 @@ class Scheduler:
             link.send(Told(msgspec.json.encode(self.view())))
             if message.follow:
                 self._followers.add(link.id)
-            return
-        self.carry(self.rounds.step(Heard(message, link.id), asyncio.get_running_loop().time()))
+        elif isinstance(message, AskStory):
+            self._teller.answer(link, message)
+        else:
+            self.carry(self.rounds.step(Heard(message, link.id), asyncio.get_running_loop().time()))
 
     def _closed(self, link: Link, reason: str) -> None:
         if not link.id:
@@ -98,6 +102,7 @@ class Scheduler:
             return
         del self._links[link.id]
         self._followers.discard(link.id)
+        self._teller.gone(link)
         self.carry(self.rounds.step(LinkLost(reason, link.id), asyncio.get_running_loop().time()))
 
     async def _tick(self) -> None:
@@ -119,12 +124,12 @@ class Scheduler:
                 if link is not None:
                     link.close()
             elif isinstance(wish, Publish):
-                tell(wish)
-                self.story = [*self.story[1 - STORY_MAX :], wish]
+                self._teller.note(wish)
             else:
                 assert isinstance(wish, End)
                 if self._ended is not None and not self._ended.done():
                     self._ended.set_result(wish)
+        self._teller.tell_on()
         if self._followers and any(isinstance(wish, Keep) for wish in wishes):
             told = Told(msgspec.json.encode(self.view()))
             for link_id in self._followers & self._links.keys():
@@ -148,6 +153,11 @@ class Scheduler:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(End(0, reason))
 
+    @property
+    def story(self) -> Story:
+        """What happened so far."""
+        return self._teller.story
+
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
@@ -170,6 +180,10 @@ class Scheduler:
             **({"privacy": self._privacy(plan.noise)} if plan.noise is not None else {}),
             **hyper(plan),
         }
+
+    def about(self) -> dict[str, Any]:
+        """What the console shows besides."""
+        return {"kind": "federated", "instance": self.query()}
 
     def _privacy(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
@@ -213,11 +227,11 @@ class Scheduler:
             worker_num=0,
             server_num=rounds.wanted,
             started_at=self._started_at,
-            now=time.time(),
+            now=wall(),
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
-            counters={"rounds": float(max(0, rounds.round - 1)), "missed": float(rounds.missed)},
+            counters={"federated_rounds": float(max(0, rounds.round - 1)), "federated_missed": float(rounds.missed)},
             gauges={f"federated_{name}": float(number) for name, number in progress.items()}
             | {f"model_{name}": number for name, number in rounds.metrics.items()},
         )

@@ -23,6 +23,9 @@ from covey.core.messages import (
     Drain,
     Exited,
     FromScheduler,
+    Kill,
+    LogAsked,
+    LogTold,
     RegisterAgent,
     Start,
     Started,
@@ -32,7 +35,7 @@ from covey.core.messages import (
 )
 from covey.core.model import Failure, Role
 from covey.errors import CoveyError, ExitCode
-from covey.node import host
+from covey.node import host, logs
 from covey.node.child import ChildSpec, Exit
 from covey.node.children import Children
 from covey.node.environment import worker_environment
@@ -106,6 +109,7 @@ class Agent:
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._births = asyncio.Lock()  # a process that is being born runs already, and must be asked to leave too
         self._leaves = False
+        self._reading: list[asyncio.Task[None]] = []  # answers about logs under way
         self.keeps_scheduler = False  # it goes with this host
         self.on_start: Callable[[Start], None] = lambda start: None
 
@@ -119,7 +123,7 @@ class Agent:
         wish = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip),
+            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
             slots=job.slots,
             servers=job.servers,
             spares=settings.spares,
@@ -199,6 +203,24 @@ class Agent:
         elif isinstance(message, Welcome):
             for exited in self._ended:
                 self._say(exited)
+        elif isinstance(message, Kill):
+            for name, child in self._running.items():
+                if (child.role, child.node_id, child.incarnation) == (message.role, message.node_id, message.incarnation):
+                    log.warning("%s is killed, as asked", child.name)
+                    self._children.signal(name, signal.SIGKILL)
+        elif isinstance(message, LogAsked):
+            self._reading.append(asyncio.create_task(self._read_log(message)))
+            self._reading = [task for task in self._reading if not task.done()]
+
+    async def _read_log(self, asked: LogAsked) -> None:
+        """Only of its own children, and where this agent put it: no path comes from outside."""
+        assert self._runtime is not None
+        number = asked.node_id
+        if f"{asked.role}:{number}" not in self._started or not number.isdecimal():
+            told = LogTold(asked.number, failure=f"{asked.role}:{number} was never started on this host")
+        else:
+            told = await asyncio.to_thread(logs.piece, self.log_path(int(number), asked.role), asked)
+        self._runtime.say(told)
 
     def _finished(self, finish: Finish) -> None:
         failure = finish.message.failure if isinstance(finish.message, Stop) else None

@@ -10,9 +10,9 @@ from pathlib import Path
 from covey.core.model import Host
 
 
-def here(override: str, address: str) -> Host:
+def here(override: str, address: str, life: str = "") -> Host:
     """Identity, name and address. The identity is what local ranks go by; `override` replaces it."""
-    return Host(id=override or identity(), name=socket.gethostname(), address=address)
+    return Host(id=override or identity(), name=socket.gethostname(), address=address, life=life)
 
 
 def address_towards(host: str) -> str:

@@ -27,7 +27,7 @@ from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
 from covey.node.scheduler import RETRY_DISK_S, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
-from covey.settings import Loaded, Settings, serving_said
+from covey.settings import Loaded, Settings, rows, serving_said
 from covey.store import registry
 from covey.store.cells import Cells, FileCells, open_cells
 from covey.store.journal import Fenced, Journal, open_journal
@@ -55,6 +55,7 @@ class Office:
     def __init__(self, loaded: Loaded, sockets: Sockets | None, kept: Kept | None) -> None:
         settings = loaded.settings
         self._settings = settings
+        self._rows = rows(loaded)
         self._manage_given = loaded.origins.get("manage_port") != "default"
         self._sockets = sockets
         self._kept = kept
@@ -166,18 +167,18 @@ class Office:
 
     async def _leaders_journal(self, cells: Cells, leading: Leading, token: int) -> Journal | SharedJournal:
         """A store that does not answer now is waited for as long as this one leads: it is no reason for a standby to end."""
-        settings = self._settings
+        settings, follows = self._settings, bool(leading.predecessor)
         if isinstance(cells, FileCells):
             try:
-                return self._local_journal(token)
+                return self._local_journal(token, follows=follows)
             except StoreError as error:
                 if isinstance(error, Fenced) or not end_predecessor(leading.predecessor):
                     raise
-                return self._local_journal(token)
+                return self._local_journal(token, follows=follows)
         size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
         while True:
             try:
-                return await open_shared(cells, token=token, job=self._job, **size)
+                return await open_shared(cells, token=token, job=self._job, follows=follows, **size)
             except StoreError as error:
                 if isinstance(error, Fenced) or error.exit_code is ExitCode.BAD_JOURNAL:
                     raise
@@ -186,9 +187,9 @@ class Office:
                 log.warning("%s; the journal is tried again", error)
                 await asyncio.sleep(RETRY_DISK_S)
 
-    def _local_journal(self, token: int = 0) -> Journal:
+    def _local_journal(self, token: int = 0, *, follows: bool = False) -> Journal:
         size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}
-        return open_journal(self._folder, job=self._job, token=token, **size)
+        return open_journal(self._folder, job=self._job, token=token, follows=follows, **size)
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
@@ -223,7 +224,7 @@ class Office:
         entry = self._enter(scheduler, sockets, guard)
         manage = manage_words(sockets, tls=guard.encrypts)
         log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage)
-        app = functools.partial(_training_app, scheduler, self._token)
+        app = functools.partial(_training_app, scheduler, self._token, self._rows)
         console = loop.create_task(_serve_app(app, sockets.manage, guard)) if sockets.manage else None
         try:
             return await serving
@@ -247,6 +248,7 @@ class Office:
                 manage=address.join("127.0.0.1", sockets.manage_port) if sockets.manage else "",
                 job=scheduler.place.job,
                 log_dir=scheduler.place.log_dir,
+                journal=self._folder,
                 tls=self._settings.tls_config,
             )
         )
@@ -313,10 +315,10 @@ def _console() -> Any:
     return server
 
 
-def _training_app(scheduler: Scheduler, token: str) -> Any:
+def _training_app(scheduler: Scheduler, token: str, settings: list[tuple[str, str, str, str]]) -> Any:
     from covey.console import training
 
-    return training.make_app(scheduler, token=token)
+    return training.make_app(scheduler, token=token, settings=settings)
 
 
 def _standby_app(leading: Leading) -> Any:

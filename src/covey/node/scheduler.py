@@ -24,17 +24,37 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
-from covey.core.messages import Ask, Beats, HungUp, Pulse, Refused, ScaleAsked, Scaling, Stop, StopAsked, Told, Via
+from covey.core.messages import (
+    Agreed,
+    Ask,
+    AskStory,
+    Beats,
+    HungUp,
+    KillAsked,
+    LogAsked,
+    LogTold,
+    Pulse,
+    Refused,
+    ScaleAsked,
+    Scaling,
+    Stop,
+    StopAsked,
+    Told,
+    Via,
+)
 from covey.core.model import ClusterSettings, Phase, Role
+from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
 from covey.node.lines import Lines
 from covey.node.log import log, tell
 from covey.node.report import failure_report
+from covey.node.storyteller import Storyteller
 from covey.store.journal import Fenced, Journal
 from covey.store.shared_journal import SharedJournal
 from covey.wire.link import Link, Listener
@@ -45,6 +65,9 @@ WAITING_EFFECTS_MAX: Final = 1_000_000
 FOLLOWERS_MAX: Final = 64
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
+LOGS_MAX: Final = 32  # questions about logs at once
+LOG_S: Final = 10.0
+COMMIT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -93,14 +116,17 @@ class Scheduler:
         self._term = term or Term()
         self._pulsed_at = 0.0
         self._lines = Lines()
+        self._logs: dict[int, asyncio.Future[LogTold]] = {}  # questions under way, by number
+        self._log_number = 0
         self._followers: dict[int, bytes] = {}
+        self._teller = Storyteller()
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
         self._turn: asyncio.Task[None] | None = None
         self._told = (Phase.FORMING, 0)
         self._stuck = ""
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
-        self._started_at = time.time()
+        self._started_at = wall()
         self._ended: asyncio.Future[End] | None = None
         self._machine: Machine | None = None
 
@@ -113,10 +139,9 @@ class Scheduler:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._machine = Machine(
-            self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=time.time()
-        )
+        self._machine = Machine(self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=wall())
         records = self._journal.read() if self._journal is not None else ()
+        self._teller.story.take_over(self._journal.story() if self._journal is not None else ())
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
@@ -126,6 +151,7 @@ class Scheduler:
         try:
             end = await self._ended
             await self._let_go(end)
+            await self._write_told()
         finally:
             ticker.cancel()
             if self._turn is not None:
@@ -139,12 +165,58 @@ class Scheduler:
         """End the cluster in order."""
         self._step(Heard(StopAsked(reason)))
 
-    def scale(self, asked: ScaleAsked) -> Scaling:
-        """Change the world's size. Raises `PeerError` with the reason where that is not possible."""
-        self._step(Heard(asked))
-        if isinstance(self.machine.scaled, Refused):
-            raise PeerError(self.machine.scaled.reason, ExitCode.REFUSED)
-        return self.machine.scaled
+    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+        """A visitor's wish; returns once a scheduler that takes over would grant it too. Raises `PeerError` with the reason
+        where it is not granted, and `StoreError` where that is not certain."""
+        self._step(Heard(wish))
+        answered = self.machine.answered
+        if isinstance(answered, Refused):
+            raise PeerError(answered.reason, ExitCode.REFUSED)
+        await self._committed()
+        return answered
+
+    async def read_log(self, node: str, start: int, find: str) -> LogTold:
+        """A piece of what a node has printed, from the agent that keeps it. Raises `PeerError` where there is none."""
+        member = next((m for m in self.machine.cluster.members.values() if m.name == node), None)
+        agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
+        if member is None:
+            raise PeerError(f"there is no node {node[:100]!r}: GET /nodes lists them", ExitCode.REFUSED)
+        if agent is None or agent.link not in self._lines.links:
+            raise PeerError(f"no agent is there that keeps {node}, so its output is where you sent it", ExitCode.REFUSED)
+        if len(self._logs) >= LOGS_MAX:
+            raise PeerError(f"{LOGS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
+        self._log_number += 1
+        number, told = self._log_number, asyncio.get_running_loop().create_future()
+        self._logs[number] = told
+        try:
+            self._lines.links[agent.link].send(LogAsked(number, member.node_id, member.role, start, find))
+            async with asyncio.timeout(LOG_S):
+                answer: LogTold = await told
+        except TimeoutError:
+            raise PeerError(f"the agent on {member.host.name} did not answer within {LOG_S:g} s", ExitCode.REFUSED) from None
+        finally:
+            del self._logs[number]
+        if answer.failure:
+            raise PeerError(answer.failure, ExitCode.REFUSED)
+        return answer
+
+    async def _committed(self) -> None:
+        """Wait until all that was decided is durable."""
+        turn = self._turn
+        if turn is None:
+            return
+        await asyncio.wait({turn}, timeout=COMMIT_S)
+        assert self._ended is not None
+        if not turn.done():
+            raise StoreError(
+                f"it is decided, but cannot be written down yet, and may be lost: {self._stuck or 'the store is slow'}"
+            )
+        if turn.cancelled() or (self._ended.done() and self._ended.exception() is not None):
+            raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
+
+    def host_gone(self, life: str, reason: str) -> None:
+        """A life of a host is over: nobody of it is waited for, or let in again."""
+        self._step(HostGone(life, reason))
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
@@ -163,14 +235,24 @@ class Scheduler:
             self.machine.cluster,
             scheduler=me,
             started_at=self._started_at,
-            wall=time.time(),
+            wall=wall(),
             now=asyncio.get_running_loop().time(),
             incidents=self.machine.incidents,
             address=place.address,
             manage_port=place.manage_port,
             log_dir=place.log_dir,
-            counters=self.machine.counters | {"links": float(len(self._lines.links))},
+            counters=self.machine.counters,
+            gauges={"links": float(len(self._lines.links))},
         )
+
+    @property
+    def story(self) -> Story:
+        """What happened so far."""
+        return self._teller.story
+
+    def about(self) -> dict[str, Any]:
+        """What the console shows besides."""
+        return {"kind": "training"}
 
     def recoveries(self) -> list[Incident]:
         """Every recovery that is kept, oldest first."""
@@ -184,6 +266,12 @@ class Scheduler:
     def _heard(self, link: Link, message: Any) -> None:
         if isinstance(message, Ask):
             self._show(link, message)
+        elif isinstance(message, AskStory):
+            self._teller.answer(link, message)
+        elif isinstance(message, LogTold):
+            waiting = self._logs.get(message.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
         elif isinstance(message, Via | HungUp | Beats):
             for event in self._lines.unwrap(link, message):
                 self._step(event)
@@ -194,6 +282,7 @@ class Scheduler:
         if not link.id:
             return self._stranger(link, reason)
         self._followers.pop(link.id, None)
+        self._teller.gone(link)
         if link.misbehaved:
             self._stranger(link, reason)
         for number in self._lines.closed(link):
@@ -246,6 +335,7 @@ class Scheduler:
                     self._carry_out(wish)
                 self._lines.flush()
                 self._tell_news()
+                self._teller.tell_on()
         except SteppedDown as error:
             self._fail(error)
         finally:
@@ -256,10 +346,7 @@ class Scheduler:
         while True:
             self._check_leads()
             try:
-                if isinstance(self._journal, SharedJournal) and records:
-                    await self._journal.commit(records)
-                elif self._journal is not None and records:
-                    self._journal.commit(records)
+                await self._write(records)
             except Fenced as error:
                 raise SteppedDown(str(error)) from None
             except StoreError as error:
@@ -273,6 +360,12 @@ class Scheduler:
                 self._stuck = ""
                 log.warning("the journal can be written again: what waited is carried out now")
             return
+
+    async def _write(self, records: list[Any]) -> None:
+        if isinstance(self._journal, SharedJournal) and records:
+            await self._journal.commit(records)
+        elif self._journal is not None and records:
+            self._journal.commit(records)
 
     def _check_leads(self) -> None:
         if not self._term.leads():
@@ -292,9 +385,9 @@ class Scheduler:
         elif isinstance(wish, Close):
             self._lines.close(wish.link)
         elif isinstance(wish, Publish):
-            tell(wish)
+            event = self._teller.note(wish)
             if self._journal is not None:
-                self._journal.note(wish)
+                self._journal.note(event)
         elif isinstance(wish, End):
             assert self._ended is not None
             if not self._ended.done():
@@ -308,10 +401,21 @@ class Scheduler:
         self._tell_followers()
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
         while self._ending and asyncio.get_running_loop().time() < deadline:
-            for link_id in list(self._followers):
-                self._lines.links[link_id].close("the cluster ended")
+            for link in (*self._teller.listeners, *(self._lines.links[number] for number in self._followers)):
+                link.close("the cluster ended")
             await asyncio.sleep(0.01)
             self._ending = self._lines.open_among(self._ending)
+
+    async def _write_told(self) -> None:
+        """Nobody needs to be told the end by a scheduler that comes after this one. If it cannot be written, one more will."""
+        record = self.machine.cluster.record()
+        if self._journal is None or record.ended is None:
+            return
+        told = msgspec.structs.replace(record, ended=msgspec.structs.replace(record.ended, told=True))
+        try:
+            await self._write([told])
+        except StoreError as error:
+            log.warning("%s", error)
 
     # -- visitors and strangers --------------------------------------------------------------------------------------
 

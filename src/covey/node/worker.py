@@ -178,8 +178,15 @@ class Node:
         assert self._runtime is not None
         return self._runtime.address
 
+    @property
+    def progress(self) -> Progress:
+        """What was reported last."""
+        return self._progress
+
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
+        if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
+            progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         supervise.note(progress.step)
         self._show(progress)
 
@@ -276,7 +283,7 @@ class Node:
             role=Role.SPARE if self.began_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip),
+            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
             fingerprint=_fingerprint(settings),
             incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
             pid=self._pid,

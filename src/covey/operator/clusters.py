@@ -92,6 +92,10 @@ class Clusters:
         """Make room for so many more workers, who come by themselves."""
         await self._post(key, "/scaleout", {"worker_num": more, "server_num": 0, "start": False})
 
+    async def gone(self, key: Key, uid: str, reason: str) -> None:
+        """A pod is over, whoever was in it."""
+        await self._post(key, "/gone", {"life": uid, "reason": reason})
+
     async def _post(self, key: Key, path: str, body: dict[str, Any]) -> None:
         followed = self._followed.get(key)
         if followed is None:

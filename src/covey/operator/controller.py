@@ -29,6 +29,7 @@ from covey.core.job.actions import (
     Expect,
     Label,
     LetGo,
+    SayGone,
     Tell,
 )
 from covey.core.job.clock import stamp
@@ -175,7 +176,8 @@ class Controller:
     def _follow(self, key: Key, thing: Thing, made: Plan) -> None:
         """Look into the job's cluster while the pod of its scheduler runs."""
         status = made.status if made.status is not None else thing.get("status") or {}
-        self.clusters.follow(key, self._scheduler_of(key, thing, status), hurry=bool(status.get("scaling")))
+        hurry = bool(status.get("scaling") or status.get("replacing"))
+        self.clusters.follow(key, self._scheduler_of(key, thing, status), hurry=hurry)
 
     def _scheduler_of(self, key: Key, thing: Thing, status: Mapping[str, Any]) -> Place | None:
         if not self._key or status.get("state") not in ("Running", "Restarting"):
@@ -255,6 +257,8 @@ class Controller:
             self._caches.jobs.put(await api.patch(self._kind, namespace, job.name, patch))
         elif isinstance(action, LetGo | Expect):
             await self._resize(thing, job, action)
+        elif isinstance(action, SayGone):
+            await self._say_gone(job, action)
         elif isinstance(action, DeleteJob):
             await self._unless(MISSING, api.delete(self._kind, namespace, job.name, uid=job.uid))
 
@@ -267,6 +271,12 @@ class Controller:
                 await self.clusters.expect(key, action.more)
         except PeerError as error:  # it is asked again, as long as it is wanted
             self._tell(thing, Tell("Warning", "ScaleRefused", str(error)))
+
+    async def _say_gone(self, job: Job, action: SayGone) -> None:
+        try:
+            await self.clusters.gone((job.namespace, job.name), action.uid, f"the pod {action.name} is over")
+        except PeerError as error:  # it finds out by itself, later
+            log.info("%s/%s: its scheduler was not told that %s is over: %s", job.namespace, job.name, action.name, error)
 
     async def _unless(self, code: int, asked: Any) -> None:
         """What is already so need not be made so."""

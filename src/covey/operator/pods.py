@@ -174,6 +174,7 @@ def _identity(job: Job) -> Thing:
     return {
         "POD_IP": _field("status.podIP"),
         "COVEY_HOST_ID": _field("metadata.name"),
+        "COVEY_HOST_LIFE": _field("metadata.uid"),
         "COVEY_JOB": f"{job.name}-{job.uid}",
         "COVEY_SECRET": {"valueFrom": {"secretKeyRef": reference}},
         "COVEY_TOKEN": {"valueFrom": {"secretKeyRef": {**reference, "key": TOKEN_KEY, "optional": True}}},
@@ -241,6 +242,7 @@ def _recovery(job: Job, role: Role) -> Thing:
             found["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
     if {"recover", "recover-in-place"} & set(strategies):
         found["MS_ENABLE_RECOVERY"] = "1"
+        found["COVEY_EXTRA_RANKS"] = "0"  # a lost pod's ranks wait for its replacement
     return found
 
 

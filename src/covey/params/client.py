@@ -1,28 +1,20 @@
-"""A worker's way to the servers: one connection and one thread for each, and requests that may be sent twice.
-
-Every request can be repeated without harm, so whoever finds a connection broken looks for the server again, in its next life
-perhaps, and asks again; the program only waits. Arrays are sent from the caller's memory and received into it.
-"""
+"""What a worker asks of all servers: whole parameters and rows, gradients for them, and files."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import queue
-import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from covey.core.serving import Serving
 from covey.core.shards import Sharing, first
-from covey.errors import CoveyError, UsageError
+from covey.errors import UsageError
 from covey.params.cache import Cache, Piece
+from covey.params.channel import Asking, Channel, Work, size_of
 from covey.params.messages import (
     ALL,
     Answered,
@@ -30,8 +22,6 @@ from covey.params.messages import (
     Check,
     Declare,
     Load,
-    Moved,
-    No,
     Part,
     Pull,
     Push,
@@ -39,129 +29,12 @@ from covey.params.messages import (
     Save,
     Spec,
     Standing,
-    Yes,
-    receive_answer,
-    send,
 )
 from covey.params.optimizers import Array
-from covey.params.peers import AGAIN_S, Find
+from covey.params.peers import Find
 from covey.params.placement import Placement
 
 _NUMBERED = np.dtype(np.int64)
-Arrays = Sequence[Any]
-
-
-class Asking(msgspec.Struct, frozen=True):
-    """A message for one server, what goes with it, and where the answer goes."""
-
-    server: int
-    message: Request
-    arrays: Arrays = ()
-    into: Arrays = ()
-    heard: Callable[[Answered, Array], None] | None = None  # for an answer whose arrays have no place yet
-
-
-Make = Callable[[Sharing], list[Asking]]
-
-
-class Work:
-    """Requests under way, to one server or more; over when all are answered, by one and the same sharing: where rows moved
-    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread."""
-
-    def __init__(self, client: Client, make: Make, done: Callable[[Work], None] | None = None) -> None:
-        self.error: CoveyError | None = None
-        self.numbers: list[int] = []
-        self.over = threading.Event()
-        self._client, self._make, self._done = client, make, done
-        self._lock = threading.Lock()
-        self._left = 0
-        self._moved: Sharing | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        asked = self._make(self._client.sharing())
-        for one in asked:
-            self._client.check_size(one)
-        self._left, self.numbers, self._moved = len(asked), [], None
-        for one in asked:
-            self._client.channel(one.server).ask(one, self)
-        if not asked:
-            self._finish()
-
-    def answered(self, answer: Answered) -> None:
-        with self._lock:
-            if isinstance(answer, Moved):
-                self._moved = answer.sharing
-            elif isinstance(answer, No):
-                self.error = self.error or answer.error()
-            else:
-                self.numbers.append(answer.number if isinstance(answer, Yes) else 0)
-            self._left -= 1
-            if self._left:
-                return
-        if self._moved is None or self.error is not None:
-            self._finish()
-            return
-        self._client.learn(self._moved)
-        try:
-            self._begin()
-        except CoveyError as error:
-            self.error = error
-            self._finish()
-
-    def _finish(self) -> None:
-        self.over.set()
-        if self._done is not None:
-            self._done(self)
-
-    def wait(self) -> Work:
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
-        return self
-
-
-class Channel:
-    """One server, as seen from here. `gone` says how rows are shared without it."""
-
-    def __init__(self, server: int, find: Find, gone: Callable[[], Sharing]) -> None:
-        self._server, self._find, self._gone = server, find, gone
-        self._connection: socket.socket | None = None
-        self._requests: queue.SimpleQueue[tuple[Asking, Work]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"covey to server {server}", daemon=True).start()
-
-    def ask(self, asked: Asking, work: Work) -> None:
-        self._requests.put((asked, work))
-
-    def close_in_child(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._connection.fileno())
-
-    def _run(self) -> None:
-        while True:
-            asked, work = self._requests.get()
-            work.answered(self._answer(asked))
-
-    def _answer(self, asked: Asking) -> Answered:
-        """The answer, from whichever life of the server gives one."""
-        while True:
-            try:
-                if self._connection is None:
-                    peer = self._find(self._server)
-                    if peer is None:
-                        return Moved(self._gone())
-                    self._connection = peer.connect()
-                send(self._connection, asked.message, asked.arrays)
-                answer, body = receive_answer(self._connection, asked.into)
-                if asked.heard is not None:
-                    asked.heard(answer, body)
-                return answer
-            except (OSError, EOFError, msgspec.MsgspecError):
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
-                time.sleep(AGAIN_S)
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -214,7 +87,7 @@ class Client:
             return self._channels[server]
 
     def check_size(self, asked: Asking) -> None:
-        size = sum(memoryview(array).nbytes for array in asked.arrays)
+        size = size_of(asked.arrays)
         if size > self.serving.message_max:
             raise UsageError(
                 f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
@@ -241,10 +114,12 @@ class Client:
                 for server in _owners(sharing)
             ]
 
-        Work(self, make).wait()
+        Work(self, make, here=True)
         self._specs[spec.name] = spec
 
-    def push(self, step: int, given: Sequence[Given], done: Callable[[Work], None] | None = None) -> Work:
+    def push(
+        self, step: int, given: Sequence[Given], done: Callable[[Work], None] | None = None, *, here: bool = False
+    ) -> Work:
         """This rank's gradients of a step, to all servers. The work is over when they are safe; in sync mode, everyone's."""
         for gift in given:
             self._check(self._known(gift.name), gift)
@@ -278,7 +153,7 @@ class Client:
                 for server, its in parts.items()
             ]
 
-        return Work(self, make, done)
+        return Work(self, make, done, here=here)
 
     def pull_whole(self, step: int, wanted: Sequence[tuple[str, Array]]) -> None:
         """The values of whole parameters for a step, into these arrays."""
@@ -298,7 +173,7 @@ class Client:
             message = Pull(step, parts, sharing=sharing.version)
             return [Asking(server, message, (), places) for server, places in into.items()]
 
-        Work(self, make).wait()
+        Work(self, make, here=True)
 
     def pull_rows(self, step: int, name: str, rows: Array) -> Array:
         """The values of some rows for a step."""
@@ -323,7 +198,7 @@ class Client:
                 if low < high
             ]
 
-        Work(self, make).wait()
+        Work(self, make, here=True)
         values = np.empty_like(found)
         values[orders[-1]] = found
         return values

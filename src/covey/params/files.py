@@ -46,6 +46,7 @@ class Written(msgspec.Struct, frozen=True):
 
 def save(folder: str, step: int, shard: Shard, owners: Owners, *, keep: int) -> None:
     """One server's part of a step; of older parts, the `keep` newest stay. Said again, it changes nothing."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     place = Path(folder) / "servers" / str(shard.server)
@@ -77,9 +78,10 @@ def save(folder: str, step: int, shard: Shard, owners: Owners, *, keep: int) -> 
         for old in sorted(steps(place))[:-keep]:
             (place / f"rows-{old}.json").unlink()
             (place / f"rows-{old}.safetensors").unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"server {shard.server} cannot write step {step} to {place} ({error.strerror}): free the disk or make it writable"
+            f"server {shard.server} cannot write step {step} to {place} ({reason}): free the disk or make it writable"
         ) from None
 
 

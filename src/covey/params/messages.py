@@ -25,10 +25,12 @@ MAGIC: Final = b"cvp1"
 HEADER: Final = struct.Struct("<4sIQ")  # magic, bytes of the message, bytes of the arrays
 TALK_MAX: Final = 16 << 20  # bytes of a message without its arrays
 TOGETHER: Final = 1 << 16  # small arrays are sent in one piece with the message
+AT_ONCE: Final = 512  # arrays that the kernel takes in one call; it knows a limit of 1024
 SCRAP: Final = 1 << 20
 TOKEN_SIZE: Final = 32
 DTYPES: Final = {"float32": np.float32, "float64": np.float64}
 ROWS_MAX: Final = 1 << 40
+WIDTH_MAX: Final = 1 << 24
 ALL: Final = -1  # rows: those of the server, every one
 
 Name = Annotated[str, Meta(min_length=1, max_length=500)]
@@ -53,7 +55,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     name: Name
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
-    width: Annotated[int, Meta(ge=1, le=1 << 24)]
+    width: Annotated[int, Meta(ge=1, le=WIDTH_MAX)]
     dtype: Dtype
     striped: bool
     rule: Rule
@@ -243,14 +245,20 @@ def send(connection: socket.socket, message: Message, arrays: Sequence[Any] = ()
     """One frame; the arrays from where they lie."""
     views = [memoryview(array).cast("B") for array in arrays if memoryview(array).nbytes]
     talk = _encoder.encode(message)
+    if len(talk) > TALK_MAX:
+        raise TooLarge(f"a message that names {len(talk)} bytes is larger than the limit of {TALK_MAX}: serve fewer parameters")
     size = sum(view.nbytes for view in views)
     head = HEADER.pack(MAGIC, len(talk), size) + talk
     if size <= TOGETHER:
         connection.sendall(b"".join([head, *views]))
         return
-    connection.sendall(head)
-    for view in views:
-        connection.sendall(view)
+    left = [memoryview(head), *views]
+    while left:
+        sent = connection.sendmsg(left[:AT_ONCE])
+        while left and sent >= left[0].nbytes:
+            sent -= left.pop(0).nbytes
+        if sent:
+            left[0] = left[0][sent:]
 
 
 def receive_asked(connection: socket.socket, message_max: int) -> tuple[Asked, Array]:
@@ -258,9 +266,9 @@ def receive_asked(connection: socket.socket, message_max: int) -> tuple[Asked, A
     talk, size = _header(connection)
     try:
         asked = _asked.decode(talk)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         skip(connection, size)
-        raise
+        raise msgspec.DecodeError(str(error)) from error
     if size > message_max and not isinstance(asked, Take):  # what moves is as large as it is
         skip(connection, size)
         raise TooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
@@ -299,7 +307,7 @@ def _header(connection: socket.socket) -> tuple[bytes, int]:
 def fill(connection: socket.socket, view: memoryview) -> None:
     """Fill memory from a connection."""
     while view.nbytes:
-        count = connection.recv_into(view)
+        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if not count:
             raise EOFError("the connection closed")
         view = view[count:]

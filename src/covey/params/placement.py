@@ -17,6 +17,7 @@ class Placement:
         self._base = np.zeros(SLOTS, np.int64)
         self._first = np.array([0 if striped else span(slot, rows)[0] for slot in range(SLOTS)])
         self._sizes: dict[int, int] = {}
+        self._runs = {} if striped else self._found_runs()  # asked for with every push and pull
         for slot, owner in enumerate(owners):
             self._base[slot] = self._sizes.get(owner, 0)
             self._sizes[owner] = int(self._base[slot]) + count(slot, rows, striped)
@@ -43,15 +44,17 @@ class Placement:
 
     def runs(self, server: int) -> list[tuple[int, int]]:
         """A server's part of a parameter that is not striped: pieces, first and last (not included), one after the other."""
-        found: list[tuple[int, int]] = []
+        return self._runs.get(server, [])
+
+    def _found_runs(self) -> dict[int, list[tuple[int, int]]]:
+        found: dict[int, list[tuple[int, int]]] = {}
         for slot, owner in enumerate(self.owners):
             first, last = span(slot, self.rows)
-            if owner != server or first == last:
-                continue
-            if found and found[-1][1] == first:
-                found[-1] = (found[-1][0], last)
-            else:
-                found.append((first, last))
+            its = found.setdefault(owner, [])
+            if its and its[-1][1] == first:
+                its[-1] = (its[-1][0], last)
+            elif first < last:
+                its.append((first, last))
         return found
 
     def numbers(self, server: int, first: int, last: int) -> Array:

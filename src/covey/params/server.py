@@ -16,43 +16,29 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
-import numpy as np
 
-from covey.core.serving import Mode, Serving
+from covey.core.serving import Serving
 from covey.core.shards import SLOTS, Sharing, first, holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
-from covey.params import files
-from covey.params.cache import UNKNOWN
-from covey.params.copies import Chain, Kept, ask, restore
+from covey.params.copies import Chain, ask, restore
+from covey.params.desk import NOTHING, Desk, MovedError
+from covey.params.held import Held
 from covey.params.messages import (
-    ALL,
     TOKEN_SIZE,
     Answered,
     Asked,
-    Change,
-    Changed,
-    Check,
-    Declare,
     Drop,
     Follow,
     Forget,
-    Load,
     Message,
     Moved,
     No,
-    Part,
-    Pull,
-    Push,
     Renew,
     Request,
     Restore,
-    Save,
     Sever,
-    Standing,
     Take,
     TooLarge,
-    Values,
-    Whole,
     Yes,
     family,
     fill,
@@ -68,34 +54,22 @@ from covey.params.shelf import Shelf
 CONNECTIONS_MAX: Final = 4096
 FIRST_S: Final = 30.0  # in which a connection must show its token
 
-NOTHING: Final = np.empty(0, np.uint8)
-
 log = logging.getLogger("covey")
 
 
-class _MovedError(Exception):
-    """Rows move: whoever asked must ask again."""
-
-
-class Server:
+class Server(Desk):
     """Serves until the process ends. `find` says where another server is, once it is somewhere."""
 
     def __init__(
         self, address: str, serving: Serving, rank: int, lives: int, find: Find, sharing: Sharing | None = None
     ) -> None:
-        self.serving, self.rank = serving, rank
         self.on_settled: Callable[[int], None] = lambda version: None
-        self._sharing = self._wanted = sharing or first(serving.servers)  # by which is served, and the newest that was heard
+        self._wanted = sharing or first(serving.servers)  # the newest sharing that was heard of
         self._heard = True  # of it, and nothing said about it yet
-        self._turn = threading.Condition()
         self._first = lives == 0  # a copy that was never begun is empty; one of an earlier life is lost
-        where = self._holder()
-        self._ready = where is None or self._first
-        self._own = Kept(Shelf(serving, rank, self._mine() if self._ready else ()))
-        self._copies: dict[int, Kept] = {}
-        self._holding = threading.Condition()  # around the copies: two servers may send each other all of their rows at once
-        self._generations = [0] * serving.workers
-        self._loaded: Load | None = None
+        where = _holder(serving, rank, self._wanted)
+        super().__init__(serving, rank, self._wanted, ready=where is None or self._first)
+        self._held = Held(serving)
         self._find = find
         self._chain = Chain(self._own, self._turn, rank, find, where) if where is not None else None
         self._socket = socket.create_server((address, 0), family=family(address), backlog=CONNECTIONS_MAX)
@@ -103,13 +77,6 @@ class Server:
         self.peer = Peer(address, int(self._socket.getsockname()[1]), token)
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         threading.Thread(target=self._accept, name="covey server", daemon=True).start()
-
-    def _mine(self) -> list[int]:
-        return [slot for slot, owner in enumerate(self._sharing.owners) if owner == self.rank]
-
-    def _holder(self) -> int | None:
-        """Who is to hold the copy of what is here; of one that leaves, whoever would if it stayed."""
-        return holder(self.rank, {*self._sharing.ring, self.rank}) if self.serving.copies else None
 
     def recover(self) -> None:
         """In a later life: take the rows from their copy, answer, and hold the copies of others again. Called once. Raises
@@ -134,8 +101,7 @@ class Server:
         if not self._first:
             answers = {server: ask(self._find, server, Renew(self.rank)) for server in others}
             mine = {server for server, said in answers.items() if said is not None and said[0] == Yes(1)}
-            with self._holding:
-                self._holding.wait_for(lambda: mine <= self._copies.keys())
+            self._held.wait_for(mine)
         threading.Thread(target=self._converge, name="covey moves", daemon=True).start()
 
     def _others(self) -> list[int]:
@@ -202,7 +168,7 @@ class Server:
     def _follow_the_ring(self) -> None:
         """The copy is to lie with the next server of the ring. One that leaves stays with the holder it has."""
         with self._turn:
-            where, old = self._holder(), self._chain
+            where, old = _holder(self.serving, self.rank, self._sharing), self._chain
             now = old.holder if old is not None else None
             if where == now or self.rank not in self._sharing.ring:
                 return
@@ -211,17 +177,6 @@ class Server:
             self._chain = Chain(self._own, self._turn, self.rank, self._find, where, now) if where is not None else None
             if self._chain is not None:
                 self._chain.start()
-
-    def _here(self) -> bool:
-        """Whether every slot that is this server's is here."""
-        return len(self._own.shelf.slots) == self._sharing.owners.count(self.rank)
-
-    def _has(self, parts: list[Part], body: Array) -> bool:
-        """Whether the rows that are asked for are here; other rows may still be under way."""
-        if self._here() or body.nbytes % 8 or any(part.count == ALL for part in parts):
-            return self._here()
-        wanted = set(np.unique(body.view(np.int64) % SLOTS).tolist())
-        return (wanted & set(self._mine())) <= self._own.shelf.slots
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -255,21 +210,27 @@ class Server:
         try:
             asked, body = receive_asked(connection, self.serving.message_max)
             if isinstance(asked, Follow):
-                self._hold(connection, asked)
+                self._held.hold(connection, asked)
                 return
             answer, arrays = self._answer(asked, body)
         except (TooLarge, UsageError, StoreError) as error:
             answer = No(str(error))
         except msgspec.MsgspecError as error:
             answer = No(f"a message was not understood: {error}")
+        except MemoryError as error:
+            answer = No(f"server {self.rank} has not enough memory ({error}): have more servers, or smaller tables")
+        except (OSError, EOFError):  # the connection's: the other side asks again
+            raise
+        except Exception as error:  # asked again it would fail again, and the worker would never know why
+            log.exception("a request failed")
+            answer = No(f"server {self.rank} failed ({error!r}): its log says where")
         send(connection, answer, arrays)
 
     def _answer(self, asked: Asked, body: Array) -> tuple[Answered, list[Array]]:
         if isinstance(asked, Restore):
             return self._restore(asked.server)
         if isinstance(asked, Forget):
-            with self._holding:
-                self._copies.pop(asked.server, None)
+            self._held.forget(asked.server)
             return Yes(), []
         with self._turn:
             if isinstance(asked, Renew):
@@ -283,189 +244,20 @@ class Server:
             if isinstance(asked, Request):
                 try:
                     return self._answer_worker(asked, body)
-                except _MovedError:
+                except MovedError:
                     return Moved(self._sharing), []
         raise UsageError("this is not asked of a server")
 
-    # -- what workers ask, under the lock ----------------------------------------------------------------------------
-
-    def _answer_worker(self, asked: Request, body: Array) -> tuple[Answered, list[Array]]:
-        self._await(asked, lambda: self._sharing.version >= asked.sharing)
-        if isinstance(asked, Load):
-            return self._load(asked), []
-        if isinstance(asked, Pull):
-            return self._pull(asked, body)
-        if isinstance(asked, Check):
-            return self._check(asked, body)
-        self._await(asked, self._here)
-        if isinstance(asked, Push):
-            return self._push(asked, body), []
-        if isinstance(asked, Declare):
-            return self._declare(asked, body), []
-        if isinstance(asked, Standing):
-            return self._standing(asked.rank), []
-        assert isinstance(asked, Save)
-        return self._save(asked), []
-
-    def _await(self, asked: Request, here: Callable[[], bool]) -> None:
-        """Wait for something, unless rows move meanwhile: then the worker must ask again, by the newer sharing."""
-        self._turn.wait_for(lambda: here() or self._sharing.version > asked.sharing)
-        if self._sharing.version > asked.sharing:
-            raise _MovedError
-
-    def _declare(self, asked: Declare, body: Array) -> Answered:
-        shelf = self._own.shelf
-        if asked.values:
-            if shelf.declare(asked.spec, body):
-                self._done(asked, body)
-                self._turn.notify_all()
-        else:
-            self._await(asked, lambda: self._own.shelf.knows(asked.spec.name))
-            self._own.shelf.check_spec(asked.spec)
-        self._await_copied(asked)
-        return Yes()
-
-    def _push(self, push: Push, body: Array) -> Answered:
-        if push.rank < self.serving.workers:
-            newest = self._generations[push.rank]
-            if push.generation < newest:
-                return No(
-                    f"a push of rank {push.rank} from generation {push.generation} is refused: another life of that rank"
-                    f" is at generation {newest}",
-                    stale=True,
-                )
-            self._generations[push.rank] = push.generation
-        if self._own.shelf.push(push, body, owned=self._chain is None):
-            self._done(push, body)
-            self._turn.notify_all()
-        if self.serving.mode is Mode.SYNC:
-            self._await(push, lambda: self._own.shelf.complete(push.step))
-        self._await_copied(push)
-        return Yes(push.step)
-
-    def _pull(self, pull: Pull, body: Array) -> tuple[Answered, list[Array]]:
-        self._await(pull, lambda: self._has(pull.parts, body))
-        self._own.shelf.check(pull.parts, body)  # what is wrong is said at once
-        shelf = self._reach(pull, pull.step)
-        found = shelf.values(pull.parts, body)
-        # Whole parameters are sent from where they lie: in sync mode nobody changes them before all have pushed again.
-        if self.serving.mode is not Mode.SYNC:
-            whole = [part.count == ALL for part in pull.parts]
-            found = [values.copy() if one else values for values, one in zip(found, whole, strict=True)]
-        return Values(shelf.step), found
-
-    def _check(self, asked: Check, body: Array) -> tuple[Answered, list[Array]]:
-        if body.nbytes != asked.part.count * 16:
-            raise UsageError(f"{body.nbytes} bytes came for {asked.part.count} rows of {asked.part.name} and their numbers")
-        rows = body[: body.nbytes // 2]
-        self._await(asked, lambda: self._has([asked.part], rows))
-        self._own.shelf.check([asked.part], rows)
-        shelf = self._reach(asked, asked.step)
-        if asked.origin != self._own.origin:
-            body[body.nbytes // 2 :].view(np.int64)[:] = UNKNOWN
-        number, changed, values = shelf.changed(asked.part, body)
-        return Changed(self._own.origin, number), [changed.view(np.uint8), values]
-
-    def _standing(self, rank: int) -> Answered:
-        if rank >= self.serving.workers:
-            raise UsageError(f"there is no rank {rank}: there are {self.serving.workers} workers")
-        return Yes(self._own.shelf.pushed(rank) + 1)
-
-    def _save(self, asked: Save) -> Answered:
-        shelf = self._reach(asked, asked.step)
-        if self.serving.mode is Mode.SYNC and shelf.step != asked.step:
-            raise UsageError(f"step {asked.step} cannot be written down: server {self.rank} is at step {shelf.step}")
-        files.save(asked.folder, asked.step, shelf.whole(), self._sharing.owners, keep=asked.keep)
-        return Yes(asked.step)
-
-    def _load(self, asked: Load) -> Answered:
-        sync = self.serving.mode is Mode.SYNC
-        if self._loaded != asked or (sync and self._own.shelf.step != asked.step):  # else it was asked twice, or by two
-            loaded = Shelf(self.serving, self.rank, self._mine())
-            files.load(asked.folder, asked.step, loaded.whole())
-            self._own.shelf, self._loaded = loaded, asked
-            self._own.anew()
-            if self._chain is not None:
-                self._chain.begin_again()
-            self._turn.notify_all()
-        self._await_copied(asked)
-        return Yes(asked.step)
-
-    def _reach(self, asked: Request, step: int) -> Shelf:
-        """The rows, as soon as they are those for a step."""
-        self._await(asked, lambda: self._own.shelf.ready(step))
-        self._own.shelf.reach(step)
-        return self._own.shelf
-
-    def _done(self, message: Message, body: Array) -> None:
-        """Something changed here: the copy must follow."""
-        self._own.count += 1
-        if self._chain is not None:
-            self._chain.append(message, body)
-
-    def _await_copied(self, asked: Request) -> None:
-        count = self._own.count
-        self._await(asked, lambda: self._copied(count))
-
-    def _wait_copied(self) -> None:
-        count = self._own.count
-        self._turn.wait_for(lambda: self._copied(count))
-
-    def _copied(self, count: int) -> bool:
-        return self._chain is None or self._chain.copied >= count
-
-    # -- what other servers ask --------------------------------------------------------------------------------------
-
     def _restore(self, server: int) -> tuple[Answered, list[Array]]:
-        with self._holding:
-            kept = self._copies.get(server)
-            sharing = self._sharing
-            begun = not self._first or sharing.version > 0 or server not in sharing.ring
-            if kept is None and not begun and holder(server, sharing.ring) == self.rank:  # it died before it had a copy
-                kept = Kept(Shelf(self.serving, server, [slot for slot in range(SLOTS) if sharing.owners[slot] == server]))
-            if kept is None:
-                return No(f"server {self.rank} has no copy of the rows of server {server}"), []
-            kept.anew()  # what is still on its way from the life before does not count
-            state, arrays = kept.shelf.pack()
-            return Whole(kept.origin, kept.count, state), arrays
-
-    def _hold(self, connection: socket.socket, asked: Follow) -> None:
-        """Do what another server did, in its order, until it goes away."""
-        kept = self._copies.get(asked.server)
-        origin = asked.origin
-        same = kept is not None and kept.origin == origin
-        send(connection, Yes(kept.count if same and kept is not None else -1))
-        while True:
-            message, body = receive_asked(connection, 1 << 62)
-            with self._holding:
-                if not isinstance(message, Whole) and (kept is None or kept.origin != origin):
-                    raise EOFError("the next life of that server has taken its rows back")
-                if isinstance(message, Whole):
-                    kept = Kept(Shelf(self.serving, asked.server), message.origin, message.count)
-                    kept.shelf.unpack(message.state, body)
-                    self._copies[asked.server] = kept
-                    self._holding.notify_all()
-                    send(connection, Yes(kept.count))
-                else:
-                    assert kept is not None and isinstance(message, Change)
-                    kept.count += 1
-                    send(connection, Yes(kept.count))  # it is here: who asks for these rows waits until it is done, too
-                    try:
-                        _repeat(kept.shelf, message, body)
-                    except BaseException:  # a copy that cannot follow is none: all rows are sent again
-                        self._copies.pop(asked.server, None)
-                        raise
+        """The copy of another server's rows; of one that died before it had a copy, what all begin with."""
+        sharing = self._sharing
+        begun = not self._first or sharing.version > 0 or server not in sharing.ring
+        young = not begun and holder(server, sharing.ring) == self.rank
+        slots = [slot for slot in range(SLOTS) if sharing.owners[slot] == server]
+        found = self._held.give_back(server, Shelf(self.serving, server, slots) if young else None)
+        return found or (No(f"server {self.rank} has no copy of the rows of server {server}"), [])
 
 
-def _repeat(shelf: Shelf, message: Change, body: Array) -> None:
-    """What another server did with its rows, done with their copy."""
-    if isinstance(message, Declare):
-        shelf.declare(message.spec, body)
-    elif isinstance(message, Push):
-        shelf.push(message, body, owned=True)
-    elif isinstance(message, Take):
-        shelf.adopt(message.state, body)
-    elif isinstance(message, Sever):
-        shelf.sever(message.slots)
-    else:
-        shelf.drop(message.slots)
+def _holder(serving: Serving, rank: int, sharing: Sharing) -> int | None:
+    """Who is to hold the copy of a server's rows; of one that leaves, whoever would if it stayed."""
+    return holder(rank, {*sharing.ring, rank}) if serving.copies else None

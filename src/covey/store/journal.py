@@ -15,15 +15,14 @@ import os
 import shutil
 import sqlite3
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from covey.core.effects import Publish
 from covey.core.incidents import KEPT_MAX, Incident
 from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
+from covey.core.story import Event
 from covey.errors import ExitCode, StoreError
 
 FORMAT = 1
@@ -68,10 +67,10 @@ class Journal:
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise _damaged(self.path, error) from None
 
-    def note(self, event: Publish) -> None:
+    def note(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
         if len(self._pending) < STORY_MAX:
-            self._pending.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+            self._pending.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
     def commit(self, records: Iterable[Record] = ()) -> None:
         """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""
@@ -122,9 +121,11 @@ class Journal:
         os.close(self._lock)
 
 
-def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int, token: int = 0) -> Journal:
+def open_journal(
+    folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int, token: int = 0, follows: bool = False
+) -> Journal:
     """The journal of this job in a folder, created if there is none. Refuses another job's, and a damaged one. `token`: of the
-    leader who opens it, where several schedulers share it."""
+    leader who opens it, where several schedulers share it; `follows`: another led before."""
     path = Path(folder) / "scheduler.journal"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, s
     kept = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
     if kept is None:
         return journal
-    if kept.phase is Phase.ENDED:
+    if is_over(kept, follows=follows):
         journal.close()
         path.rename(path.with_name(f"{path.name}.{kept.cluster_id}"))
         return open_journal(folder, job=job, worker_num=worker_num, server_num=server_num, token=token)
@@ -155,6 +156,12 @@ def open_journal(folder: str | os.PathLike[str], *, job: str, worker_num: int, s
         journal.close()
         raise
     return journal
+
+
+def is_over(kept: ClusterRecord, *, follows: bool) -> bool:
+    """Whether the next cluster may begin: this one has ended, and everyone was told. Who `follows` a leader that was lost ends
+    what that one led, and begins nothing."""
+    return kept.phase is Phase.ENDED and not follows and (kept.ended is None or kept.ended.told)
 
 
 def check_job(kept: ClusterRecord, where: str, *, job: str, worker_num: int, server_num: int) -> None:

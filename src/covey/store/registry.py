@@ -29,6 +29,7 @@ class Entry(msgspec.Struct, frozen=True):
     manage: str = ""  # HOST:PORT of the REST API
     job: str = ""
     log_dir: str = ""
+    journal: str = ""  # the folder of its journal
     tls: str = ""  # the TLS config file, where the cluster uses one
 
 

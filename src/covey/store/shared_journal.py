@@ -8,7 +8,6 @@ thousand nodes; the story is kept as its last lines.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -16,11 +15,11 @@ from typing import Final
 
 import msgspec
 
-from covey.core.effects import Publish
-from covey.core.model import ClusterRecord, Phase, Record
+from covey.core.model import ClusterRecord, Record
+from covey.core.story import Event
 from covey.errors import ExitCode, StoreError
 from covey.store.cells import Cells
-from covey.store.journal import Fenced, check_job, key_of
+from covey.store.journal import Fenced, check_job, is_over, key_of
 
 KEY: Final = "journal"
 STORY_MAX: Final = 200
@@ -47,9 +46,9 @@ class SharedJournal:
         """Everything the scheduler knew."""
         return tuple(self._page.records.values())
 
-    def note(self, event: Publish) -> None:
+    def note(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
-        self._story.append((time.time(), event.node, event.what, event.reason, str(event.level)))
+        self._story.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
     def story(self, limit: int = STORY_MAX) -> list[tuple[float, str, str, str, str]]:
         """The newest events, oldest first."""
@@ -84,15 +83,18 @@ class SharedJournal:
         """The cells are their opener's to close."""
 
 
-async def open_shared(cells: Cells, *, token: int, job: str, worker_num: int, server_num: int) -> SharedJournal:
-    """Take the journal over for the leader with this token: from now on its predecessors cannot write."""
+async def open_shared(
+    cells: Cells, *, token: int, job: str, worker_num: int, server_num: int, follows: bool = False
+) -> SharedJournal:
+    """Take the journal over for the leader with this token: from now on its predecessors cannot write. `follows`: as in
+    `open_journal`."""
     value, version = await cells.get(KEY)
     page = _unpacked(value) if value else _Page(0, {}, [])
     kept = page.records.get("cluster")
     if page.token > token:
         raise Fenced(page.token, token)
     if isinstance(kept, ClusterRecord):
-        if kept.phase is Phase.ENDED:
+        if is_over(kept, follows=follows):
             page = _Page(token, {}, [])
         else:
             check_job(kept, "the shared journal", job=job, worker_num=worker_num, server_num=server_num)

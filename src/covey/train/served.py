@@ -19,9 +19,11 @@ from covey.core.serving import Mode
 from covey.errors import PeerError, UsageError
 from covey.params import files
 from covey.params.cache import Cache
-from covey.params.client import Client, Given, Work
+from covey.params.channel import Work
+from covey.params.client import Client, Given
 from covey.params.messages import DTYPES, Begin, Spec
 from covey.params.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
+from covey.train.arguments import of_kind
 from covey.train.embedding import Embedding
 from covey.train.gloo import Done, Gloo, torch_module
 from covey.train.group import Group
@@ -35,6 +37,8 @@ log = logging.getLogger("covey")
 def mark(target: Any, *, recurse: bool, init_in_server: bool, optimizer: Rule | None) -> None:
     """Have a parameter, or all that a module trains, served."""
     torch = torch_module()
+    if optimizer is not None:
+        of_kind("set_param_ps", "optimizer", optimizer, Rule)
     if isinstance(target, torch.nn.Module):
         if init_in_server:
             for module in list(target.modules()) if recurse else [target]:
@@ -46,6 +50,7 @@ def mark(target: Any, *, recurse: bool, init_in_server: bool, optimizer: Rule | 
     else:
         raise UsageError(f"set_param_ps takes a torch module or parameter, not a {type(target).__name__}")
     for parameter in found:
+        _dtype("a parameter", parameter)
         if parameter.is_meta:
             raise UsageError(
                 "a parameter on the meta device has no memory here, and needs some to be computed with: only a"
@@ -254,7 +259,7 @@ class Push:
 
     def run_alone(self) -> None:
         """Without a group: wait for the servers only."""
-        self._client.push(self._step, self._given).wait()
+        self._client.push(self._step, self._given, here=True)
 
 
 def rule_of(optimizer: Any, group: dict[str, Any], *, rows: bool) -> Rule:
@@ -280,8 +285,8 @@ def rule_of(optimizer: Any, group: dict[str, Any], *, rows: bool) -> Rule:
     raise UsageError(f"{kind} is not known to the servers: give set_param_ps or Embedding an optimizer of covey's")
 
 
-def _dtype(name: str, values: Array) -> Any:
-    found = str(values.dtype)
+def _dtype(name: str, values: Any) -> Any:
+    found = str(values.dtype).removeprefix("torch.")
     if found not in DTYPES:
         raise UsageError(f"{name} is {found}, which cannot be served: {' and '.join(DTYPES)} can")
     return found

@@ -62,7 +62,7 @@ class Frames:
                 break
             try:
                 messages.append(self._decoder.decode(buffer[start + HEADER : end]))
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the last two through
                 raise PeerError(f"a message could not be read: {error}") from None
             start = end
         self._buffer = buffer[start:]

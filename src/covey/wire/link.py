@@ -13,12 +13,12 @@ import socket
 import ssl
 import struct
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
 
+from covey.clock import wall
 from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.wire import tls
@@ -163,7 +163,7 @@ class Link(asyncio.Protocol):
     def _greet(self, data: bytes) -> bytes:
         greeting = self._greeting
         if isinstance(greeting, ServerGreeting):
-            done = greeting.feed(data, time.time())
+            done = greeting.feed(data, wall())
             if done is None:
                 return b""
             reply, rest = done

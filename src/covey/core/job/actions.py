@@ -77,6 +77,13 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
     more: int
 
 
+class SayGone(msgspec.Struct, frozen=True, tag=True):
+    """Tell the job's own scheduler that a pod is over: who was in it is waited for no longer, and not let in again."""
+
+    name: str
+    uid: str
+
+
 class Label(msgspec.Struct, frozen=True, tag=True):
     key: str
     value: str
@@ -103,6 +110,7 @@ Action = (
     | DeleteJob
     | LetGo
     | Expect
+    | SayGone
     | Label
     | Tell
 )

@@ -24,10 +24,13 @@ class After(StrEnum):
     FAIL = "fail"
 
 
-def decide(job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, where: str) -> tuple[After, str, str]:
+def decide(
+    job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, where: str, rejoins: bool = False
+) -> tuple[After, str, str]:
     """The verdict, a reason in one word and a sentence. `restarts` and `faults` are those before this one.
 
-    `where`: what is wrong with its node, as "on the lost node n"; "" where nothing is.
+    `where`: what is wrong with its node, as "on the lost node n"; "" where nothing is. `rejoins`: the cluster inside is known
+    to wait for the next pod of this place.
     """
     where = where and f" {where}"
     what = f"{pod.name}{where} failed with {pod.why_ended}" if pod.failed else f"{pod.name} is{where}"
@@ -38,7 +41,9 @@ def decide(job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, where
         and (pod.exit_code or 0) > SIGNAL
     ):
         what += " (recover-in-place: no supervisor was left in the container, neither covey run's nor covey.init()'s)"
-    after, word, why = _policy(job, role, pod, faults=faults, program=not (pod.disrupted or where))
+    program = not (pod.disrupted or where)
+    rejoins = rejoins and (not program or (pod.exit_code or 0) > SIGNAL)  # a program that failed took its cluster along
+    after, word, why = _policy(job, role, pod, faults=faults, program=program, rejoins=rejoins)
     if after in (After.IGNORE, After.FAIL):
         return after, word, f"{what}: {why}"
     if job.backoff is not None and restarts >= job.backoff:
@@ -46,13 +51,16 @@ def decide(job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, where
     return after, word, f"{what}: {why}"
 
 
-def _policy(job: Job, role: Role, pod: Seen, *, faults: int, program: bool) -> tuple[After, str, str]:
+def _policy(job: Job, role: Role, pod: Seen, *, faults: int, program: bool, rejoins: bool) -> tuple[After, str, str]:
     recovery = job.recovery
     if recovery.on:
         if program and recovery.retries is not None and faults >= recovery.retries:
             return After.FAIL, "FaultRetryTimesExceeded", f"fault-retry-times {recovery.retries} allows no further restart"
-        if "recover" in recovery.strategies and role.duty is Duty.WORKER and role.supervised:
-            why = "recover: a pod of covey run is not replaced while the others go on, so all pods start anew"
+        if "recover" in recovery.strategies and role.duty is Duty.SCHEDULER and not role.keeps:
+            why = "recover: the scheduler's journal went with its pod, so all pods start anew"
+            return After.RESTART_ALL, "MSJobRestarting", why
+        if "recover" in recovery.strategies and role.duty is Duty.WORKER and role.supervised and not rejoins:
+            why = "recover: whether the others would wait for this pod of covey run is not known, so all pods start anew"
             return After.RESTART_ALL, "MSJobRestarting", why
         if "recover" in recovery.strategies:
             return After.MOVE, "MSJobRestarting", "recover: a replacement starts on another node, the others wait for it"

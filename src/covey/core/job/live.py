@@ -24,6 +24,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     resizable: bool = False
     goal: int = 0  # how many workers its scheduler lets in
     workers: dict[str, str] = {}  # of the world now, by node id: the pod each is in
+    lives: frozenset[str] = frozenset()  # the UIDs of the pods of those who are there, or are waited for
+    heals: bool = False  # the others wait for one that is started again
     recovery: str = ""  # the newest that is over, in short
 
     @property
@@ -50,7 +52,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(view: ClusterView) -> Live:
-    """What matters to a job of what its scheduler shows. Under the operator a host's identity is its pod's name."""
+    """What matters to a job of what its scheduler shows. Under the operator a host's identity is its pod's name, its life the
+    pod's UID."""
     workers = [node for node in view.nodes if node.role is Role.WORKER]
     over = [incident for incident in view.recoveries if incident.outcome is not Outcome.OPEN]
     return Live(
@@ -61,5 +64,7 @@ def read(view: ClusterView) -> Live:
         resizable=view.resizable,
         goal=view.goal,
         workers={node.node_id: node.host_id for node in workers},
+        lives=frozenset(node.host_life for node in view.nodes if node.alive and node.host_life),
+        heals=view.heals,
         recovery=str(over[-1]) if over else "",
     )

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from covey.core.job.actions import Action, CreateGang, CreatePod, CreateSecret, CreateService, Tell
+from covey.core.job.actions import Action, CreateGang, CreatePod, CreateSecret, CreateService, SayGone, Tell
 from covey.core.job.clock import moment, stamp
 from covey.core.job.failure import After, decide
 from covey.core.job.live import Live
 from covey.core.job.pod import Seen, ails
-from covey.core.job.resize import Resizing
+from covey.core.job.resize import ASK_S, Resizing
 from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
 from covey.core.job.turn import Observed
@@ -99,6 +99,7 @@ class _Planner(Resizing):
         if verdict:
             self._count()
             return verdict
+        self._say_gone()
         self._remove_extra()
         self._force()
         self._create()
@@ -172,7 +173,9 @@ class _Planner(Resizing):
                 self._take_back(f"{name} failed with {pod.why_ended}" if pod.failed else f"{name} is {where}")
                 continue
             faults = self.status.content.get("faults", 0)
-            after, word, message = decide(self.job, role, pod, restarts=self._restarts(), faults=faults, where=where)
+            after, word, message = decide(
+                self.job, role, pod, restarts=self._restarts(), faults=faults, where=where, rejoins=self._rejoins(name)
+            )
             if after is After.FAIL:
                 return self._end(FAILED, word, message)
             if after is After.IGNORE:
@@ -186,6 +189,21 @@ class _Planner(Resizing):
         if ignored and len(ignored) == len(workers):
             return self._end(FAILED, "MSJobFailed", "every worker failed")
         return self._overdue()
+
+    def _rejoins(self, name: str) -> bool:
+        """Whether the cluster inside waits for the next pod of this place. Its scheduler may be in the pod itself."""
+        live, first = self.observed.live, self._address_role
+        return live is not None and live.heals and first is not None and name != pod_name(self.job.name, first.key, 0)
+
+    def _say_gone(self) -> None:
+        """The scheduler inside need not find out by itself that a pod is over, as long as it has not."""
+        lives = self.observed.live.lives if self.observed.live is not None else frozenset()
+        for name, note in self.status.replacing.items():
+            pod = self.pods.get(name)
+            runs = pod is not None and pod.uid == note["uid"] and not pod.failed and not self._is_lost(pod)
+            if note["uid"] in lives and not (runs or note.get("all")):
+                self.actions.append(SayGone(name, note["uid"]))
+                self.look_again(self.now + ASK_S)
 
     def _once(self, field: str, name: str, word: str, message: str) -> None:
         told: list[str] = self.status.content.setdefault(field, [])

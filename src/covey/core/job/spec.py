@@ -92,6 +92,12 @@ class Role(msgspec.Struct, frozen=True):
         )
 
     @property
+    def keeps(self) -> bool:
+        """Its template says where recovery files lie, so they may outlive the pod; else they go with it."""
+        containers = self.template["spec"]["containers"]
+        return any(entry.get("name") == "MS_RECOVERY_PATH" for c in containers for entry in c.get("env") or [])
+
+    @property
     def supervised(self) -> bool:
         """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
         return re.search(r"\bcovey(\.cli\.main)?\s+run\b", self.words) is not None

@@ -1,0 +1,162 @@
+"""`covey bundle`: what a bug report needs, in one archive: versions, settings, the cluster, its story, its journal, the logs.
+
+Bounded: the end of each log, and so many bytes in all. Secrets that this user's settings and clusters have are overwritten
+wherever they appear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import platform
+import re
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from covey.cli import look
+from covey.cli.visit import look as ask_view
+from covey.cli.visit import story as ask_story
+from covey.errors import CoveyError, StoreError, UsageError
+from covey.node.runtime import Door
+from covey.settings import TABLE, load, rows
+from covey.store import registry
+from covey.store.registry import Entry
+
+LOG_MAX: Final = 1 << 20  # bytes of the end of each log
+FILES_MAX: Final = 1000
+TOTAL_MAX: Final = 64 << 20
+PACKAGES: Final = (
+    "covey",
+    "torch",
+    "numpy",
+    "msgspec",
+    "click",
+    "rich",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "cryptography",
+    "mindspore",
+)
+LOGS: Final = ("*.log", "*.err", "*/covey.log")
+BEARER: Final = re.compile(rb"(?i)(bearer\s+)([\w.~+/=-]{8,})")
+
+
+class Archive:
+    """A .tar.gz that grows until it holds `TOTAL_MAX` bytes; secrets are overwritten, their length stays."""
+
+    def __init__(self, path: Path, secrets: set[bytes]) -> None:
+        self._secrets = secrets
+        self._left = TOTAL_MAX
+        self._tar = tarfile.open(path, "w:gz")  # noqa: SIM115
+        self.left_out: list[str] = []
+
+    def add(self, name: str, content: bytes) -> None:
+        if len(content) > self._left:
+            self.left_out.append(name)
+            return
+        self._left -= len(content)
+        entry = tarfile.TarInfo(f"covey-bundle/{name}")
+        entry.size, entry.mtime, entry.mode = len(content), int(time.time()), 0o600
+        self._tar.addfile(entry, io.BytesIO(self._clean(content)))
+
+    def add_json(self, name: str, content: Any) -> None:
+        self.add(name, msgspec.json.format(msgspec.json.encode(content)))
+
+    def close(self) -> None:
+        self._tar.close()
+
+    def _clean(self, content: bytes) -> bytes:
+        for secret in self._secrets:
+            content = content.replace(secret, b"*" * len(secret))
+        return BEARER.sub(lambda found: found[1] + b"*" * len(found[2]), content)
+
+
+def bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
+    """Write the archive; returns its path and what was left out, each with a reason."""
+    entry, door = _cluster(master, needed=bool(master) or not (log_dir or journal))
+    path = Path(output or f"covey-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # logs may hold what is private
+        os.close(descriptor)
+        archive = Archive(path, _secrets(entry))
+        archive.add_json("versions.json", _versions())
+        archive.add_json("settings.json", [dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in _rows()])
+        problems = _ask(archive, door) if door is not None else []
+        for name, content in _files(log_dir or (entry.log_dir if entry else ""), journal or (entry.journal if entry else "")):
+            archive.add(name, content)
+        archive.close()
+    except OSError as error:
+        raise StoreError(f"the bundle {path} cannot be written: {error.strerror}: choose another --output") from None
+    return path, [*problems, *(f"{name}: the bundle holds {TOTAL_MAX >> 20} MB already" for name in archive.left_out)]
+
+
+def _cluster(master: str, *, needed: bool) -> tuple[Entry | None, Door | None]:
+    """The cluster that is meant; without one, the folders named are enough."""
+    try:
+        door = look.find(master)
+    except UsageError:
+        if needed:
+            raise
+        return None, None
+    return next((e for e in registry.running() if e.address == (master or e.address)), None), door
+
+
+def _ask(archive: Archive, door: Door) -> list[str]:
+    """What the scheduler says. A cluster that does not answer is worth a bundle too."""
+    try:
+        archive.add_json("cluster.json", asyncio.run(ask_view(door)))
+        events = asyncio.run(ask_story(door))
+        archive.add("story.jsonl", b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    except CoveyError as error:
+        return [f"cluster.json and story.jsonl: {error}"]
+    return []
+
+
+def _files(log_dir: str, journal: str) -> Iterator[tuple[str, bytes]]:
+    if log_dir:
+        found = sorted({path for pattern in LOGS for path in Path(log_dir).glob(pattern) if path.is_file()})
+        for path in found[:FILES_MAX]:
+            yield f"logs/{path.relative_to(log_dir)}", _end(path, LOG_MAX)
+    for path in [Path(journal) / "scheduler.journal"] if journal else []:
+        if path.is_file():
+            yield "scheduler.journal", _end(path, TOTAL_MAX)
+
+
+def _end(path: Path, limit: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - limit))
+        return file.read(limit)
+
+
+def _rows() -> list[tuple[str, str, str, str]]:
+    return rows(load(os.environ))
+
+
+def _versions() -> dict[str, Any]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"python": sys.version, "platform": platform.platform(), "cores": os.cpu_count(), "packages": found}
+
+
+def _secrets(entry: Entry | None) -> set[bytes]:
+    """Every secret value this command knows of."""
+    settings = load(os.environ).settings
+    values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
+    for known in registry.running() if entry is None else [entry]:
+        values |= {known.secret, known.token}
+    if settings.secret_file and Path(settings.secret_file).is_file():
+        values.add(Path(settings.secret_file).read_text().strip())
+    return {value.encode() for value in values if value}

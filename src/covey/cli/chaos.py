@@ -1,0 +1,287 @@
+"""`covey chaos`: faults at a running cluster of this host, by a seed, and a table of what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+import psutil
+
+from covey.cli import look
+from covey.cli.visit import Visit
+from covey.core.chaos import AT_NODES, Fault, Row, Seen, Strike, choose, jump_s, pause_s, tally
+from covey.core.incidents import Incident, Outcome
+from covey.core.model import Phase, Role
+from covey.core.view import ClusterView
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.node import faults
+from covey.node.runtime import Door
+from covey.store.registry import process_started
+
+LOOK_S: Final = 0.05  # between two looks for what is to come back
+BACK_S: Final = 120.0  # for something that was killed to be there again
+SETTLE_S: Final = 120.0  # after the last fault, for the cluster to go on
+TIMES_MAX: Final = 100_000
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """All that `--json` prints."""
+
+    cluster_id: str
+    seed: int
+    seconds: float
+    strikes: int
+    phase: Phase
+    reason: str
+    rows: list[Row]
+    story: list[Strike]
+    recoveries: list[Incident]
+
+
+def seconds(text: str) -> float:
+    """`10m`, `90s`, `500ms` or `90`. Raises `UsageError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{text!r} is no length of time: say 90s, 10m or 500ms")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def interval(text: str) -> float:
+    """The seconds between two faults of `1/3s` or `20/m`. Raises `UsageError`."""
+    count, slash, each = text.partition("/")
+    if not slash or not count.strip().isdigit() or not int(count):
+        raise UsageError(f"--rate {text!r} is no rate: say 1/3s, 20/m or 2/s")
+    return seconds(each if each[:1].isdigit() else f"1{each}") / int(count)
+
+
+def named(text: str) -> list[Fault]:
+    """`kill,stop` as faults. Raises `UsageError`."""
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    unknown = [word for word in words if word not in set(Fault)]
+    if unknown or not words:
+        raise UsageError(f"--faults {text!r}: {', '.join(unknown) or 'none'} is not among {', '.join(Fault)}")
+    return [Fault(word) for word in words]
+
+
+class Chaos:
+    """Faults at one cluster, as it is seen through its door."""
+
+    def __init__(self, door: Door, seed: int, every_s: float, wanted: Sequence[Fault]) -> None:
+        self._door, self._seed, self._every_s, self._wanted = door, seed, every_s, wanted
+        self._view: ClusterView | None = None
+        self._began = 0.0
+        self._over = asyncio.Event()  # the cluster has ended
+        self._seen: dict[int, Seen] = {}
+        self._done: list[Strike] = []
+        self._back_ms: dict[int, float] = {}
+        self._clock: Path | None = None
+        self._keeper = psutil.Process()
+        self._possible: list[Fault] = []
+
+    async def run(self, for_s: float, times: int) -> Summary:
+        """Strike until the time is over, so many times, or until the cluster has ended; then wait for it to go on."""
+        loop = asyncio.get_running_loop()
+        self._began = loop.time()
+        async with Visit(self._door) as visit:  # if it cannot be asked, that is the sentence
+            self._view = await anext(visit.follow())
+        self._keeper = _keeper(self._view)
+        self._possible = self._check(self._view)
+        follower = asyncio.create_task(self._follow())
+        effects: set[asyncio.Task[None]] = set()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(for_s):
+                    await self._strike_on(effects, times)
+            await asyncio.gather(*effects)
+            await self._settle()
+        finally:
+            for task in (follower, *effects):
+                task.cancel()
+            await asyncio.gather(follower, *effects, return_exceptions=True)
+        view = self._view
+        assert view is not None
+        rows = tally(self._done, list(self._seen.values()), self._back_ms)
+        recoveries = [seen.incident for seen in self._seen.values()]
+        took = loop.time() - self._began
+        known = (view.phase, view.reason, rows, self._done, recoveries)
+        return Summary(view.cluster_id, self._seed, took, len(self._done), *known)
+
+    def _check(self, view: ClusterView) -> list[Fault]:
+        """What can be done here, of what was wished for; the rest is said. Raises `UsageError` if nothing is left."""
+        reasons = {fault: self._why_not(fault, view) for fault in self._wanted}
+        for fault, reason in reasons.items():
+            if reason:
+                click.echo(f"covey: {fault} is left out: {reason}", err=True)
+        possible = [fault for fault, reason in reasons.items() if not reason]
+        if not possible:
+            raise UsageError("none of the faults asked for can be done here")
+        return possible
+
+    def _why_not(self, fault: Fault, view: ClusterView) -> str:
+        scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
+        here = [node.pid for node in _here(view).nodes if node.role is not Role.SCHEDULER and node.pid]
+        try:
+            if fault in AT_NODES and not here:
+                return "no node of this cluster runs on this host"
+            for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
+                faults.keeper_of(pid)
+            if fault is Fault.CUT:
+                return faults.why_no_cut(here[0])
+            if fault is Fault.DISK:
+                return faults.why_no_disk(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
+            if fault is Fault.CLOCK:
+                self._clock = faults.clock_file(scheduler)
+            if fault is Fault.TEMPLATE and not (here and faults.template_of(faults.keeper_of(here[0]))):
+                return "this run forks nothing from a template"
+        except (faults.Gone, UsageError) as error:
+            return str(error)
+        return ""
+
+    async def _follow(self) -> None:
+        """The newest view, also across schedulers, and every recovery in it."""
+        loop = asyncio.get_running_loop()
+        while not self._over.is_set():
+            with contextlib.suppress(PeerError):
+                async with Visit(self._door) as visit:
+                    async for view in visit.follow():
+                        self._view = view
+                        for incident in view.recoveries:
+                            known = self._seen.get(incident.number)
+                            at_s = known.at_s if known else loop.time() - self._began
+                            self._seen[incident.number] = Seen(incident, at_s)
+                        if view.phase is Phase.ENDED:
+                            self._over.set()
+            await asyncio.sleep(LOOK_S)
+            if process_started(self._keeper.pid) != self._keeper.create_time():  # whose keeper is gone does not come back
+                self._over.set()
+
+    async def _strike_on(self, effects: set[asyncio.Task[None]], times: int) -> None:
+        loop = asyncio.get_running_loop()
+        number = 1
+        due = loop.time()
+        while not self._over.is_set() and number <= (times or TIMES_MAX):
+            due += pause_s(self._seed, number, self._every_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), max(0.0, due - loop.time()))
+            strike = None
+            while strike is None and not self._over.is_set():
+                assert self._view is not None
+                strike, _ = choose(self._seed, self._possible, _here(self._view), self._done, loop.time() - self._began)
+                if strike is None:
+                    await asyncio.sleep(LOOK_S)
+            if strike is None:
+                return
+            self._done.append(strike)
+            effect = asyncio.create_task(self._carry(strike))
+            effects.add(effect)
+            effect.add_done_callback(effects.discard)
+            number += 1
+
+    async def _carry(self, strike: Strike) -> None:
+        """Do it, and undo it when its time is over. Whoever is gone already needs nothing done."""
+        words = " ".join([str(strike.fault), strike.node, f"for {strike.for_s:.1f} s" if strike.for_s else ""])
+        click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
+        with contextlib.suppress(faults.Gone):
+            if strike.fault is Fault.KILL:
+                faults.kill(strike.pid)
+            elif strike.fault is Fault.STOP:
+                await faults.stop(strike.pid, strike.for_s)
+            elif strike.fault is Fault.SLOW:
+                await faults.slow(strike.pid, strike.for_s)
+            elif strike.fault is Fault.CUT:
+                faults.cut(strike.pid)
+            elif strike.fault is Fault.SCHEDULER:
+                faults.kill(strike.pid)
+                await self._back(strike, lambda: self._scheduler() not in (0, strike.pid))
+            elif strike.fault is Fault.TEMPLATE:
+                killed = faults.template_of(self._keeper)
+                if killed:
+                    faults.kill(killed)
+                    await self._back(strike, lambda: faults.template_of(self._keeper) not in (0, killed))
+            elif strike.fault is Fault.DISK:
+                assert self._view is not None
+                with faults.full_disk(Path(self._view.log_dir)):
+                    await asyncio.sleep(strike.for_s)
+            elif self._clock is not None:
+                with faults.wrong_clock(self._clock, jump_s(self._seed, strike.number)):
+                    await asyncio.sleep(strike.for_s)
+
+    def _scheduler(self) -> int:
+        assert self._view is not None
+        return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
+
+    async def _back(self, strike: Strike, there: Callable[[], bool]) -> None:
+        """Wait until what was killed is there again, and note how long that took."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        if await self._until(there, BACK_S):
+            self._back_ms[strike.number] = 1000 * (loop.time() - began)
+
+    async def _settle(self) -> None:
+        """Wait for every recovery to be over: the table is about them."""
+
+        def settled() -> bool:
+            open_ = any(seen.incident.outcome is Outcome.OPEN for seen in self._seen.values())
+            return self._view is not None and self._view.phase is Phase.READY and not open_
+
+        await self._until(settled, SETTLE_S)
+
+    async def _until(self, there: Callable[[], bool], limit_s: float) -> bool:
+        for _ in range(int(limit_s / LOOK_S)):
+            if there() or self._over.is_set():
+                break
+            await asyncio.sleep(LOOK_S)
+        return there()
+
+
+def _here(view: ClusterView) -> ClusterView:
+    """The view without the nodes of other hosts: they cannot be hit from here."""
+    return msgspec.structs.replace(view, nodes=[node for node in view.nodes if node.host == socket.gethostname()])
+
+
+def _keeper(view: ClusterView) -> psutil.Process:
+    """The `covey run` whose processes are hit. Raises `UsageError` if it is not on this host."""
+    for node in _here(view).nodes:
+        with contextlib.suppress(faults.Gone):
+            return faults.keeper_of(node.pid)
+    raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
+
+
+def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
+    """The whole verb; the code to end with."""
+    every_s, for_s, found = interval(rate), seconds(length), named(wanted)
+    summary = asyncio.run(_run(look.find(master), seed, every_s, found, for_s, times))
+    if as_json:
+        click.echo(msgspec.json.encode(summary).decode())
+    else:
+        _print(summary)
+    return 0 if summary.phase is not Phase.HEALING else int(ExitCode.PEER_FAILED)
+
+
+async def _run(door: Door, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:
+    return await Chaos(door, seed, every_s, wanted).run(for_s, times)
+
+
+def _print(summary: Summary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False)
+    for name in ("fault", "times", "answered by", "unnoticed", "median ms", "worst ms"):
+        made.add_column(name, justify="left" if name in ("fault", "answered by") else "right")
+    for row in summary.rows:
+        rungs = ", ".join(f"{count} {rung}" for rung, count in sorted(row.rungs.items())) or "-"
+        times = (f"{row.median_ms:.0f}", f"{row.worst_ms:.0f}") if row.rungs else ("-", "-")
+        made.add_row(str(row.fault), str(row.times), rungs, str(row.unnoticed), *times)
+    console = Console()
+    console.print(made)
+    length = f"{summary.strikes} faults in {summary.seconds:.0f} s with seed {summary.seed}"
+    console.print(f"{length}; {summary.cluster_id} is {summary.phase}: {summary.reason}", highlight=False, soft_wrap=True)

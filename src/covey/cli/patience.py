@@ -1,0 +1,41 @@
+"""What a person at a terminal sees while a verb takes its time; nothing where no terminal is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+SHOWN_AFTER_S = 2.0
+
+
+@contextlib.contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """Say what is waited for, on stderr, if it takes longer than two seconds."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_show, args=(words, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _show(words: str, over: threading.Event) -> None:
+    if over.wait(SHOWN_AFTER_S):
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words):
+        over.wait()
+
+
+def coloured() -> bool:
+    """Whether stdout may have colours: a terminal, unless NO_COLOR says otherwise."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

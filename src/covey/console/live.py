@@ -1,0 +1,304 @@
+"""The cluster as a stream: one whole picture, then what changed, to every page that looks.
+
+A picture is taken once per turn and encoded once, however many look. Whoever reads too slowly for the changes loses those that
+wait for it and gets a whole picture again, so no client can make the scheduler remember more than a few pieces for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from covey.core.incidents import Incident
+from covey.core.model import Phase, Role
+from covey.core.story import Event, Story
+from covey.core.view import ClusterView, NodeView
+
+CLIENTS_MAX: Final = 32
+TURN_S: Final = 0.5  # while somebody looks
+IDLE_S: Final = 2.0  # while nobody does: the charts still need their points
+SHARE_MAX: Final = 0.02  # of the scheduler's time; a large cluster is looked at less often
+STREAM_S: Final = 45.0  # then the page asks again: a stream is an answer, and answers have a limit (`server.Limits`)
+PIECES_MAX: Final = 8  # that wait for one client
+POINTS_MAX: Final = 1200
+EVENTS_MAX: Final = 300  # in a whole picture
+RECOVERIES_MAX: Final = 100
+
+log = logging.getLogger("covey.console")
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A node, as a line of a table: arrays, for there may be thousands."""
+
+    name: str
+    role: Role
+    node_id: str
+    rank: int
+    host: str
+    state: str
+    step: int
+    phase: str
+    heard_at: float  # wall clock; negative: it has no beats
+    restarts: int
+    incarnation: int
+    pid: int
+    busy_ms: float
+    straggles: float
+    loss: float | None
+    log: bool  # an agent keeps its output
+    address: str
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """What the charts show of a moment."""
+
+    at: float
+    step: int
+    loss: float | None
+    alive: int
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What is said of the cluster as a whole, in every piece."""
+
+    cluster_id: str
+    phase: Phase
+    reason: str
+    generation: int
+    goal: int
+    worker_num: int
+    server_num: int
+    started_at: float
+    now: float
+    restarts: int
+    address: str
+    log_dir: str
+    resizable: bool
+    counters: dict[str, float]
+    gauges: dict[str, float]
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """Everything."""
+
+    cluster: Summary
+    nodes: list[Row]
+    history: list[Point]
+    recoveries: list[Incident]
+    events: list[Event]
+    about: dict[str, Any]
+    version: str
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is not as it was a turn ago."""
+
+    cluster: Summary
+    point: Point | None = None
+    nodes: list[Row] = []
+    gone: list[str] = []
+    recoveries: list[Incident] = []
+    events: list[Event] = []
+    about: dict[str, Any] | None = None
+
+
+class Source(Protocol):
+    """What is looked at."""
+
+    @property
+    def story(self) -> Story: ...
+
+    def view(self) -> ClusterView: ...
+
+    def about(self) -> dict[str, Any]: ...
+
+
+def row(node: NodeView, now: float) -> Row:
+    heard = round(now - node.beat_age_s, 1) if node.beat_age_s >= 0 else -1.0
+    return Row(
+        name=node.name,
+        role=node.role,
+        node_id=node.node_id,
+        rank=node.rank,
+        host=node.host,
+        state=node.state,
+        step=node.step,
+        phase=node.phase,
+        heard_at=heard,
+        restarts=node.restarts,
+        incarnation=node.incarnation,
+        pid=node.pid,
+        busy_ms=round(node.busy_s * 1000, 1),
+        straggles=round(node.straggles, 2),
+        loss=node.loss,
+        log=bool(node.log),
+        address=node.address,
+    )
+
+
+def summary(view: ClusterView) -> Summary:
+    return Summary(**{name: getattr(view, name) for name in Summary.__struct_fields__})
+
+
+def point(view: ClusterView) -> Point:
+    workers = [node for node in view.nodes if node.role is not Role.SCHEDULER and node.alive]
+    losses = [node.loss for node in workers if node.loss is not None and math.isfinite(node.loss)]
+    steps = [node.step for node in workers]
+    loss = sum(losses) / len(losses) if losses else view.gauges.get("model_loss")
+    return Point(round(view.now, 2), max(steps, default=-1), loss, len(workers))
+
+
+class History:
+    """Points from the beginning on. When there are too many, every second goes: the time they span is never cut."""
+
+    def __init__(self, limit: int = POINTS_MAX) -> None:
+        self.points: list[Point] = []
+        self._limit = limit
+        self._every = 0.0  # seconds between two that are kept
+
+    def add(self, new: Point) -> None:
+        if self.points and new.at - self.points[-1].at < self._every:
+            return
+        self.points.append(new)
+        if len(self.points) > self._limit:
+            self._every = 2 * (self.points[-1].at - self.points[0].at) / len(self.points)
+            self.points = self.points[::2]
+
+
+class Client:
+    """One page that looks. What waits for it is bounded; `behind` says that something was dropped."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[bytes] = deque()
+        self.behind = True  # it knows nothing yet
+        self.woken = asyncio.Event()
+
+    def push(self, piece: bytes) -> None:
+        if not self.behind and len(self.pieces) < PIECES_MAX:
+            self.pieces.append(piece)
+        else:
+            self.pieces.clear()
+            self.behind = True
+        self.woken.set()
+
+
+class Live:
+    """All pages that look at one cluster. `run` takes the pictures, beside the server."""
+
+    def __init__(self, source: Source, version: str) -> None:
+        self.history = History()
+        self._source = source
+        self._version = version
+        self._clients: set[Client] = set()
+        self._rows: dict[str, Row] = {}
+        self._recoveries: dict[int, Incident] = {}
+        self._about: dict[str, Any] = {}
+        self._told_at = 0.0  # the newest event that was told
+        self._whole = b""  # of this turn, once somebody needs it
+        self._look_now = asyncio.Event()
+        self._over = False
+
+    async def run(self) -> None:
+        """Until it is cancelled. A picture that cannot be taken is a bug, told once, and no reason to end."""
+        clock, told = asyncio.get_running_loop().time, ""
+        try:
+            while True:
+                began = clock()
+                try:
+                    self._turn()
+                except Exception as bug:
+                    if told != (told := f"{type(bug).__name__}: {bug}"):
+                        log.error("the console could not look at the cluster: %s", told)
+                pause = max(TURN_S if self._clients else IDLE_S, (clock() - began) / SHARE_MAX)
+                self._look_now.clear()
+                try:
+                    async with asyncio.timeout(pause):
+                        await self._look_now.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """No more pieces: every stream ends once it has read what waits for it."""
+        self._over = True
+        for client in self._clients:
+            client.woken.set()
+
+    def stream(self) -> AsyncIterator[bytes] | None:
+        """What one more page reads; None where there are too many."""
+        if len(self._clients) >= CLIENTS_MAX:
+            return None
+        client = Client()
+        self._clients.add(client)
+        if not self._rows:
+            self._turn()
+        self._look_now.set()
+        return self._pieces(client)
+
+    async def _pieces(self, client: Client) -> AsyncIterator[bytes]:
+        clock = asyncio.get_running_loop().time
+        until = clock() + STREAM_S
+        try:
+            while clock() < until:
+                client.woken.clear()
+                if client.behind:
+                    client.behind = False
+                    client.pieces.clear()
+                    yield self._everything()
+                while client.pieces:
+                    yield client.pieces.popleft()
+                if self._over:
+                    return
+                if client.behind:
+                    continue
+                try:
+                    async with asyncio.timeout_at(until):
+                        await client.woken.wait()
+                except TimeoutError:
+                    return
+        finally:
+            self._clients.discard(client)
+
+    def _everything(self) -> bytes:
+        if not self._whole:
+            view = self._source.view()
+            events = self._source.story.after(limit=EVENTS_MAX)
+            told = [event for event in events if event.at <= self._told_at]  # the rest comes as news
+            recoveries = list(self._recoveries.values())[-RECOVERIES_MAX:]
+            rows = list(self._rows.values())
+            whole = Whole(summary(view), rows, self.history.points, recoveries, told, self._about, self._version)
+            self._whole = _piece("whole", whole)
+        return self._whole
+
+    def _turn(self) -> None:
+        """One picture, and what is new in it."""
+        view = self._source.view()
+        now = point(view)
+        self.history.add(now)
+        self._whole = b""
+        rows = {node.name: row(node, view.now) for node in view.nodes}
+        changed = [found for name, found in rows.items() if self._rows.get(name) != found]
+        gone = [name for name in self._rows if name not in rows]
+        recoveries = [i for i in view.recoveries if self._recoveries.get(i.number) != i]
+        events = self._source.story.after(self._told_at, limit=EVENTS_MAX)
+        about = self._source.about()
+        news = News(summary(view), now, changed, gone, recoveries, events, about if about != self._about else None)
+        self._rows, self._about = rows, about
+        self._recoveries = dict(list({**self._recoveries, **{i.number: i for i in recoveries}}.items())[-RECOVERIES_MAX:])
+        if events:
+            self._told_at = events[-1].at
+        if self._clients:
+            piece = _piece("news", news)
+            for client in self._clients:
+                client.push(piece)
+
+
+def _piece(kind: str, content: msgspec.Struct) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(content))

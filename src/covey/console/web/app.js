@@ -1,0 +1,246 @@
+// The page: what is above every view, which view is shown, the panel of one node, and the keys.
+
+import * as actions from "/console/actions.js";
+import { byId, h, mark, number, plural, put, span } from "/console/dom.js";
+import { Logs } from "/console/logs.js";
+import { Model } from "/console/model.js";
+import { follow, get, open } from "/console/net.js";
+import { Nodes } from "/console/nodes.js";
+import { Recoveries, Settings, Story, line } from "/console/recoveries.js";
+import { Rounds } from "/console/rounds.js";
+
+const TICK_MS = 1000;
+
+const model = new Model();
+const show = (name) => void openPanel(name);
+let views = {};
+let shown = "";
+let panel = null;
+let waiting = null; // news that were not drawn yet
+let phase = "";
+
+// -- above every view ------------------------------------------------------------------------------------------------
+
+function header() {
+  const { cluster } = model;
+  put(byId("cluster"), cluster.cluster_id);
+  put(byId("phase"), cluster.phase);
+  mark(byId("phase"), "state", cluster.phase);
+  put(byId("reason"), cluster.reason);
+  document.title = `${cluster.phase} · covey ${cluster.cluster_id}`;
+  if (phase && phase !== cluster.phase) put(byId("said"), `The cluster is ${cluster.phase}: ${cluster.reason}`);
+  phase = cluster.phase;
+  figures();
+}
+
+function figures() {
+  const { cluster } = model;
+  const federated = model.about.kind === "federated";
+  const members = model.workers();
+  const alive = members.filter((node) => node.state === "alive").length;
+  const slow = members.filter((node) => node.straggles).length;
+  const pace = model.pace().at(-1);
+  const last = model.history.at(-1);
+  const found = {
+    [federated ? "servers" : "workers"]: `${alive} / ${federated ? cluster.server_num : Math.max(cluster.goal, members.length)}`,
+    [federated ? "iteration" : "step"]: last && last.step >= 0 ? number(last.step) : "–",
+    [federated ? "rounds/s" : "steps/s"]: pace ? number(pace.value) : "–",
+    loss: number(last?.loss),
+    stragglers: federated ? null : String(slow),
+    restarts: String(members.reduce((sum, node) => sum + node.restarts, 0)),
+    recoveries: String([...model.recoveries.values()].length),
+    generation: String(cluster.generation),
+    up: span(model.now() - cluster.started_at),
+  };
+  const box = byId("figures");
+  for (const [name, text] of Object.entries(found)) {
+    if (text === null) continue;
+    let value = box.querySelector(`[data-of="${name}"]`);
+    if (!value) {
+      value = h("dd", { class: "mono", "data-of": name });
+      box.append(h("div", {}, h("dt", { text: name }), value));
+    }
+    put(value, text);
+  }
+}
+
+function line_(state, why) {
+  const element = byId("line");
+  mark(element, "state", model.ended ? "ended" : state);
+  put(element, model.ended ? "ended" : state === "live" ? "live" : "reconnecting");
+  element.title = why;
+}
+
+// -- views -----------------------------------------------------------------------------------------------------------
+
+function build() {
+  const federated = model.about.kind === "federated";
+  views = {
+    nodes: { title: federated ? "Servers" : "Cluster", view: new Nodes(model, show) },
+    ...(federated ? { rounds: { title: "Rounds", view: new Rounds(model) } } : { recoveries: { title: "Recoveries", view: new Recoveries(model, show) } }),
+    story: { title: "Story", view: new Story(model, show, get) },
+    ...(federated ? {} : { logs: { title: "Logs", view: new Logs(model, get) } }),
+    settings: { title: "Settings", view: new Settings(get) },
+  };
+  byId("tabs").replaceChildren(...Object.entries(views).map(([name, { title }], place) =>
+    h("a", { href: `#${name}`, "data-view": name, title: `${title} (${place + 1})` }, title)));
+  const act = (text, does, danger = false) => h("button", { type: "button", class: danger ? "danger-text" : "", text, onclick: does });
+  byId("actions").replaceChildren(act("Scale…", () => actions.scale(model)), ...(federated ? [] : [act("Dump…", () => actions.dump())]), act("Stop…", () => actions.stop(model), true));
+}
+
+function route() {
+  const [name, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
+  const wanted = name in views ? name : "nodes";
+  const { view } = views[wanted];
+  if (shown !== wanted) {
+    shown = wanted;
+    byId("main").replaceChildren(view.element);
+    for (const tab of byId("tabs").children) {
+      if (tab.dataset.view === wanted) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
+    }
+    view.draw({ whole: true, names: [], reordered: true, events: [], recoveries: [...model.recoveries.values()] });
+  }
+  view.open?.(rest.join("/"))?.catch?.((error) => actions.note(error.message, true));
+}
+
+function heard(kind, piece) {
+  const news = model.take(kind, piece);
+  if (!Object.keys(views).length) {
+    build();
+    route();
+  }
+  if (waiting) {
+    waiting.whole ||= news.whole;
+    waiting.reordered ||= news.reordered;
+    waiting.names.push(...news.names);
+    waiting.events.push(...news.events);
+    waiting.recoveries.push(...news.recoveries);
+    return;
+  }
+  waiting = news;
+  requestAnimationFrame(draw);
+}
+
+function draw() {
+  const began = performance.now();
+  const news = waiting;
+  waiting = null;
+  header();
+  views[shown].view.draw(news);
+  if (panel && (news.names.includes(panel.name) || news.whole)) panel.draw();
+  if (panel) panel.hear(news.events);
+  line_("live", "");
+  window.coveyDrawMs = performance.now() - began; // for those who measure
+}
+
+// -- one node --------------------------------------------------------------------------------------------------------
+
+class Panel {
+  constructor(name, from) {
+    this.name = name;
+    this.from = from; // where the focus goes back to
+    this.facts = h("dl", { class: "facts" });
+    this.story = h("ol", { class: "story narrow" });
+    this.buttons = h("div", { class: "choices left" });
+    this.title = h("h2", { tabindex: "-1", text: name });
+    this.element = h("aside", { class: "panel", "aria-label": `Node ${name}` }, h("div", { class: "panel-head" }, this.title, h("span", { class: "grow" }),
+      h("button", { type: "button", class: "plain", "aria-label": "Close", title: "Close (Esc)", text: "×", onclick: closePanel })), this.facts, this.buttons, h("h3", { text: "Story" }), this.story);
+  }
+
+  draw() {
+    const node = model.nodes.get(this.name);
+    if (!node) {
+      this.facts.replaceChildren(h("div", {}, h("dt", { text: "state" }), h("dd", { text: "no longer a member" })));
+      this.buttons.replaceChildren();
+      return;
+    }
+    const facts = {
+      state: node.state, rank: node.rank >= 0 ? String(node.rank) : "–", host: `${node.host} (${node.address})`, doing: node.doing || "–",
+      step: node.step >= 0 ? number(node.step) : "–", loss: number(node.loss), "busy per step": node.busyMs ? `${number(node.busyMs)} ms` : "–",
+      straggles: node.straggles ? `${node.straggles.toFixed(2)} × the usual time` : "no", "last beat": node.heardAt > 0 ? `${span(model.now() - node.heardAt)} ago` : "–",
+      restarts: String(node.restarts), incarnation: String(node.incarnation), process: node.pid ? String(node.pid) : "–",
+    };
+    this.facts.replaceChildren(...Object.entries(facts).map(([name, text]) => h("div", {}, h("dt", { text: name }), h("dd", { class: "mono", text }))));
+    if (this.buttons.childElementCount || node.role === "scheduler") return;
+    const button = (text, does, kind = "") => h("button", { type: "button", class: kind, text, onclick: does });
+    const now = () => model.nodes.get(this.name) ?? node;
+    this.buttons.replaceChildren(...[
+      node.hasLog && h("a", { class: "button", href: `#logs/${node.name}`, text: "Log" }),
+      node.role !== "spare" && button("Drain…", () => actions.drain(now())),
+      model.about.kind === "training" && button("Kill…", () => actions.kill(now()), "danger-text"),
+    ].filter(Boolean));
+  }
+
+  async read() {
+    const told = await get(`/story?node=${encodeURIComponent(this.name)}&limit=200`);
+    this.story.replaceChildren(...told.events.reverse().map((event) => line(event, show)));
+  }
+
+  hear(events) {
+    this.story.prepend(...events.filter((event) => event.node === this.name).reverse().map((event) => line(event, show)));
+  }
+}
+
+async function openPanel(name) {
+  const from = panel?.from ?? document.activeElement;
+  panel?.element.remove();
+  panel = new Panel(name, from);
+  panel.draw();
+  document.body.append(panel.element);
+  document.body.classList.add("with-panel");
+  panel.title.focus();
+  try {
+    await panel.read();
+  } catch (error) {
+    actions.note(error.message, true);
+  }
+}
+
+function closePanel() {
+  panel?.element.remove();
+  document.body.classList.remove("with-panel");
+  panel?.from?.focus?.();
+  panel = null;
+}
+
+// -- keys ------------------------------------------------------------------------------------------------------------
+
+const KEYS = [["1 … 5", "the views"], ["/", "filter, or search the log"], ["j k ↑ ↓", "move in the table of nodes"], ["Enter", "open the node"], ["Esc", "close"], ["s", "scale"], ["?", "this list"]];
+
+function help() {
+  const dialog = h("dialog", { "aria-labelledby": "asked" }, h("h2", { id: "asked", text: "Keys" }),
+    h("dl", { class: "facts" }, ...KEYS.map(([key, text]) => h("div", {}, h("dt", {}, h("kbd", { text: key })), h("dd", { text })))),
+    h("p", { class: "quiet", text: `covey ${model.version} · ${plural(model.nodes.size, "node")}` }), h("form", { method: "dialog", class: "choices" }, h("button", { text: "Close" })));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && panel && !document.querySelector("dialog[open]")) return closePanel();
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea") || document.querySelector("dialog[open]")) return undefined;
+  const names = Object.keys(views);
+  if (/^[1-9]$/.test(event.key) && names[event.key - 1]) location.hash = names[event.key - 1];
+  else if (event.key === "/") views[shown]?.view.focus?.();
+  else if (event.key === "?") help();
+  else if (event.key === "s" && model.cluster) actions.scale(model);
+  else if ((event.key === "j" || event.key === "k") && shown === "nodes") {
+    views.nodes.view.scroller.focus();
+    views.nodes.view.key(event);
+    return undefined;
+  } else return undefined;
+  event.preventDefault();
+  return undefined;
+});
+
+byId("help").addEventListener("click", help);
+window.addEventListener("hashchange", route);
+setInterval(() => {
+  if (!model.cluster || model.ended) return;
+  views[shown]?.view.tick();
+  figures();
+}, TICK_MS);
+
+await open(actions.askToken);
+await follow(heard, line_);

@@ -1,0 +1,138 @@
+// Each incident as a waterfall: every stage begins where the one before it ended.
+
+import { h, milliseconds, moment, put } from "/console/dom.js";
+
+const STAGES = ["detected", "decided", "re-formed", "restored", "resumed"];
+
+export class Recoveries {
+  constructor(model, show) {
+    this.model = model;
+    this.show = show;
+    this.made = new Map();
+    this.list = h("ol", { class: "incidents", reversed: true });
+    this.empty = h("p", { class: "empty", text: "Nothing has gone wrong so far, and the world has not changed its size." });
+    this.element = h("div", {}, this.empty, this.list);
+  }
+
+  draw(news) {
+    if (news.whole) {
+      this.made.clear();
+      this.list.replaceChildren();
+    }
+    const fresh = news.whole ? [...this.model.recoveries.values()] : news.recoveries;
+    for (const incident of fresh) {
+      const made = this.incident(incident);
+      const old = this.made.get(incident.number);
+      if (old) old.replaceWith(made);
+      else this.list.prepend(made);
+      this.made.set(incident.number, made);
+    }
+    this.empty.hidden = this.made.size > 0;
+  }
+
+  incident(incident) {
+    const total = STAGES.reduce((sum, stage) => sum + (incident.ms[stage] ?? 0), 0);
+    let reached = 0;
+    const bars = STAGES.filter((stage) => stage in incident.ms).map((stage) => {
+      const took = incident.ms[stage];
+      const bar = h("span", { class: "bar-part" });
+      bar.style.left = `${total ? (100 * reached) / total : 0}%`;
+      bar.style.width = `${total ? Math.max(0.4, (100 * took) / total) : 0.4}%`;
+      reached += took;
+      return h("div", { class: "stage", "data-stage": stage }, h("span", { class: "quiet", text: stage }), h("span", { class: "track" }, bar),
+        h("span", { class: "mono right", text: milliseconds(took) }));
+    });
+    const rank = incident.rank >= 0 ? `, rank ${incident.rank}` : "";
+    const open = incident.outcome === "open";
+    const who = incident.node.includes(":") ? h("button", { type: "button", class: "link", text: incident.node, onclick: () => this.show(incident.node) }) : incident.node;
+    return h("li", { class: "incident", value: incident.number },
+      h("h3", {}, h("span", { class: "mono quiet", text: `#${incident.number}` }), who, h("span", { class: "quiet", text: rank }),
+        h("span", { class: "badge", "data-state": open ? "healing" : incident.outcome, text: incident.outcome }),
+        h("span", { class: "grow" }), h("strong", { class: "mono", text: open ? "under way" : milliseconds(total) })),
+      h("p", {}, h("b", { text: incident.strategy }), ` · ${incident.cause}`),
+      h("p", { class: "quiet", text: incident.reason }), h("div", { class: "waterfall" }, ...bars),
+      h("p", { class: "quiet mono small", text: moment(incident.at) }));
+  }
+
+  tick() {}
+}
+
+export class Story {
+  constructor(model, show, get) {
+    this.model = model;
+    this.show = show;
+    this.get = get;
+    this.node = "";
+    this.choice = h("select", { id: "story-node", "aria-label": "Of which node", onchange: () => (location.hash = this.choice.value ? `story/${this.choice.value}` : "story") });
+    this.details = h("input", { type: "checkbox", id: "details", onchange: () => this.reload() });
+    this.list = h("ol", { class: "story" });
+    this.element = h("div", {}, h("div", { class: "tools" }, this.choice, h("label", {}, this.details, " details too")), this.list);
+  }
+
+  async open(node) {
+    this.node = node;
+    await this.reload();
+  }
+
+  async reload() {
+    this.choices();
+    const found = this.node ? (await this.get(`/story?node=${encodeURIComponent(this.node)}`)).events : this.model.events;
+    this.list.replaceChildren(...this.lines(found));
+  }
+
+  choices() {
+    const names = ["", "cluster", ...this.model.nodes.keys()];
+    if (this.node && !names.includes(this.node)) names.push(this.node);
+    if (names.join() === this.known) return;
+    this.known = names.join();
+    this.choice.replaceChildren(...names.map((name) => h("option", { value: name, text: name || "everybody", selected: name === this.node })));
+  }
+
+  draw(news) {
+    if (news.reordered) this.choices();
+    if (news.whole) void this.reload();
+    else this.list.prepend(...this.lines(news.events.filter((event) => !this.node || event.node === this.node)));
+    while (this.list.children.length > 500) this.list.lastChild.remove();
+  }
+
+  lines(events) {
+    return events.filter((event) => this.details.checked || event.level !== "detail").map((event) => line(event, this.show)).reverse().slice(0, 500);
+  }
+
+  tick() {}
+}
+
+export function line(event, show) {
+  const who = event.node.includes(":") ? h("button", { type: "button", class: "link", text: event.node, onclick: () => show(event.node) }) : h("span", { text: event.node });
+  return h("li", { "data-level": event.level }, h("time", { class: "mono quiet", text: new Date(event.at * 1000).toTimeString().slice(0, 8), title: moment(event.at) }),
+    who, h("b", { text: event.what }), h("span", { class: "quiet", text: event.reason }));
+}
+
+export class Settings {
+  constructor(get) {
+    this.get = get;
+    this.all = h("input", { type: "checkbox", id: "all-settings", onchange: () => this.list() });
+    this.body = h("tbody");
+    this.found = [];
+    this.count = h("span", { class: "quiet" });
+    const head = h("tr", {}, ...["setting", "value", "from", "what it is"].map((text) => h("th", { text, scope: "col" })));
+    this.element = h("div", {}, h("div", { class: "tools" }, h("label", {}, this.all, " defaults too"), this.count),
+      h("div", { class: "wide" }, h("table", { class: "plain-table" }, h("thead", {}, head), this.body)));
+  }
+
+  async open() {
+    this.found = (await this.get("/settings")).settings;
+    this.list();
+  }
+
+  list() {
+    const shown = this.found.filter((setting) => this.all.checked || setting.origin !== "default");
+    put(this.count, `${this.found.length - shown.length} defaults not shown`);
+    this.count.hidden = this.all.checked;
+    this.body.replaceChildren(...shown.map((setting) => h("tr", {}, h("th", { scope: "row", class: "mono", text: setting.name }),
+      h("td", { class: "mono", text: setting.value || "–" }), h("td", { class: "quiet mono", text: setting.origin }), h("td", { class: "quiet", text: setting.what }))));
+  }
+
+  draw() {}
+  tick() {}
+}

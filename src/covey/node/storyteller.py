@@ -1,0 +1,55 @@
+"""The scheduler's story as others hear it: kept, answered from, and told on to those who follow it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from covey.clock import wall
+from covey.core.effects import Publish
+from covey.core.messages import AskStory, StoryTold
+from covey.core.story import Event, Story
+from covey.node.log import tell
+from covey.wire.link import Link
+
+LISTENERS_MAX = 64
+
+
+class Storyteller:
+    """One per scheduler."""
+
+    def __init__(self) -> None:
+        self.story = Story()
+        self._listeners: dict[Link, AskStory] = {}  # who follows, and what they have not heard yet
+
+    @property
+    def listeners(self) -> list[Link]:
+        return list(self._listeners)
+
+    def note(self, news: Publish) -> Event:
+        """Log it and keep it."""
+        tell(news)
+        return self.story.add(news, wall())
+
+    def answer(self, link: Link, asked: AskStory) -> None:
+        """Tell what is known; and from now on the rest."""
+        self._tell(link, asked, even_nothing=True)
+        if asked.follow and len(self._listeners) < LISTENERS_MAX:
+            self._heard(link, asked)
+
+    def tell_on(self) -> None:
+        """Those who follow hear what is new."""
+        for link, asked in list(self._listeners.items()):
+            self._tell(link, asked, even_nothing=False)
+            self._heard(link, asked)
+
+    def gone(self, link: Link) -> None:
+        self._listeners.pop(link, None)
+
+    def _tell(self, link: Link, asked: AskStory, *, even_nothing: bool) -> None:
+        events = self.story.after(asked.after, asked.node)
+        if events or even_nothing:
+            link.send(StoryTold(msgspec.json.encode(events)))
+
+    def _heard(self, link: Link, asked: AskStory) -> None:
+        newest = self.story.after(limit=1)
+        self._listeners[link] = msgspec.structs.replace(asked, after=newest[-1].at if newest else asked.after)

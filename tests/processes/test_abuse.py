@@ -1,0 +1,43 @@
+"""Rude peers at real ports, and bytes and messages nobody of ours would send: a bounded part of what `make soak` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.soak import abuse, fuzz
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def test_a_scheduler_under_abuse(shell: Shell) -> None:
+    site = abuse.training(shell)
+    abuse.everything(site, half_open=200, body=32 << 20, drops_s=1)
+    assert [node.pid for node in shell.view(abuse.SECRET).nodes if node.pid == site.process.pid], "it is the same process"
+
+
+def test_a_federated_server_under_abuse(shell: Shell) -> None:
+    _, site = abuse.federated(shell)
+    abuse.everything(site, half_open=200, body=32 << 20, drops_s=1)
+
+
+@pytest.mark.parametrize("name", fuzz.BYTES)
+def test_bytes_are_taken_or_refused(name: str) -> None:
+    fuzz.fuzz_bytes(name, seed=1, rounds=1000)
+
+
+def test_text_that_is_no_text_is_refused_by_its_type() -> None:
+    broken = [seed.replace(b"life-0", b"life-\xfd") for seed in fuzz.corpus()]
+    assert broken != fuzz.corpus()
+    for data in broken:
+        fuzz.try_frames(data)
+
+
+def test_messages_at_the_machine_break_nothing() -> None:
+    done, lines = fuzz.fuzz_machine(seed=2, seconds=0, rounds=120)
+    assert done == 120 and lines > 300

@@ -1,0 +1,77 @@
+"""`covey run --on-event`: what a command or a URL hears of a run, and that neither can hold it up."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.harness import until
+from tests.processes.test_watching import STEPS
+
+SECRET = "nobody-may-read-this"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    for shell in shells(tmp_path):
+        shell.script(STEPS, "steps.py")
+        yield shell
+
+
+def test_a_command_hears_of_death_recovery_and_exit(shell: Shell) -> None:
+    shell.script("import sys\nopen(sys.argv[1], 'a').write(sys.stdin.read())\n", "hook.py")
+    told = shell.folder / "told"
+    env = {"COVEY_STRATEGY": "recover-in-place,exit", "COVEY_SECRET": SECRET}
+    run = shell.covey("run", "-n", "2", "--on-event", f"python hook.py '{told}'", "steps.py", shell.go, env=env)
+    shell.heard(1, "up 1")
+    os.kill(next(node["pid"] for node in shell.nodes() if node["rank"] == 1), 9)
+    until(lambda: told.exists() and '"recovery"' in told.read_text(), "the hook to hear of the recovery", story=shell.tails)
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    notices = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [(n["event"], n["node"], n["code"]) for n in notices] == [
+        ("death", "worker:1", None),
+        ("recovery", "cluster", None),
+        ("exit", "cluster", 0),
+    ]
+    assert notices[0]["reason"] == "killed by SIGKILL" and notices[2]["reason"] == "all 2 workers finished"
+    assert notices[1]["reason"].startswith("recover-in-place of worker:1 (killed by SIGKILL): detected")
+    assert {(n["job"], n["dropped"], n["schema"]) for n in notices} == {(f"steps.py {shell.go}", 0, 1)}
+    assert SECRET not in told.read_text()
+
+
+def test_a_url_hears_of_the_exit(shell: Shell) -> None:
+    heard: list[dict[str, object]] = []
+
+    class Hears(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hears) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shell.release()
+        url = f"http://127.0.0.1:{server.server_address[1]}/hook"
+        run = shell.ask("run", "-n", "1", "--on-event", url, "steps.py", shell.go)
+        server.shutdown()
+    assert run.code == 0, run.tail()
+    assert [(notice["event"], notice["code"]) for notice in heard] == [("exit", 0)]
+
+
+def test_a_hook_that_fails_is_told_once_and_the_run_goes_on(shell: Shell) -> None:
+    shell.release()
+    run = shell.ask("run", "-n", "1", "--on-event", "false", "steps.py", shell.go)
+    assert run.code == 0, run.tail()
+    assert run.text().count("--on-event failed (false ended with 1): the run goes on") == 1
+    bad = shell.ask("run", "--on-event", "no-such-program x", "steps.py")
+    assert bad.code == 10 and bad.text().startswith("covey: --on-event no-such-program x is not allowed: a command that exists")

@@ -1,0 +1,100 @@
+"""What tests of parameter servers train: a whole parameter and a table, by workers that are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from covey.params.client import Client, Given
+from covey.params.messages import Begin, Spec
+from covey.params.optimizers import Adam, Array, LazyAdam
+
+WAIT_S = 60.0
+WORKERS = 3
+ROWS = 3000
+WHOLE = Spec("w", 1000, 1, "float32", False, Adam(0.1), Begin("given"))
+TABLE = Spec("t", ROWS, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
+Seen = tuple[Array, Array]
+
+
+def declare(client: Client, whole: Spec = WHOLE) -> Client:
+    client.declare(whole, np.arange(1000, dtype=np.float32), first=client.rank == 0)
+    client.declare(TABLE, None, first=client.rank == 0)
+    return client
+
+
+def gradients(client: Client, step: int, rank: int) -> list[Given]:
+    """A function of the values of the step, and of the rank."""
+    w = np.empty(1000, np.float32)
+    client.pull_whole(step, [("w", w)])
+    rows = np.unique(np.random.default_rng((step, rank)).integers(0, ROWS, 64))
+    return [
+        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
+        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
+    ]
+
+
+def values(client: Client, step: int) -> Seen:
+    w = np.empty(1000, np.float32)
+    client.pull_whole(step, [("w", w)])
+    return w, client.pull_rows(step, "t", np.arange(ROWS))
+
+
+def equal(one: Seen, other: Seen) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Together:
+    """Each rank does its work in a thread of its own."""
+
+    def __init__(self, work: Callable[[int], object], workers: int = WORKERS) -> None:
+        self._errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                self._errors.append(error)
+
+        self._threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def over(self) -> None:
+        """Wait until all are done."""
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        assert not self._errors, self._errors
+        assert not any(thread.is_alive() for thread in self._threads), "somebody hangs"
+
+
+class Training(Together):
+    """So many steps, to the same values in all ranks. Rank 0 takes each through `gate`."""
+
+    def __init__(
+        self,
+        client: Callable[[int], Client],
+        steps: int,
+        gate: threading.Semaphore | None = None,
+        *,
+        first: int = 0,
+        workers: int = WORKERS,
+    ) -> None:
+        self._seen: dict[int, Seen] = {}
+
+        def work(rank: int) -> None:
+            asking = client(rank)
+            for step in range(first, first + steps):
+                if gate is not None and rank == 0:
+                    assert gate.acquire(timeout=WAIT_S)
+                asking.push(step, gradients(asking, step, rank)).wait()
+            self._seen[rank] = values(asking, first + steps)
+
+        super().__init__(work, workers)
+
+    def result(self) -> Seen:
+        self.over()
+        assert all(equal(self._seen[0], seen) for seen in self._seen.values()), "the ranks differ"
+        return self._seen[0]

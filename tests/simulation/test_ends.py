@@ -1,0 +1,79 @@
+"""A scheduler lost while it ends its cluster: everyone hears that end from the next one, or the cluster has not ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.simulation.net import LINK_DEAD_S
+from tests.simulation.plan import Place, Plan
+from tests.simulation.processes import AgentProcess
+from tests.simulation.world import World
+
+from covey.core.model import ClusterSettings, Phase, Role
+from covey.core.node import NodeSettings
+from covey.errors import ExitCode
+
+CRASHES = 12  # more than there are effects in an end
+
+
+def world(seed: int, *, missing: bool = False) -> World:
+    """Two agents with two workers each, and a server that speaks for itself."""
+    limits = {"node_timeout_s": 10.0, "recovery": True}
+    plan = Plan(
+        ClusterSettings(worker_num=5 if missing else 4, server_num=1, topo_timeout_s=20.0, **limits),  # type: ignore[arg-type]
+        NodeSettings(address="hs:8118", receive_timeout_s=5.0, retry_lower_s=1.0, retry_upper_s=2.0, **limits),  # type: ignore[arg-type]
+        [Place("a0", "h0", slots=2), Place("a1", "h1", slots=2), Place("p0", "h2", Role.PSERVER, "p0")],
+    )
+    plan.scheduler_returns, plan.supervised = True, False
+    made = World(seed, plan)
+    made.start_scheduler()
+    for place in plan.places:
+        made.start(place)
+    return made
+
+
+def finish(made: World) -> None:
+    for agent in [node for node in made.awake() if isinstance(node, AgentProcess)]:
+        for child in list(agent.children.values()):
+            child.exit(0)
+
+
+def stop(made: World) -> None:
+    assert made.scheduler is not None
+    made.scheduler.stop()
+
+
+ENDS = {"finished": (finish, 0), "stopped": (stop, ExitCode.STOPPED)}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("before", range(CRASHES))
+def test_who_was_told_of_an_end_before_the_scheduler_was_lost_is_not_alone(end: str, before: int) -> None:
+    act, code = ENDS[end]
+    made = world(before)
+    assert made.run(30.0, made.settled)
+    _lose_in_end(made, before, act)
+    codes = {node.code for node in made.nodes.values()}
+    if codes == {None}:
+        assert end == "stopped" and made.run(made.now + 30.0, made.settled), f"nobody may be left alone: {made.unsettled()}"
+    else:
+        assert codes == {code}, made.story()
+
+
+@pytest.mark.parametrize("before", range(CRASHES))
+def test_who_waited_for_a_formation_that_failed_hears_why(before: int) -> None:
+    made = world(before, missing=True)
+    _lose_in_end(made, before, lambda made: None)
+    assert {node.code for node in made.nodes.values()} == {ExitCode.NOT_FORMED}, made.story()
+
+
+def _lose_in_end(made: World, before: int, act: Callable[[World], None]) -> None:
+    assert made.scheduler is not None
+    made.scheduler.crash_in_end = before
+    act(made)
+    made.run(made.now + 60.0, lambda: made.counts["scheduler crashes"] == 1, every_s=0.0)
+    assert made.counts["scheduler crashes"] == 1
+    made.run(made.now + LINK_DEAD_S + 100.0, lambda: not made.awake() or (made.scheduler is not None and made.settled()))
+    if made.scheduler is not None and made.scheduler.machine.cluster.phase is Phase.ENDED:
+        assert made.run(made.now + 60.0, lambda: bool(made.over)), "a scheduler that has told everyone ends"

@@ -1,0 +1,279 @@
+"""Bytes and messages that no peer of ours would send: `python -m tests.soak.fuzz --seconds 60 [--seed 1]`.
+
+Whatever comes in must end in a typed refusal (`PeerError`, `UsageError`) or be taken; anything else raised is a defect.
+
+Bytes (frames, greetings, bodies of REST) are fuzzed by atheris where it is installed (`tests.soak.atheris_bytes`), guided by
+coverage; here they are drawn at random around valid ones. Messages at the scheduler's machine are fuzzed by a small engine of
+our own, because bytes drawn at random hardly ever make a valid message: it changes fields of valid ones, and keeps every
+sequence that reached a line of `covey.core` that none had reached before (`sys.settrace`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from covey.console import replies
+from covey.core import messages
+from covey.core.events import Heard, LinkLost, Restored, Ticked
+from covey.core.machine import Machine
+from covey.core.messages import Message, Register, RegisterAgent
+from covey.core.model import ClusterSettings, Host, Progress, Role
+from covey.errors import PeerError, UsageError
+from covey.wire import frames
+from covey.wire.greeting import ClientGreeting, ServerGreeting
+
+LINKS = 6
+LENGTH_MAX = 60  # events of one sequence
+HOST = Host("boot", "box", "10.0.0.1")
+Event = tuple[str, int, Message | None]  # what happened, over which link, and what was said
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def try_frames(data: bytes) -> None:
+    """Any bytes, in any pieces, at each of the four decoders."""
+    decoders = (frames.from_node, frames.from_scheduler, frames.from_child, frames.from_agent)
+    incoming = frames.Frames(decoders[data[0] % 4] if data else frames.from_node, limit=1 << 16)
+    size = 1 + (data[1] if len(data) > 1 else 0)
+    with contextlib.suppress(PeerError):
+        for start in range(2, len(data), size):
+            incoming.feed(data[start : start + size])
+
+
+def try_greeting(data: bytes) -> None:
+    """Any bytes as the first words of the other side, with and without a secret."""
+    for secret in ("", "a secret"):
+        for side in (ServerGreeting(secret, 1), ClientGreeting(secret)):
+            with contextlib.suppress(PeerError):
+                for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+                    if isinstance(side, ServerGreeting):
+                        side.feed(piece, 0.0)
+                    else:
+                        side.feed(piece)
+
+
+def try_bodies(data: bytes) -> None:
+    """Any bytes as the body of each request that has one."""
+    for read in (replies.scale_out, replies.scale_in, replies.stop_reason):
+        with contextlib.suppress(UsageError):
+            read(data)
+
+
+BYTES: dict[str, Callable[[bytes], None]] = {"frames": try_frames, "greeting": try_greeting, "bodies": try_bodies}
+
+
+def corpus() -> list[bytes]:
+    """Valid beginnings of all kinds."""
+    said = [bytes([n % 4, 7]) + frames.frame(message) for n, message in enumerate(valid())]
+    bodies = [b'{"worker_num": 2, "server_num": 0}', b'{"node_ids": ["1"]}', b'{"reason": "enough"}']
+    nonce = "0" * 32
+    return [*said, *bodies, b"covey/1\n", f"covey/1\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
+
+
+def mutate(data: bytes, draw: random.Random) -> bytes:
+    """A few bytes changed, taken away, put in or repeated."""
+    found = bytearray(data)
+    for _ in range(draw.randint(1, 8)):
+        at = draw.randint(0, len(found))
+        kind = draw.randrange(4)
+        if kind == 0 and found:
+            found[at % len(found)] = draw.choice([0, 1, 0x7F, 0x80, 0xC1, 0xDF, 0xFF, draw.randrange(256)])
+        elif kind == 1:
+            del found[at : at + draw.randint(1, 8)]
+        elif kind == 2:
+            found[at:at] = draw.randbytes(draw.randint(1, 8))
+        else:
+            found[at:at] = found[at : at + draw.randint(1, 64)]
+    return bytes(found[:100_000])
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def valid() -> list[Message]:
+    """One of each that the scheduler hears, as they come in a small cluster."""
+    wish = RegisterAgent("a0", "life-a0", HOST, 2, fingerprint={"MS_WORKER_NUM": "2", "MS_SERVER_NUM": "0"})
+    worker = Register(Role.WORKER, "0", "life-0", HOST, dict(wish.fingerprint), incarnation=1)
+    kinds = {
+        kind: _example(kind)
+        for kind in messages.FromNode.__args__
+        if kind not in (messages.Via, messages.HungUp, messages.Beats)
+    }
+    return [
+        *(kinds | {RegisterAgent: wish, Register: worker, messages.Beat: messages.Beat(Progress(3, "train", True))}).values()
+    ]
+
+
+def _example(kind: type[Message]) -> Message:
+    values = {field.name: _simple(field.type) for field in msgspec.structs.fields(kind) if field.required}
+    return msgspec.convert({"type": kind.__name__} | values, kind)
+
+
+def _simple(kind: Any) -> Any:
+    """The plainest value of a type."""
+    for value in ("0", 0, 0.0, "worker", b"x", [], {}, True, msgspec.to_builtins(HOST), {"step": 1}):
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert(value, kind)
+            return value
+    raise AssertionError(f"no example for {kind}")
+
+
+def change(message: Message, draw: random.Random) -> Message:
+    """The same with one field, at any depth, of another value; as it is where that makes no message."""
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    defaults = {field.name: getattr(message, field.name) for field in msgspec.structs.fields(type(message))}
+    plain = {name: msgspec.to_builtins(value, builtin_types=(bytes,)) for name, value in defaults.items()} | {
+        "type": plain["type"]
+    }
+    holder, key = plain, draw.choice([name for name in plain if name != "type"] or ["type"])
+    while isinstance(holder[key], dict) and holder[key] and draw.random() < 0.8:
+        holder, key = holder[key], draw.choice(list(holder[key]))
+    texts = ["", "0", "1", "a0", "life-0", "../../x", "\0", "x" * 100, "worker", "pserver", "spare", "3.1", "tensors", "é\n"]
+    holder[key] = draw.choice([-1, 0, 1, 2, 7, 2**31, -(2**63), 0.5, True, None, *texts, [], ["0", "0"], {}, {"0": 1}])
+    try:
+        return msgspec.convert(plain | {"type": type(message).__name__}, type(message))
+    except (msgspec.ValidationError, UnicodeError):
+        return message
+
+
+def story(draw: random.Random) -> list[Event]:
+    """A cluster of two that forms, and then anything."""
+    agent, worker = (m for kind in (RegisterAgent, Register) for m in valid() if isinstance(m, kind))
+    begin: list[Event] = [("heard", 1, agent), ("tick", 0, None)]
+    for rank in (0, 1):
+        own = msgspec.structs.replace(worker, node_id=str(rank), life=f"life-{rank}")  # type: ignore[call-overload]
+        begin.append(("heard", 2 + rank, own))
+    return begin + [_any(draw) for _ in range(draw.randint(1, 20))]
+
+
+def _any(draw: random.Random) -> Event:
+    kind = draw.choice(("heard", "heard", "heard", "heard", "heard", "lost", "tick"))
+    message = draw.choice(valid())
+    for _ in range(draw.randrange(4)):
+        message = change(message, draw)
+    return kind, draw.randint(1, LINKS), message
+
+
+def vary(events: Sequence[Event], draw: random.Random) -> list[Event]:
+    found = list(events)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randint(0, len(found))
+        kind = draw.randrange(4)
+        if kind == 0 and found:
+            what, link, message = found[at % len(found)]
+            found[at % len(found)] = (what, link, change(message, draw) if message is not None else None)
+        elif kind == 1 and len(found) > 1:
+            del found[at % len(found)]
+        elif kind == 2 and found:
+            found.insert(at, found[draw.randrange(len(found))])
+        else:
+            found.insert(at, _any(draw))
+    return found[:LENGTH_MAX]
+
+
+def play(events: Sequence[Event], settings: ClusterSettings) -> None:
+    """All of it at one machine, as its shell would say it: what goes over the wire is a message, and lost links are silent."""
+    machine = Machine(settings, cluster_id="c", job="", now=0.0)
+    machine.step(Restored(()), 0.0)
+    now, open_links = 0.0, set[int]()
+    for what, link, message in events:
+        now += 0.5
+        if what == "heard" and not isinstance(message, messages.Ask):
+            open_links.add(link)
+            machine.step(Heard(message, link), now)
+        elif what == "lost" and link in open_links:
+            open_links.discard(link)
+            machine.step(LinkLost("cut", link), now)
+        elif what == "tick":
+            now += 4.0
+            machine.step(Ticked(), now)
+
+
+SETTINGS = (
+    ClusterSettings(2, recovery=True, strategies=("retry", "recover-in-place", "recover", "elastic-training", "dump", "exit")),
+    ClusterSettings(2, strategies=("exit",), node_timeout_s=3.0),
+    ClusterSettings(2, server_num=1, recovery=True, strategies=("recover-in-place", "dump", "exit"), worker_max=4),
+)
+
+
+class Reached:
+    """Lines of covey.core that were reached, ever and by the last input."""
+
+    def __init__(self) -> None:
+        self.all: set[tuple[str, int]] = set()
+        self.new = 0
+
+    def __enter__(self) -> Reached:
+        self.new = 0
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if "/covey/core/" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        if place not in self.all:
+            self.all.add(place)
+            self.new += 1
+        return self._line
+
+
+def fuzz_machine(seed: int, seconds: float, rounds: int = 0) -> tuple[int, int]:
+    """Sequences of messages, for so long or so many; how many there were, and how many lines of the core were reached."""
+    draw, reached = random.Random(seed), Reached()
+    kept: list[tuple[list[Event], ClusterSettings]] = [(story(draw), settings) for settings in SETTINGS for _ in range(4)]
+    until, done = time.monotonic() + seconds, 0
+    while (done < rounds) if rounds else (time.monotonic() < until):
+        events, settings = draw.choice(kept)
+        events = vary(events, draw)
+        done += 1
+        try:
+            with reached:
+                play(events, settings)
+        except Exception as problem:
+            told = "\n".join(f"  {what} over {link}: {message}" for what, link, message in events)
+            raise AssertionError(f"{problem!r} (fuzz seed {seed}, input {done})\n{told}\n{settings}") from problem
+        if reached.new:
+            kept.append((events, settings))
+    return done, len(reached.all)
+
+
+def fuzz_bytes(name: str, seed: int, rounds: int) -> None:
+    """Around valid bytes, at random: what is done where atheris is not installed."""
+    draw, seeds = random.Random(seed), corpus()
+    for _ in range(rounds):
+        BYTES[name](mutate(draw.choice(seeds), draw))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    for name in BYTES:
+        rounds, until = 0, time.monotonic() + options.seconds / 6
+        while time.monotonic() < until:
+            fuzz_bytes(name, options.seed + rounds, 1000)
+            rounds += 1000
+        print(f"{name}: {rounds} inputs drawn around valid ones, every one taken or refused", flush=True)
+    done, lines = fuzz_machine(options.seed, options.seconds / 2)
+    print(f"messages: {done} sequences, {lines} lines of covey.core reached, none broke it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Wrong calls of what a program hands parameters over with: each is one sentence, said where it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from covey.errors import UsageError
+from covey.params.optimizers import SGD, Array
+from covey.train.embedding import Embedding
+from covey.train.served import mark
+
+
+class Rows:
+    """Where rows come from."""
+
+    def rows(self, table: Embedding, numbers: Array) -> Array:
+        return np.repeat(numbers[:, None], table.embedding_size, 1).astype(np.float32)
+
+
+def table(**options: object) -> Embedding:
+    made = Embedding(10, 4, **options)  # type: ignore[arg-type]
+    made.source = Rows()
+    return made
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "no rows": (lambda: Embedding(0, 4), "vocab_size=0"),
+    "a word": (lambda: Embedding("10", 4), "vocab_size='10'"),  # type: ignore[arg-type]
+    "half a column": (lambda: Embedding(10, 4.5), "embedding_size=4.5"),  # type: ignore[arg-type]
+    "too many rows": (lambda: Embedding(1 << 50, 4), "at most 1099511627776 rows"),
+    "seed": (lambda: table(seed=1 << 64), "a seed below"),
+    "init": (lambda: table(init="ones"), "init='ones'.*normal, uniform, zeros"),
+    "scale": (lambda: table(scale="1"), "scale=.*a float or int, not a str"),
+    "torch's optimizer": (lambda: table(optimizer=torch.optim.Adam), "optimizer=.*a Rule, not a type"),
+    "no loop": (lambda: Embedding(10, 4)(torch.tensor([1])), "once its model is in a covey.Loop"),
+    "a list": (lambda: table()([1, 2]), "ids=.*a Tensor, not a list"),
+    "fractions": (lambda: table()(torch.tensor([1.5])), "ids of torch.float32 came"),
+    "a mask": (lambda: table()(torch.tensor([True])), "ids of torch.bool came"),
+    "no cache": (lambda: table().prefetch(torch.tensor([1])), "give Embedding a vocab_cache_size"),
+    "prefetch beyond": (lambda: table(vocab_cache_size=4).prefetch(torch.tensor([3, 10])), "row 10 does not exist"),
+    "prefetch below": (lambda: table(vocab_cache_size=4).prefetch(torch.tensor([3, -1])), "row -1 does not exist"),
+    "marking a tensor": (lambda: mark_all(torch.ones(3)), "a torch module or parameter, not a Tensor"),
+    "marking bfloat16": (lambda: mark_all(torch.nn.Linear(2, 2).bfloat16()), "is bfloat16, which cannot be served"),
+    "marking meta": (lambda: mark_all(torch.nn.Linear(2, 2, device="meta")), "meta device"),
+    "marking with a word": (lambda: mark_all(torch.nn.Linear(2, 2), "adam"), "optimizer=.*a Rule, not a str"),
+}
+
+
+def mark_all(target: object, optimizer: object = None) -> None:
+    mark(target, recurse=True, init_in_server=False, optimizer=optimizer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_one_sentence(name: str) -> None:
+    call, sentence = WRONG[name]
+    with pytest.raises(UsageError, match=sentence):
+        call()
+
+
+def test_ids_of_any_whole_numbers_and_any_shape() -> None:
+    made = table(optimizer=SGD(0.1))
+    for ids in (torch.tensor([[1, 2], [2, 1]], dtype=torch.int32), torch.tensor(3), torch.empty(0, dtype=torch.long)):
+        found = made(ids)
+        assert torch.equal(found, ids[..., None].expand(*ids.shape, 4).float())

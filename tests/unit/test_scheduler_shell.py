@@ -1,0 +1,78 @@
+"""The scheduler's shell: nothing is answered before what it promises is durable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from covey.core.events import Heard
+from covey.core.messages import Beat, Register, ScaleAsked
+from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Role
+from covey.errors import StoreError
+from covey.node import scheduler as shell
+from covey.node.scheduler import Place, Scheduler
+from covey.store.cells import FileCells
+from covey.store.shared_journal import SharedJournal, open_shared
+
+
+class SlowCells(FileCells):
+    """Cells that take what is put into them when `open` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.open = asyncio.Event()
+        self.open.set()
+        self.asked = asyncio.Event()
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        self.asked.set()
+        await self.open.wait()
+        return await super().put(key, value, version)
+
+
+@contextlib.asynccontextmanager
+async def trained(journal: SharedJournal) -> AsyncIterator[Scheduler]:
+    """A scheduler whose one worker has begun to train."""
+    settings = ClusterSettings(1, strategies=("elastic-training",), worker_max=4, last_call_s=0.0)
+    made = Scheduler(settings, Place("127.0.0.1:0", "box"), cluster_id="c", journal=journal)
+    sock = socket.create_server(("127.0.0.1", 0))
+    running = asyncio.create_task(made.run([sock]))
+    await asyncio.sleep(0)
+    made._step(Heard(Register(Role.WORKER, "0", "life", Host("boot", "box", "127.0.0.1")), 99))
+    made._step(Heard(Beat(Progress(1, "step", loop=True)), 99))
+    await made._committed()
+    yield made
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    sock.close()
+
+
+def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        cells = SlowCells(tmp_path)
+        journal = await open_shared(cells, token=1, job="j", worker_num=1, server_num=0)
+        async with trained(journal) as made:
+            cells.open.clear()
+            cells.asked.clear()
+            answer = asyncio.create_task(made.ask(ScaleAsked(more=2, start=False)))
+            await cells.asked.wait()
+            assert not answer.done()
+            cells.open.set()
+            assert (await answer).reason == "there is place for 3 workers, as asked"
+            assert [r.asked for r in await kept(cells)] == [3]
+            cells.open.clear()
+            monkeypatch.setattr(shell, "COMMIT_S", 0.0)
+            with pytest.raises(StoreError, match="cannot be written down yet"):
+                await made.ask(ScaleAsked(more=1, start=False))
+
+    asyncio.run(check())
+
+
+async def kept(cells: FileCells) -> list[ClusterRecord]:
+    journal = await open_shared(FileCells(cells._folder), token=1, job="", worker_num=1, server_num=0)
+    return [record for record in journal.read() if isinstance(record, ClusterRecord)]
