@@ -22,6 +22,8 @@ from covey.core.messages import (
     Formed,
     Get,
     Goodbye,
+    Kill,
+    KillAsked,
     Leave,
     Put,
     Refused,
@@ -813,3 +815,38 @@ def test_a_raw_worker_of_a_lost_node_is_over_at_once_and_its_connection_closed()
     assert state(made, "y") is NodeState.DEAD and state(made, "x") is NodeState.ALIVE and Close(2) in said
     assert made.step(HostGone("uid-9", "nobody knows it"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
     assert sent(made.step(Heard(register("y", "next", host=NEXT), 3), 1.5), Welcome)[3].incarnation == 2
+
+
+def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() -> None:
+    made = ready_agents()
+    made.step(Heard(Started("2", 1, 42), 2), 1.0)
+    effects = made.step(Heard(KillAsked("worker:2", "to see"), 9), 1.0)
+    assert sent(effects, Kill) == {2: Kill("2", 1)} and isinstance(made.answered, Agreed)
+    assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in told(effects)
+    assert state(made, "2") is NodeState.ALIVE and made.counters["kills"] == 1, "nothing is decided before it is dead"
+
+
+@pytest.mark.parametrize(
+    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run"), ("worker:0", "process 7 on")]
+)
+def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
+    made = machine(2)
+    made.step(Heard(register("0", pid=7), 1), 0.0)
+    made.step(Heard(register("1"), 2), 0.0)
+    effects = made.step(Heard(KillAsked(node), 9), 1.0)
+    assert not sent(effects, Kill) and isinstance(made.answered, Refused) and why in made.answered.reason
+
+
+def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:
+    made = ready("0", "1")
+    asked = Heard(StopAsked("enough", dump=True), 9)
+    assert not sent(made.step(asked, 1.0), DumpAsked) and isinstance(made.answered, Refused), "nobody is in a loop yet"
+    for link in (1, 2):
+        made.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
+    assert sent(made.step(asked, 1.0), DumpAsked) == {link: DumpAsked("enough") for link in (1, 2)}
+    assert isinstance(made.answered, Agreed)
+    made.step(asked, 1.0)
+    assert isinstance(made.answered, Refused) and "already" in made.answered.reason
+    assert ended(made.step(Heard(Dumped(4, "here"), 1), 1.1)) is None
+    end = ended(made.step(Heard(Dumped(4, "here"), 2), 1.1))
+    assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
