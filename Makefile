@@ -8,7 +8,7 @@ MINUTES ?= 10
 SEEDS ?= 100000
 
 IMG ?= covey-operator:latest
-.PHONY: run test check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
+.PHONY: run test docs check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
 
 install: $(STAMP)
 
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP)
-	$(BIN)/covey run -n 4 --log-dir covey_logs examples/01_digits.py
+	$(BIN)/covey run -n 4 --log-dir covey_logs examples/02_healing.py --kill 2
 
 test: $(STAMP)
 	@test -n "$$KUBEBUILDER_ASSETS" -o -x .kubernetes/kube-apiserver || \
@@ -34,6 +34,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/python docs/build_reference.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only .

@@ -12,7 +12,7 @@ import msgspec
 from covey.core.messages import Ask, AskStory, Goodbye, Message, Refused, ScaleAsked, Scaling, StopAsked, StoryTold, Told
 from covey.core.story import Event
 from covey.core.view import ClusterView
-from covey.errors import ExitCode, PeerError
+from covey.errors import ExitCode, PeerError, UsageError
 from covey.node.runtime import Door
 from covey.wire.link import Link, connect
 
@@ -93,6 +93,8 @@ class Visit:
                 told = await self._next(None)
             except PeerError:
                 return
+            if isinstance(told, Refused):
+                raise UsageError(told.reason, ExitCode.REFUSED)
             if isinstance(told, Told):
                 yield msgspec.json.decode(told.view, type=ClusterView)
 
@@ -105,6 +107,8 @@ class Visit:
                 told = await self._next(None if asked.follow else ANSWER_S)
             except PeerError:
                 return
+            if isinstance(told, Refused):
+                raise UsageError(told.reason, ExitCode.REFUSED)
             if isinstance(told, StoryTold):
                 yield msgspec.json.decode(told.events, type=list[Event])
             if not asked.follow:

@@ -230,9 +230,10 @@ class Scheduler:
         if turn.cancelled() or not self._acts:
             raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
 
-    def host_gone(self, life: str, reason: str) -> None:
-        """A life of a host is over: nobody of it is waited for, or let in again."""
+    async def host_gone(self, life: str, reason: str) -> None:
+        """A life of a host is over: nobody of it is waited for, or let in again. Raises `StoreError` where that may be lost."""
         self._step(HostGone(life, reason))
+        await self._committed()
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
