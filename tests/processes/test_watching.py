@@ -102,3 +102,12 @@ def test_a_bundle_needs_no_cluster(shell: Shell) -> None:
     assert shell.ask("bundle", "--output", shell.folder / "c.tar.gz").code == 22
     bad = shell.ask("bundle", "--log-dir", shell.logs, "--output", shell.folder / "no" / "b.tar.gz")
     assert bad.code == 41 and bad.text().count("\n") == 1 and "choose another --output" in bad.text()
+
+
+def test_a_run_in_json(shell: Shell) -> None:
+    shell.release()
+    run = shell.ask("run", "-n", "1", "--json", "steps.py", shell.go)
+    lines = [json.loads(line) for line in run.text().splitlines()]
+    assert run.code == 0 and {"rank": 0, "line": "up 0"} in lines
+    assert lines[0]["log_dir"] == str(shell.logs) and lines[0]["message"].startswith("scheduler at ")
+    assert lines[-1] == {"message": "all 1 workers finished", "code": 0}, lines[-1]
