@@ -447,9 +447,12 @@ class Scheduler:
     # -- visitors and strangers --------------------------------------------------------------------------------------
 
     def _show(self, link: Link, ask: Ask) -> None:
+        if ask.follow and len(self._followers) >= FOLLOWERS_MAX:
+            link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
+            return
         view = msgspec.json.encode(self.view())
         link.send(Told(view))
-        if ask.follow and len(self._followers) < FOLLOWERS_MAX:
+        if ask.follow:
             self._followers[link.id] = view
 
     def _tell_followers(self) -> None:
