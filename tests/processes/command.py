@@ -122,6 +122,11 @@ class Shell(Cluster):
         )
         return found[0]
 
+    def scheduler_pid(self) -> int:
+        """That of the run's scheduler, in the life it is in."""
+        found: list[int] = until(lambda: [p.pid for p in self.mine() if "covey.node.serve" in p.cmdline()], "a scheduler")
+        return found[0]
+
     def listening(self, port: int) -> None:
         """Be sure that something listens on a port of loopback."""
 

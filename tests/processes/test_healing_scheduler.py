@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.harness import until
 from tests.processes.healing import LONG_S, outcome, reached, release, start
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,11 +19,6 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def scheduler_pid(shell: Shell) -> int:
-    found: list[int] = until(lambda: [p.pid for p in shell.mine() if "covey.node.serve" in p.cmdline()], "a scheduler")
-    return found[0]
-
-
 def worker_pid(shell: Shell, rank: int) -> int:
     return int(next(n["pid"] for n in shell.nodes() if n["role"] == "worker" and n["rank"] == rank))
 
@@ -33,13 +27,13 @@ def test_the_scheduler_dies_with_a_worker_and_while_it_is_replaced(shell: Shell,
     together, known, restored = "1:4:forward:hold", "2:0:replacing:hold", "0:12:restored:hold"
     run = start(shell, FAULTS=f"{together} 2:8:forward {known} 0:12:forward {restored}")
     reached(shell, together)
-    pids = [worker_pid(shell, 1), scheduler_pid(shell)]
+    pids = [worker_pid(shell, 1), shell.scheduler_pid()]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     for times, fault in ((1, known), (2, restored)):
         reached(shell, fault)
         shell.heard("scheduler", "cluster restored", count=times)
-        os.kill(scheduler_pid(shell), signal.SIGKILL)
+        os.kill(shell.scheduler_pid(), signal.SIGKILL)
         release(shell, fault)
     assert run.wait(LONG_S) == 0, run.tail()
     assert outcome(shell) == undisturbed

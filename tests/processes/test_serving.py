@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +70,11 @@ elif kind == "hybrid":
 elif kind == "begin":
     covey.set_param_ps(net, init_in_server=True)
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+if "LATE" in os.environ:  # a replacement asks for its state late, when whoever gives it may be in the middle of a change
+    from covey.train import collectives
+    fetch = collectives.fetch
+    collectives.fetch = lambda *given, **named: (time.sleep(0.5), fetch(*given, **named))[1]
+    optimizer.register_step_post_hook(lambda *_: time.sleep(1.5 * (loop.step == 12)))
 saved = covey.Checkpoint(str(folder / "ckpt"), every=10) if "SAVE" in os.environ else None
 loop = covey.Loop(net, optimizer, covey.Data(Clicks(), 8), steps=30, seed=7, checkpoint=saved)
 print("BEGINS at", loop.step, flush=True)
@@ -109,6 +117,13 @@ def outcome(shell: Shell, run: Process, world: int = 3, word: str = "HASH") -> s
     return str(found.pop())
 
 
+@pytest.fixture(scope="session")
+def undisturbed_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The hash of three ranks and two servers that nothing happens to."""
+    for calm in shells(tmp_path_factory.mktemp("calm")):
+        yield outcome(calm, start(calm, KIND="hybrid"))
+
+
 def kill(shell: Shell, node: str) -> None:
     """kill -9 of a node's newest life, "server_0" or "worker_2"."""
     os.kill(int(re.findall(r"^PID (\d+)$", shell.log(node), re.MULTILINE)[-1]), signal.SIGKILL)
@@ -128,9 +143,8 @@ def test_served_and_reduced_training_agree(shell: Shell) -> None:
     assert served == pytest.approx(reduced, rel=1e-5)
 
 
-def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell) -> None:
-    undisturbed = outcome(shell, start(shell, KIND="hybrid"))
-    run = start(shell, KIND="hybrid", HOLD="12")
+def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str) -> None:
+    run = start(shell, KIND="hybrid", HOLD="12", LATE="1")
     held(shell, 12)
     kill(shell, "server_0")  # no server is special
     run.wait_for(r"recover-in-place of pserver:0 .* resumed\n")
@@ -139,11 +153,10 @@ def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell) -> Non
     kill(shell, "worker_1")  # its gradients of this step are on the servers already, or not yet: both are right
     shell.heard(1, r"PID", count=2)
     go(shell, 12)
-    assert outcome(shell, run) == undisturbed
+    assert outcome(shell, run) == undisturbed_hybrid
 
 
-def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(shell: Shell) -> None:
-    undisturbed = outcome(shell, start(shell, KIND="hybrid"))
+def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str) -> None:
     run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # nor does the cache change any
     held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
     asked = shell.ask("scale", "--servers", "4")
@@ -166,7 +179,40 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
         kill(shell, "server_3")  # a death meanwhile is folded in
         shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed", count=2)
     go(shell, 18)
-    assert outcome(shell, run) == undisturbed
+    assert outcome(shell, run) == undisturbed_hybrid
+
+
+NODES = ("server_0", "server_1", "worker_0", "worker_1", "worker_2", "scheduler")
+MOMENTS = (4, 10, 16, 22)
+
+
+@pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "6").split(",")])
+def test_any_of_them_dies_at_any_moment_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str, seed: int) -> None:
+    """One server at a time: two who hold each other's copy would lose them."""
+    chance = random.Random(seed)
+    deaths: Counter[str] = Counter()
+    run = start(shell, KIND="hybrid", CACHE="100", HOLD=",".join(map(str, (*MOMENTS, 27))))
+    for step in MOMENTS:
+        held(shell, step)
+        node = chance.choice(NODES)
+        if chance.random() < 0.7:  # else while it is held
+            go(shell, step)
+            threading.Event().wait(chance.random() * 0.1)
+        deaths[node] += 1
+        if node == "scheduler":
+            os.kill(shell.scheduler_pid(), signal.SIGKILL)
+            shell.heard("scheduler", "cluster restored", count=deaths[node])
+        else:
+            kill(shell, node)
+        if node.startswith("server"):
+            pattern = rf"recover-in-place of pserver:{node[-1]} .* resumed"
+            shell.heard("scheduler", pattern, count=deaths[node])
+        elif node.startswith("worker"):
+            shell.heard(int(node[-1]), r"(?m)^PID", count=1 + deaths[node])
+        go(shell, step)
+    held(shell, 27)
+    go(shell, 27)
+    assert outcome(shell, run) == undisturbed_hybrid, deaths
 
 
 def test_a_model_whose_values_begin_on_the_servers(shell: Shell) -> None:

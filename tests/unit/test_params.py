@@ -120,6 +120,23 @@ def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
     assert over.wait(WAIT_S)
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+def test_one_row_and_one_number_among_five_servers(mode: Mode) -> None:
+    """All servers but one have nothing of them."""
+    flock = Flock(Serving(servers=5, workers=1, mode=mode, copies=1))
+    client = flock.client()
+    client.declare(Spec("row", 1, 3, "float64", True, SGD(1.0), Begin("zeros")), None, first=True)
+    client.declare(Spec("number", 1, 1, "float32", False, SGD(1.0), Begin("given")), np.ones(1, np.float32), first=True)
+    rows = np.zeros(1, np.int64)
+    for step in range(3):
+        given = [Given("row", np.ones((1, 3)), 1.0, rows), Given("number", np.ones(1, np.float32), 1.0)]
+        client.push(step, given, here=True)
+    found = np.empty(1, np.float32)
+    client.pull_whole(3, [("number", found)])
+    assert found == [-2.0] and client.pull_rows(3, "row", rows).tolist() == [[-3.0] * 3]
+    assert client.pull_rows(3, "row", np.empty(0, np.int64)).shape == (0, 3)
+
+
 def test_a_cache_changes_nothing_but_what_travels() -> None:
     flock = Flock(Serving(servers=2, workers=2))
     clients: dict[int, Client] = {}

@@ -55,6 +55,7 @@ class Gloo:
     def __init__(self, meeting: Meeting, generation: int) -> None:
         self.generation = generation
         self.ready = False
+        self.proven = False  # whether a push of served parameters has shown that every rank takes part
         self.rank, self.world = meeting.place.rank, meeting.place.world
         self._meeting = meeting
         self._group: Any = None

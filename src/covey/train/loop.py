@@ -308,7 +308,9 @@ class Loop:
             if self._collectives is None and meeting.place.generation != self._said_resumed:
                 self._said_resumed = meeting.place.generation
                 meeting.say(Resumed(self._said_resumed, self.step))
-            meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
+            together = self._sharded.copies if self._sharded is not None else 0
+            busy_s = self._pace.lap(self._waited())
+            meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
                 self._served.save(self.step, str(self._checkpoint.folder.absolute()), self._checkpoint.keep)

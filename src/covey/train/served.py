@@ -247,7 +247,14 @@ class Push:
             self._work = self._client.push(self._step, self._given, self._news)
         elif self._work.over.is_set():
             self._news(self._work)  # the first news of it was lost with a generation
-        return [self._work]
+        works = [self._work]
+        if not group.proven:
+            # The servers may have the gradients of a rank that died since. Whoever gives its replacement state must not go on
+            # before that has it, nor may the servers: so this depends on every rank, as all other collectives do.
+            group.proven = True
+            torch = torch_module()
+            works.append(group.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.distributed.ReduceOp.SUM))
+        return works
 
     def results(self) -> list[Any]:
         """Nothing to hand over: who missed it finds the values on the servers."""
