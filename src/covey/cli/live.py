@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -138,6 +139,29 @@ class Show:
             if node.role is not Role.SCHEDULER and self._states.get(node.name, "alive") != node.state and node.rank >= 0:
                 yield f"{'rank' if node.role is Role.WORKER else node.role} {node.rank} on {node.host} is {node.state}"
             self._states[node.name] = node.state
+
+
+class Aside:
+    """A show in a thread of its own: where nobody reads what is printed, the show stands still and the run does not."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._loop = asyncio.new_event_loop()
+
+    def open(self) -> None:
+        threading.Thread(target=self._loop.run_forever, name="covey-show", daemon=True).start()
+        self._loop.call_soon_threadsafe(self._show.open)
+
+    def say(self, text: str) -> None:
+        self._loop.call_soon_threadsafe(self._show.say, text)
+
+    def tail(self, path: str, rank: int, prefix: str) -> None:
+        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix)
+
+    async def close(self) -> None:
+        """Once everything is printed."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._show.close(), self._loop))
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def heading(view: ClusterView) -> str:
