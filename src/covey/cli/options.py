@@ -13,13 +13,13 @@ import shutil
 import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from covey.cli.describe import describe
 from covey.cli.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
+from covey.core.recovery import Strategy
 from covey.errors import UsageError
 from covey.settings import (
     COUNT,
@@ -29,6 +29,7 @@ from covey.settings import (
     PATH,
     PORT,
     POSITIVE,
+    STRATEGY,
     TABLE,
     TEXT,
     Given,
@@ -199,7 +200,7 @@ OPTIONS: dict[str, list[Option]] = {
             "--strategy",
             "A,B",
             "strategy",
-            "what may follow a failure: retry,recover-in-place,recover,dump,exit (all), elastic-training",
+            f"what may follow a failure: {STRATEGY} (all), {Strategy.ELASTIC}",
         ),
         Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
         Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),
@@ -337,7 +338,6 @@ def parse(
     *,
     cpu_count: int,
     gpu_count: int,
-    file: Path | None = None,
 ) -> RunPlan:
     """The plan that a command line asks for. Everything that cannot be is a UsageError."""
     words = deque(argv)
@@ -354,7 +354,7 @@ def parse(
     plan = decide(
         Asked(**reading.values),
         reading.said,
-        load(environ, flags=settings, file=file),
+        load(environ, flags=settings),
         list(words),
         environ,
         cpu_count=cpu_count,
