@@ -46,6 +46,7 @@ class Plan(NamedTuple):
 
 FULL = Plan([1000, 2000, 5000, 10_000], [125, 1250, 12_500], [1000, 5000], 5, 30.0)
 QUICK = Plan([1000, 3000], [125, 375], [1000], 2, 6.0)
+WAYS = Plan([1000, 10_000], [125, 1000, 4000, 12_500], [], 2, 10.0)
 
 
 def measure(size: int, plan: Plan, kind: type[Flock] = Flock) -> Figures:
@@ -226,9 +227,36 @@ def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
     return on
 
 
+def compare_ways(plan: Plan, about: Figures) -> None:
+    """A worker with a link of its own beside one behind an agent, up to 100,000 of them: a few minutes."""
+    found = [measure(size, plan) for size in plan.sizes]
+    relayed = [measure(PER_HOST * agents, plan._replace(repeats=1), Hosts) for agents in plan.agents]
+    data = {"machine": about, "scales": found, "agents": relayed}
+    publish("scale-ways", data, [ways_table([*found, *relayed])], draw_ways(found, relayed))
+
+
+def draw_ways(found: list[Figures], relayed: list[Figures]) -> Callable[[Any], None]:
+    """Microseconds of the scheduler for each worker that comes, by number of workers."""
+
+    def on(figure: Any) -> None:
+        axes = figure.subplots()
+        for name, ways in (("a link each", found), (f"{PER_HOST} behind an agent", relayed)):
+            formed = [f for f in ways if "form_cpu_s" in f]
+            axes.semilogx(
+                [f["nodes"] for f in formed], [1e6 * _median(f, "form_cpu_s") / f["nodes"] for f in formed], "o-", label=name
+            )
+        axes.set_xlabel("workers")
+        axes.set_ylabel("scheduler CPU to form, µs per worker")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+    return on
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 nodes, less than a minute")
+    parser.add_argument("--ways", action="store_true", help="only what a worker costs directly and through its agent")
     parser.add_argument("--nodes", type=int, nargs="+", help="these sizes instead")
     parser.add_argument("--agents", type=int, nargs="+", help=f"these numbers of agents, of {PER_HOST} workers each, instead")
     options = parser.parse_args()
@@ -237,6 +265,8 @@ def main() -> None:
     plan = plan._replace(agents=sorted(options.agents)) if options.agents else plan
     raise_file_limit()
     about = machine()
+    if options.ways:
+        return compare_ways(WAYS._replace(sizes=options.nodes or WAYS.sizes, agents=options.agents or WAYS.agents), about)
     peers = [measure_peer(size, plan.repeats) for size in plan.peer_sizes]
     found = [measure(size, plan) for size in plan.sizes]
     relayed = [measure(PER_HOST * agents, plan, Hosts) for agents in plan.agents]
@@ -254,7 +284,7 @@ def main() -> None:
     grown = table(["cost", "grows as nodes to the power of"], [[name, f"{x:.2f}"] for name, x in growth.items()])
     ways = [figures for figures in [*found, *relayed] if figures["late"] or "beat_share" in figures]
     sections = [aims_table(judged), nodes_table(found), ways_table(ways), grown, peer_table(found, peers)]
-    publish("scale-quick" if options.quick else "scale", data, sections, draw(found, peers))
+    return publish("scale-quick" if options.quick else "scale", data, sections, draw(found, peers))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from pathlib import Path
 from bench.peers import FOLDER
 from bench.report import RESULTS, table
 
-ORDER = ("formation", "mindspore", "recovery", "overhead", "scale", "params", "federated", "federated-private", "operator")
+FEDERATED = ("federated", "federated-private", "federated-memory")
+ORDER = ("formation", "mindspore", "recovery", "overhead", "scale", "params", *FEDERATED, "operator")
 AIMS = re.compile(r"^\| aim \| limit \| found \| held \|\n\|[- |]+\|\n((?:\|.*\|\n?)+)", re.MULTILINE)
 PEERS = ("torch", "torchft", "flwr", "kopf", "mindspore")
 

@@ -1,8 +1,13 @@
 """A training that does not notice a death.
 
-covey run -n 4 examples/02_healing.py     # then kill -9 any worker, as often as you like: the last line stays the same
-python examples/02_healing.py             # the same script alone
+covey run -n 4 examples/02_healing.py             # then kill -9 any worker, as often as you like: the last line stays the same
+covey run -n 4 examples/02_healing.py --kill 2    # rank 2 is killed in the middle, once
+python examples/02_healing.py                     # the same script alone
 """
+
+import os
+import signal
+import sys
 
 import torch
 from digits import load
@@ -22,13 +27,20 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 loss_fn = nn.CrossEntropyLoss()
 
 data = covey.Data(torch.utils.data.TensorDataset(*train), batch_size=32)  # each worker gets its own part of every epoch
+doomed = int(sys.argv[2]) if sys.argv[1:2] == ["--kill"] else -1
+began = -1  # the step this process began with: a replacement does not begin with the first
+
 loop = covey.Loop(model, optimizer, data, steps=1000, schedulers=[schedule])  # knows what a replacement must receive
 for images, labels in loop:
+    began = loop.step if began < 0 else began
+    if covey.get_rank() == doomed and loop.step == 500 and began == 0:
+        os.kill(os.getpid(), signal.SIGKILL)  # as kill -9 from outside: nothing of this process gets a chance to say goodbye
     optimizer.zero_grad()
     loss = loss_fn(model(images), labels)
     loss.backward()  # returns with the mean of all workers' gradients, whoever died meanwhile
     optimizer.step()
     schedule.step()
+    covey.report(loss=loss)  # for the chart of the web console
     if covey.get_rank() == 0 and loop.step % 100 == 0:
         print(f"epoch {loop.epoch:3}  step {loop.step:4}  loss {loss.item():.4f}", flush=True)
 

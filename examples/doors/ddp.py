@@ -1,4 +1,4 @@
-"""torchrun_style.py, a script with DistributedDataParallel, with covey's in its place: the lines that changed are marked.
+"""11_torchrun.py, a script with DistributedDataParallel, with covey's in its place: the lines that changed are marked.
 
 covey run -n 4 examples/doors/ddp.py     # then kill -9 any worker: the last line stays the same
 """

@@ -119,6 +119,12 @@ class Kubelet:
         self.lost.add(node)
         await self._node_status(node, "Unknown")
 
+    async def make_room(self) -> None:
+        """Pods that had no place have one now."""
+        self.unschedulable = ""
+        for pod in (await self._api.list(POD, self._namespace)).items:
+            await self._see(pod)
+
     def log(self, pod: str) -> str:
         path = self.folder / pod / "log"
         return path.read_text(errors="replace") if path.exists() else ""
@@ -274,15 +280,14 @@ class Kubelet:
             for service in (await self._api.list(SERVICE, self._namespace)).items
         }
         found: dict[str, str] = {}
+        for source in main.get("envFrom") or []:
+            secret = await self._api.get(SECRET, self._namespace, source["secretRef"]["name"])
+            found |= {key: b64decode(value).decode() for key, value in secret["data"].items()}
         for entry in main.get("env") or []:
             source = entry.get("valueFrom") or {}
             if "fieldRef" in source:
-                fields = {key: metadata[key.removeprefix("metadata.")] for key in ("metadata.name", "metadata.uid")}
-                fields["status.podIP"] = address(self._namespace, metadata["name"])
+                fields = {"metadata.uid": metadata["uid"], "status.podIP": address(self._namespace, metadata["name"])}
                 value = fields[source["fieldRef"]["fieldPath"]]
-            elif "secretKeyRef" in source:
-                secret = await self._api.get(SECRET, self._namespace, source["secretKeyRef"]["name"])
-                value = b64decode(secret["data"][source["secretKeyRef"]["key"]]).decode()
             else:
                 value = str(entry.get("value", ""))
             found[entry["name"]] = address(self._namespace, services[value]) if value in services else value

@@ -94,7 +94,10 @@ def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
     public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
     (folder / "sa.pub").write_bytes(public)
     token = secrets.token_hex(16)
-    tokens = [f"{token},admin,1,system:masters", f"{token}-operator,operator,2,covey-operators"]
+    tokens = [
+        f"{token},admin,1,system:masters",
+        f"{token}-none,nobody,3,none",
+    ]
     (folder / "tokens.csv").write_text("\n".join(tokens) + "\n")
     etcd_url, peer_url, port = (f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}", free_port())
     etcd = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 import yaml
 from tests.operator.cluster import Kubernetes
 
+from covey.cli.main import main
 from covey.operator import manifests
 from covey.operator.api import CRD, Kind
 
@@ -58,7 +62,46 @@ def test_install_applies_everything_and_again(kubernetes: Kubernetes) -> None:
     assert kubernetes.do(kubernetes.api.get(CRD, "", "msjobs.mindspore.gitee.com"))["spec"]["scope"] == "Namespaced"
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "covey.cli.main", "jobs", "--kubeconfig", str(tmp_path / "none")]
+def kubeconfig(**change: str) -> str:
+    """A kubeconfig of a server that is not there."""
+    words = {"context": "a", "user": "u", "cluster": "c", **change}
+    content = {
+        "current-context": "a",
+        "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": {"token": "x"}}],
+        "contexts": [{"name": words["context"], "context": {"cluster": words["cluster"], "user": words["user"]}}],
+    }
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "code", "said"),
+    [
+        (None, [], 10, "no Kubernetes cluster is known"),
+        ("a: [", [], 10, "cannot be read as one"),
+        ("hello", [], 10, "cannot be read as one"),
+        (kubeconfig(user="nobody"), [], 10, "cannot be read as one"),
+        (kubeconfig(), ["--context", "other"], 10, "no context other: --context may be a"),
+        (kubeconfig(context="b"), [], 10, "no Kubernetes cluster is known"),
+        (kubeconfig(), [], 22, "https://127.0.0.1:1 does not answer"),
+    ],
+)
+def test_a_cluster_that_cannot_be_asked_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, options: list[str], code: int, said: str
+) -> None:
+    path, heard = tmp_path / "kubeconfig", io.StringIO()
+    if content is not None:
+        path.write_text(content)
+    words = ["covey", "operator", "run", "--no-leader-elect", "--metrics-port", "-1", "--kubeconfig", str(path), *options]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(heard):
+        main()
+    assert ended.value.code == code and heard.getvalue().count("\n") == 1 and said in heard.getvalue()
+
+
+def test_an_operator_without_rights_ends_with_a_sentence(kubernetes: Kubernetes) -> None:
+    path = kubernetes.server.kubeconfig(kubernetes.folder / "nobody", token=f"{kubernetes.server.token}-none")
+    command = [sys.executable, "-m", "covey.cli.main", "operator", "run", "--no-leader-elect", "--kubeconfig", str(path)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 10 and said.stderr.count("\n") == 1 and "KUBECONFIG" in said.stderr
+    assert said.returncode == 21 and "Traceback" not in said.stderr
+    assert "covey: " in said.stderr.splitlines()[-1] and "cannot list resource" in said.stderr.splitlines()[-1]

@@ -11,28 +11,30 @@ from typing import Any
 import psutil
 import pytest
 from tests.operator.cluster import Kubernetes, job, replica
-from tests.operator.trainings import COUNT, LOOP
+from tests.operator.trainings import COUNT, LOOP, STAYS
 from tests.processes.harness import free_port
 
 from covey.operator.api import Thing
 
 GRACE = {"fault-scheduling": "grace"}
-WORKERS = 3
+WORKERS = 2
 SLOW_S = 150.0  # every process imports torch, and they share what processors there are
 
 
 def scripts(kubernetes: Kubernetes) -> dict[str, str]:
     """The scripts as files, and what their processes need to know."""
-    for name, text in (("count.py", COUNT), ("loop.py", LOOP)):
+    for name, text in (("count.py", COUNT), ("loop.py", LOOP), ("stays.py", STAYS)):
         (kubernetes.folder / name).write_text(text)
     kubernetes.kubelet.environment = {"GO": str(kubernetes.folder / "go"), "MS_SCHED_MANAGE_PORT": "0"}
-    return {name: str(kubernetes.folder / f"{name}.py") for name in ("count", "loop")}
+    return {name: str(kubernetes.folder / f"{name}.py") for name in ("count", "loop", "stays")}
 
 
-def training(name: str, scheduler: list[str], worker: list[str], strategy: str = "", **more: Any) -> Thing:
+def training(
+    name: str, scheduler: list[str], worker: list[str], strategy: str = "", workers: int = WORKERS, **more: Any
+) -> Thing:
     return job(
         name,
-        roles={"Scheduler": replica(1, scheduler), "Worker": replica(WORKERS, worker)},
+        roles={"Scheduler": replica(1, scheduler), "Worker": replica(workers, worker)},
         labels=GRACE if strategy else {},
         annotations={"recover-strategy": strategy} if strategy else {},
         successPolicy="AllWorkers",
@@ -41,7 +43,7 @@ def training(name: str, scheduler: list[str], worker: list[str], strategy: str =
 
 
 def hashes(kubernetes: Kubernetes, name: str) -> list[str]:
-    logs = [kubernetes.kubelet.log(f"{name}-worker-{index}") for index in range(WORKERS)]
+    logs = [kubernetes.kubelet.log(pod) for pod in kubernetes.pods(name) if "worker" in pod]
     return [match for log in logs for match in re.findall(r"HASH (\w+)", log)]
 
 
@@ -51,15 +53,15 @@ def test_a_script_in_every_role(kubernetes: Kubernetes) -> None:
     kubernetes.apply(training("count", ["python", script], ["python", script]))
     kubernetes.until("count", "Succeeded")
     logs = [kubernetes.kubelet.log(f"count-worker-{index}") for index in range(WORKERS)]
-    assert sorted(re.findall(r"rank=(\d)", "".join(logs))) == ["0", "1", "2"] and all("total 40.0" in log for log in logs)
+    assert sorted(re.findall(r"rank=(\d)", "".join(logs))) == ["0", "1"] and all("total 30.0" in log for log in logs)
 
 
 @pytest.mark.timeout(300)
 def test_recover_replaces_a_pod_and_the_others_go_on(kubernetes: Kubernetes) -> None:
     script = scripts(kubernetes)["loop"]
     kubernetes.operator()
-    kubernetes.apply(training("loop", ["python", script], ["python", script], "recover"))
-    for index in range(WORKERS):
+    kubernetes.apply(training("loop", ["python", script], ["python", script], "recover", workers=3))
+    for index in range(3):
         kubernetes.heard(f"loop-worker-{index}", "step 4", SLOW_S)
     before = kubernetes.pods("loop")
     first = next(name for name in before if "rank=0" in kubernetes.kubelet.log(name))  # rank 0 is not special
@@ -72,7 +74,26 @@ def test_recover_replaces_a_pod_and_the_others_go_on(kubernetes: Kubernetes) -> 
     others = [name for name in before if name != first and "worker" in name]
     assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in others)
     assert all(re.findall(r"step (\d+)", kubernetes.kubelet.log(name)) == [str(n) for n in range(12)] for name in others)
-    assert len(set(hashes(kubernetes, "loop"))) == 1 and len(hashes(kubernetes, "loop")) == WORKERS
+    assert len(set(hashes(kubernetes, "loop"))) == 1 and len(hashes(kubernetes, "loop")) == 3
+    assert status["restartsTotal"] == 1
+
+
+def test_a_scheduler_that_dies_is_started_again_in_its_pod_and_everybody_stays(kubernetes: Kubernetes) -> None:
+    command = ["python", scripts(kubernetes)["stays"]]
+    kubernetes.operator()
+    roles = {"Scheduler": replica(1, command, "OnFailure"), "Worker": replica(2, command)}
+    notes = {"recover-strategy": "recover"}
+    kubernetes.apply(job("stays", roles=roles, labels=GRACE, annotations=notes, successPolicy="AllWorkers"))
+    for index in range(2):
+        kubernetes.heard(f"stays-worker-{index}", "rank=", SLOW_S)
+    before = kubernetes.pods("stays")
+    kubernetes.kubelet.kill("stays-scheduler-0")
+    kubernetes.wait(lambda: kubernetes.kubelet.log("stays-scheduler-0").count("re-attached") == 2, "both to be back", SLOW_S)
+    (kubernetes.folder / "go").touch()
+    status = kubernetes.until("stays", "Succeeded", deadline_s=SLOW_S)
+    after = kubernetes.pods("stays")
+    assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in after)
+    assert all(kubernetes.kubelet.log(f"stays-worker-{index}").count("rank=") == 1 for index in range(2))
     assert status["restartsTotal"] == 1
 
 

@@ -11,6 +11,17 @@ print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
 print("done", flush=True)
 """
 
+# Joins, and stays until the file GO exists.
+STAYS = """
+import os, pathlib, time
+import covey
+
+covey.init()
+print(f"rank={covey.get_rank()}", flush=True)
+while not pathlib.Path(os.environ["GO"]).exists():
+    time.sleep(0.05)
+"""
+
 # Trains on numpy arrays: the mean over all workers of a number, step by step.
 COUNT = """
 import os, pathlib, sys, time

@@ -25,10 +25,21 @@ class Etcd:
             pytest.skip(HOW)
         self.address = f"127.0.0.1:{free_port()}"
         url, peers = f"http://{self.address}", f"http://127.0.0.1:{free_port()}"
-        data = Path(processes.folder) / "etcd"
-        words = [found, "--data-dir", str(data), "--listen-client-urls", url, "--advertise-client-urls", url]
+        self._processes, self._data = processes, Path(processes.folder) / "etcd"
+        words = [found, "--data-dir", str(self._data), "--listen-client-urls", url, "--advertise-client-urls", url]
         words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
-        self.process: Process = processes.start(words, name="etcd")
+        self._words = words
+        self.process: Process
+        self._start()
+
+    def wipe(self) -> None:
+        """It ends, and comes back knowing nothing."""
+        self.process.kill()
+        shutil.rmtree(self._data)
+        self._start()
+
+    def _start(self) -> None:
+        self.process = self._processes.start(self._words, name="etcd")
         until(self._healthy, "etcd", story=self.process.tail)
 
     def _healthy(self) -> bool:

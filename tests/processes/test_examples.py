@@ -6,6 +6,7 @@ The startup scripts keep the seeds' fixed port, so each runs in a network namesp
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import shutil
@@ -17,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes.harness import Process, Processes
-from tests.processes.network import Hosts
+from tests.processes.federation import ports
+from tests.processes.harness import Process, Processes, free_port
+from tests.processes.network import Hosts, hosts_possible
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINED_S = 240.0  # for up to eight interpreters that import torch and train, beside other tests
@@ -113,8 +115,61 @@ def test_digits_with_four_workers(examples: Examples) -> None:
     assert [(examples.folder / f"logs/worker_{rank}.log").read_text() for rank in (1, 2, 3)] == ["", "", ""]
 
 
+def test_a_worker_is_killed_in_the_middle(examples: Examples) -> None:
+    """What `make run` shows."""
+    words: list[str | Path] = ["covey", "run", "-n", "4", "--log-dir", "logs", examples.home / "02_healing.py", "--kill", "2"]
+    text = examples.said(*words)
+    assert len(re.findall(r"^covey: recover-in-place of worker:2 \(killed by SIGKILL\): .* resumed$", text, re.MULTILINE)) == 1
+    assert [int(step) for step in re.findall(r"step +(\d+) ", text)] == list(range(0, 1000, 100))
+    assert float(re.findall(r"test accuracy ([0-9.]+), test loss", text)[0]) > 0.9
+
+
+def test_two_hosts_in_namespaces(examples: Examples) -> None:
+    if not hosts_possible():
+        pytest.skip("network namespaces need root")
+    text = examples.said("bash", examples.home / "03_two_hosts.sh", LOGS=str(examples.folder / "logs"))
+    assert accuracy(text) > 0.9 and text.count("covey: all 4 workers finished") == 2
+    logs = sorted(str(path.relative_to(examples.folder / "logs")) for path in (examples.folder / "logs").glob("*/worker_*"))
+    assert logs == ["a/worker_0.log", "a/worker_1.log", "b/worker_2.log", "b/worker_3.log"]
+
+
+def test_tls(examples: Examples) -> None:
+    text = examples.said("bash", examples.home / "05_tls.sh", LOGS="logs")
+    assert accuracy(text) > 0.9 and "REST at https://" in text
+    assert (examples.home / "covey_certificates/config.json").exists()
+
+
+def test_parameter_servers(examples: Examples) -> None:
+    train = examples.home / "06_parameter_server/train.py"
+    text = examples.said("covey", "run", "-n", "2", "--servers", "2", "--log-dir", "logs", train, LINES=8000, EPOCHS=1)
+    assert "AUC on unseen lines" in text and "all 2 workers finished" in text
+
+
+@pytest.mark.parametrize("script", ["07_federated.sh", "08_secure_aggregation.sh"])
+def test_a_federation(examples: Examples, script: str) -> None:
+    where: dict[str, str | int] = {"PORT": ports(2), "SCHEDULER_PORT": free_port(), "FOLDER": str(examples.folder)}
+    text = examples.said("bash", examples.home / script, **where)
+    found = re.search(r"^test accuracy ([0-9.]+) after the last iteration of 8 devices$", text, re.MULTILINE)
+    assert found and float(found[1]) > 0.8, text
+
+
+def test_an_msjob(examples: Examples) -> None:
+    """The samples of config/samples are run by the tests of the operator."""
+    text = examples.said("bash", examples.home / "09_msjob.sh", "--dry-run", "--json", IMAGE="an/image")
+    job, script = json.loads(text)
+    assert (job["kind"], job["spec"]["msReplicaSpecs"]["Worker"]["replicas"]) == ("MSJob", 4)
+    assert script["data"]["02_healing.py"] == (EXAMPLES / "02_healing.py").read_text()
+
+
+def test_every_example_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    numbered = {path.name for path in EXAMPLES.iterdir() if path.name[:2].isdigit()}
+    assert {name[:2] for name in numbered} == {f"{number:02}" for number in range(1, 12)}
+    assert [name for name in numbered if f"`{name}" not in table] == []
+
+
 def test_a_torchrun_script_runs_unchanged(examples: Examples) -> None:
-    text = examples.said("covey", "run", "-n", "2", "--log-dir", "logs", examples.home / "torchrun_style.py")
+    text = examples.said("covey", "run", "-n", "2", "--log-dir", "logs", examples.home / "11_torchrun.py")
     assert accuracy(text) > 0.85
     assert "rank 1 of 2, local rank 1" in (examples.folder / "logs/worker_1.log").read_text()
 

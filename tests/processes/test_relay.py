@@ -46,6 +46,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.address = ADDRESS
         self.vacant = False
+        self.silence_s = -1.0
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.silent_s = 0.0
         self.waiting = 0

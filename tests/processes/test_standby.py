@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from tests.processes.recovering import Recovering, recovering
 from tests.processes.test_scheduler_restart import TRAIN_TOGETHER
 
 from covey.core.model import Phase
+from covey.errors import StoreError
+from covey.store.cells import open_cells
 
 pytestmark = pytest.mark.timeout(300)
 LEADS = r"this scheduler leads, by token (\d+)"
@@ -97,11 +100,12 @@ def test_a_standby_that_dies_is_started_again_and_nobody_else_notices(shell: She
 class Pair:
     """Two schedulers at addresses of their own, which agree in etcd, and their workers."""
 
-    def __init__(self, cluster: Recovering) -> None:
+    def __init__(self, cluster: Recovering, lease_s: str = LEASE_S) -> None:
         self.cluster = cluster
         self.etcd = Etcd(cluster)
         cluster.host = f"127.0.0.1:{cluster.port},127.0.0.1:{free_port()}"
-        cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None, "COVEY_LEASE_TIME": LEASE_S}
+        self.addresses = cluster.host
+        cluster.env |= {"MS_ENABLE_RECOVERY": None, "MS_RECOVERY_PATH": None, "COVEY_LEASE_TIME": lease_s}
         cluster.env |= {"COVEY_LEASE": f"etcd://{self.etcd.address}/test", "COVEY_JOB": "pair"}
         cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
         self.manage = [free_port(), free_port()]
@@ -118,6 +122,10 @@ class Pair:
         port = leader.wait_for(r"scheduler of cluster \w+ at 127.0.0.1:(\d+)")[1]
         self.cluster.host, self.cluster.port = "127.0.0.1", int(port)
         self.cluster.until(lambda view: view.phase is Phase.READY, "the cluster to be ready again")
+
+    def asked(self, verb: str) -> Process:
+        """A command that is given all addresses."""
+        return self.cluster.run(["covey", verb, "--master", self.addresses])
 
     def end(self, *schedulers: Process) -> None:
         self.cluster.release()
@@ -171,12 +179,46 @@ def test_when_nobody_can_reach_the_store_nobody_leads_and_the_training_goes_on(c
     pair.first.wait_for("training goes on, but nobody leads")
     pair.first.wait_for("leads no longer, and stands by")
     cluster.trains_on(0, 1)
+    asked = pair.asked("status")
+    assert asked.code == 22 and f"nobody leads at {pair.addresses} now" in asked.text() and asked.text().count("\n") == 1
     pair.etcd.process.resume()
     until(lambda: len(re.findall(LEADS, pair.first.text() + pair.second.text())) == 2, "a new leader", story=cluster.tails)
     for node in pair.workers:
         node.wait_for("found again")
     cluster.trains_on(0, 1)
     pair.end(pair.first, pair.second)
+
+
+def test_a_leader_that_is_asked_to_go_hands_over_at_once(cluster: Recovering) -> None:
+    pair = Pair(cluster, lease_s="600")  # nobody waits for that
+    pair.first.signal(signal.SIGTERM)
+    assert pair.first.wait() == 143
+    pair.second.wait_for(LEADS)
+    for node in pair.workers:
+        node.wait_for("found again")
+    cluster.trains_on(0, 1)
+    assert "worker:1" in pair.asked("nodes").text(), "the first address is nobody's now, the second answers"
+    pair.end(pair.second)
+
+
+def test_a_store_that_has_lost_its_data_is_not_believed(cluster: Recovering) -> None:
+    etcd = Etcd(cluster)
+
+    async def check() -> None:
+        cells = open_cells(f"etcd://{etcd.address}", folder="", job="j")
+        version: int | None = 0
+        for _ in range(5):
+            version = await cells.put("lease", b"x", version or 0)
+        etcd.wipe()
+        other = open_cells(f"etcd://{etcd.address}", folder="", job="j")
+        for _ in range(8):  # more changes than there were before
+            with pytest.raises(StoreError, match=r"has lost data .it was at revision 6, and then at 1.: put it back"):
+                await cells.get("lease")
+            await other.put("lease", b"y", (await other.get("lease"))[1])
+        for one in (cells, other):
+            await one.close()
+
+    asyncio.run(check())
 
 
 def test_a_standby_at_the_same_address_ends_a_leader_that_is_stopped(cluster: Recovering) -> None:

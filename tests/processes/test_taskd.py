@@ -91,7 +91,7 @@ def test_the_example_heals_its_workers_and_survives_its_manager(flow: Flow) -> N
         "LD_PRELOAD": "/nowhere/libtaskd.so",
         "PYTHONPATH": flow.path,
     }
-    run = flow.start(["bash", "train_start.sh"], cwd=folder, env=flow.env | wishes)
+    run = flow.start(["bash", "examples/10_taskd.sh"], cwd=flow.folder, env=flow.env | wishes)
     run.wait_for("step  100 ", deadline_s=DEADLINE_S)
 
     flow.kill("1")

@@ -35,7 +35,9 @@ labels = st.fixed_dictionaries(
         "subHealthyStrategy": st.sampled_from(["ignore", "graceExit", "forceExit"]),
     },
 )
-notes = st.fixed_dictionaries({}, optional={"recover-strategy": st.sampled_from(["recover", "recover-in-place", "retry,dump"])})
+notes = st.fixed_dictionaries(
+    {}, optional={"recover-strategy": st.sampled_from(["recover", "recover-in-place", "elastic-training", "retry,dump"])}
+)
 
 
 @st.composite

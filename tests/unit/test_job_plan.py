@@ -415,6 +415,46 @@ def test_where_nobody_would_wait_all_start_anew_and_that_counts_once(
     assert why in told(made)["MSJobRestarting"] and not of(made, SayGone)
 
 
+def test_elastic_training_goes_on_without_a_pod_that_has_no_place_and_grows_back() -> None:
+    notes = {"recover-strategy": "elastic-training", "wait-reschedule-timeout": "30"}
+    world = World(job(labels=GRACE, annotations=notes, runPolicy={"pendingTimeoutSeconds": 60})).start()
+    both = {"0": "train-worker-0", "1": "train-worker-1"}
+    world.live = Live(phase=Phase.READY, trains=True, workers=both)
+    world.ends("train-worker-1", 137)
+    made = world.look()
+    assert [a.name for a in of(made, DeletePod)] == ["train-worker-1"] and "without it" in told(made)["MSJobRestarting"]
+    del world.pods["train-worker-1"]
+    made = world.look()
+    assert [a.excluded for a in of(made, CreatePod)] == [()], "any node will do"
+    world.carry_out(made)
+    world.live = Live(phase=Phase.READY, trains=True, workers={"0": "train-worker-0"})
+    made = world.look()
+    assert "without train-worker-1" in told(made)["MSJobShrunk"] and "Running" in world.conditions()
+    world.now += 1000
+    assert not told(world.look()) and "Failed" not in world.conditions(), "it may be Pending for as long as it takes"
+    world.runs("train-worker-1")
+    assert "joins" in told(world.look())["MSJobGrows"] and "replacing" not in world.status
+    assert world.status["restarts"] == 1
+
+
+def test_elastic_training_needs_a_loop_that_has_finished_a_step() -> None:
+    world = World(job(labels=GRACE, annotations={"recover-strategy": "elastic-training"})).start()
+    world.live = Live(phase=Phase.READY, workers={"0": "train-worker-0", "1": "train-worker-1"})
+    world.ends("train-worker-1", 137)
+    assert "Failed" in states(world.look())
+
+
+def test_elastic_training_does_not_wait_for_ever_for_a_world_that_does_not_go_on() -> None:
+    notes = {"recover-strategy": "recover,elastic-training", "wait-reschedule-timeout": "30"}
+    world = World(job(labels=GRACE, annotations=notes)).start()
+    world.live = Live(phase=Phase.HEALING, trains=True, workers={"0": "train-worker-0"})
+    world.ends("train-worker-1", 137)
+    world.look()
+    del world.pods["train-worker-1"]
+    world.now += 31
+    assert "did not run within" in told(world.look())["RescheduleTimeout"]
+
+
 def test_recover_of_covey_run_whose_cluster_is_not_known_starts_everyone_anew() -> None:
     world = covey_run()
     world.ends("train-worker-0", 137)

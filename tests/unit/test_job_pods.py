@@ -36,7 +36,8 @@ def test_the_variables_of_the_original() -> None:
     env = variables(made(job(roles={"Scheduler": 1, "Worker": 4, "PS": 2}), index=3))
     assert (env["MS_SCHED_HOST"], env["MS_SCHED_PORT"], env["MS_ROLE"]) == ("10.0.0.7", "2222", "MS_WORKER")
     assert (env["MS_WORKER_NUM"], env["MS_SERVER_NUM"]) == ("4", "2")
-    assert env["MS_NODE_ID"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert env["MS_NODE_ID"] == env["COVEY_HOST_ID"] == "train-worker-3"
+    assert env["COVEY_HOST_LIFE"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
     scheduler = variables(made(job(), "Scheduler"))
     assert scheduler["MS_SCHED_HOST"] == {"fieldRef": {"fieldPath": "status.podIP"}} and scheduler["MS_ROLE"] == "MS_SCHED"
 
@@ -57,7 +58,16 @@ def test_recovery_files_and_logs_of_different_runs_lie_apart() -> None:
     given = [{"name": "MS_RECOVERY_PATH", "value": "/data/recovery/"}, {"name": "GLOG_log_dir", "value": "/logs"}]
     env = variables(made(with_container(job(), env=given), index=1))
     assert env["MS_RECOVERY_PATH"] == f"/data/recovery/{UID}" and env["GLOG_log_dir"] == "/logs/train-worker-1"
-    assert env["COVEY_JOB"] == f"train-{UID}"
+
+
+def test_what_all_pods_of_a_job_are_told_is_in_one_secret_which_the_users_own_sources_overrule() -> None:
+    asked = with_container(job(), envFrom=[{"configMapRef": {"name": "mine"}}])
+    ours, mine = made(asked)["spec"]["containers"][0]["envFrom"]
+    secret = pods.secret(read(asked), "word", "token", OWNER)
+    assert ours["secretRef"]["name"] == secret["metadata"]["name"] and mine == {"configMapRef": {"name": "mine"}}
+    told = secret["stringData"]
+    assert (told["COVEY_JOB"], told["COVEY_SECRET"], told["COVEY_TOKEN"]) == (f"train-{UID}", "word", "token")
+    assert told["MINDX_TASK_ID"] == UID and "COVEY_TOKEN" not in pods.secret(read(asked), "word", "", OWNER)["stringData"]
 
 
 def test_recovery_brings_its_variables_a_volume_and_a_port() -> None:
@@ -211,7 +221,7 @@ def test_an_ascend_job_is_an_ms_job() -> None:
     assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("2", "3", "10.0.0.7", "2222")
     master = variables(made(converted, "Master"))
     assert master["RANK"] == "0" and master["MASTER_ADDR"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-    assert master["MINDX_TASK_ID"] == UID and "MS_ROLE" not in master
+    assert "MS_ROLE" not in master
     assert "taskd-port" in [port["name"] for port in made(converted)["spec"]["containers"][0]["ports"]]
 
 

@@ -76,6 +76,14 @@ def test_a_leader_that_stops_is_followed_and_believes_no_longer_when_it_wakes() 
     assert not first.candidate.leads(D + 0.2) and first.candidate.token == 0
 
 
+def test_a_token_never_goes_back_though_the_lease_was_removed() -> None:
+    store, _, second = pair()
+    second.settle(D + 0.1)
+    store.cell, store.version = Cell(), 0
+    second.settle(D + 0.2)
+    assert second.candidate.token == 3
+
+
 def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
     store, first, second = pair()
     wish = first.candidate.give_back()

@@ -11,6 +11,46 @@ from covey.store.cells import FileCells
 LONG_S = 60.0
 
 
+class Mute(FileCells):
+    """A store that has stopped answering."""
+
+    mute = False
+
+    async def put(self, key: str, value: bytes, version: int) -> int | None:
+        if self.mute:
+            await asyncio.Event().wait()
+        return await super().put(key, value, version)
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_from_noticing_that_its_time_is_over(tmp_path: Path) -> None:
+    async def check() -> None:
+        cells = Mute(tmp_path)
+        leading = Leading(cells, where="", duration_s=0.2)
+        token = await leading.win()
+        cells.mute = True
+        while leading.leads(token):
+            await asyncio.sleep(0.01)
+        cells.mute = False
+        assert await leading.win() > token
+        await leading.end(0)
+
+    asyncio.run(asyncio.wait_for(check(), 60.0))
+
+
+def test_a_lease_that_is_handed_over_is_not_waited_for(tmp_path: Path) -> None:
+    async def check() -> None:
+        first, second = (Leading(FileCells(tmp_path), where="", duration_s=LONG_S) for _ in range(2))
+        await first.win()
+        waiting = asyncio.create_task(second.win())
+        while not second.where and not second._followed:
+            await asyncio.sleep(0.01)
+        await first.hand_over()
+        assert await waiting == 2 and second.predecessor == first._name
+        await second.end(0)
+
+    asyncio.run(asyncio.wait_for(check(), 30.0))
+
+
 def test_who_lost_the_lease_and_won_it_again_does_not_lead_by_the_token_of_before(tmp_path: Path) -> None:
     async def check() -> None:
         leading = Leading(FileCells(tmp_path), where="", duration_s=LONG_S)

@@ -14,6 +14,7 @@ from covey.core.messages import (
     FromScheduler,
     Goodbye,
     Leave,
+    Pulse,
     Refused,
     Register,
     RegisterAgent,
@@ -294,6 +295,16 @@ def test_with_recovery_it_waits_for_that_no_longer_than_the_node_timeout(linked:
             made.step(LinkLost("connection refused"), now)
         ends += [(now, effect) for effect in effects if isinstance(effect, Finish)]
     assert ends == [(32.0, Finish(0, "left; the scheduler at sched:8118 did not hear it in time"))]
+
+
+def test_a_scheduler_that_is_silent_for_longer_than_it_said_it_would_be_is_left() -> None:
+    made = member(beats=False)
+    made.step(LinkLost("reset"), 0.0)
+    made.step(LinkMade(5.0), 1.0)
+    made.step(Heard(Pulse()), 3.0)
+    assert made.step(Ticked(), 7.9) == []
+    left, lost = made.step(Ticked(), 8.0)
+    assert left == Close() and isinstance(lost, Publish) and "it said nothing for 5 s" in lost.reason
 
 
 def test_who_leaves_while_waiting_does_not_register_again() -> None:

@@ -6,6 +6,7 @@ import shlex
 
 from covey.cli.plan import EVERY, RunPlan
 from covey.settings import rendered, rows
+from covey.wire import address
 
 
 def describe(plan: RunPlan) -> str:
@@ -66,10 +67,12 @@ def _workers(plan: RunPlan) -> list[str]:
 
 
 def _scheduler(plan: RunPlan) -> str:
-    host = f"[{plan.master_host}]" if ":" in plan.master_host else plan.master_host
+    found = address.several(plan.master_host, plan.master_port)
+    at = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port or '(a free port)'}" for host, port in found)
     where = "started here" if plan.alone else "started by the host that has this address"
+    where = "started by the hosts that have these addresses" if "," in plan.master_host else where
     wait = f"waits {rendered(plan.topo_timeout_s)} s for all" if plan.topo_timeout_s > 0 else "waits for ever for all"
-    return f"{host}:{plan.master_port or '(a free port)'}, {where}, {wait}"
+    return f"{at}, {where}, {wait}"
 
 
 def _rest(plan: RunPlan) -> str:

@@ -28,20 +28,30 @@ from covey.store.registry import Entry
 from covey.wire import address
 
 RECOVERIES_SHOWN = 5
+NONE_RUNS = (
+    "no cluster of yours runs on this host, or nobody leads it now: give --master HOST:PORT, or ask again in a moment if it has"
+    " a standby"
+)
 WIDE = 1000  # columns of a pipe
 
 
 def find(master: str) -> Door:
-    """The door of the cluster that is meant: the one named, else this user's only one on this host."""
+    """The door of the cluster that is meant: the one named, else this user's only one on this host, else that of
+    MS_SCHED_HOST."""
     running = registry.running()
+    settings = load(os.environ).settings
+    if not master and not running and settings.sched_host and settings.sched_port:
+        named = address.several(settings.sched_host, settings.sched_port)
+        master = ",".join(address.join(host, port) for host, port in named)
     if master:
-        host, port = address.split(master)
-        if not port:
-            raise UsageError(f"--master {master} has no port: give HOST:PORT")
-        known = next((e for e in running if e.address == address.join(host, port)), None)
-        return door_of(known) if known is not None else _door(Settings(), host, port)
+        named = [address.split(one.strip()) for one in master.split(",")]
+        if not all(port for _, port in named):
+            raise UsageError(f"--master {master} has no port: give HOST:PORT, or several with commas between them")
+        (host, port), *others = named
+        known = next((e for e in running if e.address in {address.join(*one) for one in named}), None)
+        return door_of(known) if known is not None else _door(Settings(), host, port, *others)
     if not running:
-        raise UsageError("no cluster of yours runs on this host: give --master HOST:PORT", ExitCode.UNREACHABLE)
+        raise UsageError(NONE_RUNS, ExitCode.UNREACHABLE)
     if len(running) > 1:
         listed = "\n".join(f"  --master {entry.address}   {entry.job}" for entry in running)
         raise UsageError(f"several clusters of yours run on this host, choose one:\n{listed}")
@@ -55,13 +65,13 @@ def door_of(entry: Entry) -> Door:
     return _door(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
 
 
-def _door(given: Settings, host: str, port: int) -> Door:
+def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> Door:
     settings = load(os.environ).settings
     settings = msgspec.structs.replace(
         settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
     )
     guard = security.find(settings)
-    return Door(host, port, guard.secret, context=guard.client)
+    return Door(host, port, guard.secret, context=guard.client, others=others)
 
 
 def look(door: Door) -> ClusterView:
@@ -73,10 +83,8 @@ def look(door: Door) -> ClusterView:
 def status(master: str, as_json: bool) -> None:
     """One cluster in full; without --master, all of this user's, as far as they answer."""
     running = registry.running()
-    if master or len(running) == 1:
+    if master or len(running) < 2:
         return _print_status(look(find(master)), as_json)
-    if not running:
-        raise UsageError("no cluster of yours runs on this host: give --master HOST:PORT", ExitCode.UNREACHABLE)
     for entry in running:
         try:
             _print_status(look(door_of(entry)), as_json)

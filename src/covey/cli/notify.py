@@ -19,7 +19,7 @@ import msgspec
 from covey.cli.visit import follow_story
 from covey.core.incidents import Outcome
 from covey.core.story import Event
-from covey.errors import PeerError
+from covey.errors import CoveyError
 from covey.node.agent import Outcome as RunOutcome
 from covey.node.log import log
 from covey.node.runtime import Door
@@ -76,7 +76,7 @@ class Notifier:
             self._complain(f"{len(self._waiting)} events were not told: it took too long")
 
     async def _follow(self) -> None:
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(CoveyError):
             async for event in follow_story(self._door, patience_s=math.inf):
                 notice = self._notice(event)
                 if notice is not None:

@@ -39,6 +39,7 @@ from covey.settings import (
     shown,
     whole,
 )
+from covey.wire import address
 
 __all__ = ["OPTIONS", "RunPlan", "describe", "help_text", "parse"]
 
@@ -62,7 +63,13 @@ def _hosts(text: str) -> tuple[int, int]:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    """Host and port; 0 where no port is given. An IPv6 address needs its brackets, or its end could be a port."""
+    """Host and port; 0 where no port is given. An IPv6 address needs its brackets, or its end could be a port. Of several, each
+    with its port, the hosts as MS_SCHED_HOST has them."""
+    if "," in text:
+        found_all = [_endpoint(one.strip()) for one in text.split(",")]
+        if not all(port for _, port in found_all):
+            raise ValueError(text)
+        return ",".join(address.join(host, port) for host, port in found_all), found_all[0][1]
     found = re.fullmatch(r"(\[[^][]*\]|[^][:]+)(?::([0-9]+))?", text)
     if not found:
         raise ValueError(text)
@@ -140,7 +147,10 @@ def _log_name(text: str) -> str:
 PER_HOST = Kind(_per_host, "a number of workers, auto, cpu or gpu is")
 HOSTS = Kind(_hosts, "a number of hosts, or a range such as 2:4, is")
 HOST_RANK = Kind(whole(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is")
-ENDPOINT = Kind(_endpoint, "HOST or HOST:PORT, with a port from 1024 to 65535 and an IPv6 address in brackets, is")
+ENDPOINT = Kind(
+    _endpoint,
+    "HOST or HOST:PORT, with a port from 1024 to 65535 and an IPv6 address in brackets, or several HOST:PORT with commas, is",
+)
 TRUTH = Kind(_truth, "True or False is")
 CORES = Kind(_cores, 'True, False or cores such as {"device0": ["0-10"]} is')
 STREAMS = Kind(_streams, "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or these per local rank such as 0:3,1:2, is")
@@ -202,6 +212,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--tls", "FILE", "tls", "config.json of the certificates", PATH),
         Option("--manage-port", "PORT", "manage_port", "the REST port (default: a free one; 0: none)"),
         Option("--on-event", "COMMAND|URL", "on_event", "gets deaths, recoveries and the end as JSON: docs/events.md", HOOK),
+        Option("--json", "", "as_json", "what covey says and what ranks print as lines of JSON"),
         Option("--no-live", "", "no_live", "plain lines instead of the live table"),
         Option("--dry-run", "", "dry_run", "say what would be started, and start nothing"),
         Option("-h --help", "", "help", "show this"),

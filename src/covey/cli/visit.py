@@ -12,7 +12,7 @@ import msgspec
 from covey.core.messages import Ask, AskStory, Goodbye, Message, Refused, ScaleAsked, Scaling, StopAsked, StoryTold, Told
 from covey.core.story import Event
 from covey.core.view import ClusterView
-from covey.errors import ExitCode, PeerError
+from covey.errors import ExitCode, PeerError, UsageError
 from covey.node.runtime import Door
 from covey.wire.link import Link, connect
 
@@ -27,29 +27,46 @@ class Visit:
     def __init__(self, door: Door) -> None:
         self._door = door
         self._heard: asyncio.Queue[Any] = asyncio.Queue(maxsize=1000)
-        self._open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # who asked may be gone by then
         self._link: Link | None = None
 
     async def __aenter__(self) -> Visit:
-        door = self._door
+        """Where there are several addresses, the one that answers is the leader's: the others listen when they lead."""
+        door, failures = self._door, []
+        for host, port in door.addresses:
+            try:
+                await self._reach(host, port)
+            except PeerError as error:
+                failures.append(str(error))
+            else:
+                return self
+        if len(failures) == 1:
+            raise PeerError(f"{door.name} cannot be asked: {failures[0]}", ExitCode.UNREACHABLE)
+        said = "; ".join(dict.fromkeys(failures))
+        raise PeerError(f"nobody leads at {door.name} now ({said}): ask again in a moment", ExitCode.UNREACHABLE)
+
+    async def _reach(self, host: str, port: int) -> None:
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        opened.add_done_callback(lambda done: done.cancelled() or done.exception())  # who asked may be gone by then
+
+        def open_(link: Link) -> None:
+            if not opened.done():
+                opened.set_result(None)
+
+        def closed(link: Link, reason: str) -> None:
+            error = PeerError(reason, ExitCode.UNREACHABLE)
+            if not opened.done():
+                opened.set_exception(error)
+            elif link is self._link:
+                self._put(error)
+
+        calls = {"on_open": open_, "on_message": lambda _, message: self._put(message), "on_close": closed}
+        self._link = await connect(host, port, self._door.secret, self._door.context, **calls)
         try:
-            self._link = await connect(
-                door.host,
-                door.port,
-                door.secret,
-                door.context,
-                on_open=self._opened,
-                on_message=lambda _, message: self._put(message),
-                on_close=self._closed,
-            )
             async with asyncio.timeout(ANSWER_S):
-                await self._open
+                await opened
         except TimeoutError:
-            raise PeerError(f"{door.name} does not answer: no greeting within {ANSWER_S:g} s", ExitCode.UNREACHABLE) from None
-        except PeerError as error:
-            raise PeerError(f"{door.name} cannot be asked: {error}", ExitCode.UNREACHABLE) from None
-        return self
+            self._link.abort("too late")
+            raise PeerError(f"no greeting within {ANSWER_S:g} s: it is stopped, or nobody leads there now") from None
 
     async def __aexit__(self, *_: object) -> None:
         if self._link is not None:
@@ -76,6 +93,8 @@ class Visit:
                 told = await self._next(None)
             except PeerError:
                 return
+            if isinstance(told, Refused):
+                raise UsageError(told.reason, ExitCode.REFUSED)
             if isinstance(told, Told):
                 yield msgspec.json.decode(told.view, type=ClusterView)
 
@@ -88,6 +107,8 @@ class Visit:
                 told = await self._next(None if asked.follow else ANSWER_S)
             except PeerError:
                 return
+            if isinstance(told, Refused):
+                raise UsageError(told.reason, ExitCode.REFUSED)
             if isinstance(told, StoryTold):
                 yield msgspec.json.decode(told.events, type=list[Event])
             if not asked.follow:
@@ -102,16 +123,6 @@ class Visit:
         if isinstance(message, PeerError):
             raise message
         return message
-
-    def _opened(self, link: Link) -> None:
-        if not self._open.done():
-            self._open.set_result(None)
-
-    def _closed(self, link: Link, reason: str) -> None:
-        error = PeerError(reason, ExitCode.UNREACHABLE)
-        if not self._open.done():
-            self._open.set_exception(error)
-        self._put(error)
 
     def _put(self, message: Any) -> None:
         if self._heard.full():

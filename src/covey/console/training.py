@@ -69,7 +69,7 @@ class Source(api.Source, Protocol):
 
     async def read_log(self, node: str, start: int, find: str) -> LogTold: ...
 
-    def host_gone(self, life: str, reason: str) -> None: ...
+    async def host_gone(self, life: str, reason: str) -> None: ...
 
 
 def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
@@ -120,7 +120,10 @@ def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, s
 
     async def gone(request: Request) -> Response:
         said = replies.gone(await whole_body(request))
-        source.host_gone(said.life, said.reason)
+        try:
+            await source.host_gone(said.life, said.reason)
+        except StoreError as uncertain:
+            return refusal(503, str(uncertain))
         return as_json(Reply("Nobody waits for that host any longer."))
 
     answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs, gone)

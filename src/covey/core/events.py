@@ -27,7 +27,9 @@ class LinkLost(msgspec.Struct, frozen=True):
 
 
 class LinkMade(msgspec.Struct, frozen=True):
-    """A node reached its scheduler and was greeted."""
+    """A node reached its scheduler and was greeted. One that has standbys lets itself be heard at least every `silence_s`."""
+
+    silence_s: float = -1.0
 
 
 class Ticked(msgspec.Struct, frozen=True):

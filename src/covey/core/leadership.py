@@ -51,7 +51,7 @@ class Candidate:
         self._where = where
         self._cluster = cluster
         self._duration_s = duration_s
-        self._outbids = 0  # a token that the journal has seen, though the lease says nothing of it any more
+        self._outbids = 0  # the highest token heard of, also where the lease says nothing of it any more
         self._stood_by = False  # it has seen somebody lead what would end with `over`
         self._knows = False  # what the cell says: not before the first look, nor after a write that may have failed
         self._lives = False  # the holder: its beat was seen to change
@@ -82,11 +82,12 @@ class Candidate:
         if self._knows and self.token:
             return Write(msgspec.structs.replace(self.seen, beat=self.seen.beat + 1))
         if self._knows and self._free(now):
-            return Write(Cell(max(self.seen.token, self._outbids) + 1, self._name, 0, self._where, self._cluster))
+            return Write(Cell(self._outbids + 1, self._name, 0, self._where, self._cluster))
         return Look()
 
     def looked(self, cell: Cell, now: float) -> None:
         self._lives = bool(cell.holder) and cell.holder == self.seen.holder and (self._lives or cell != self.seen)
+        self._outbids = max(self._outbids, cell.token)
         if cell != self.seen or not self._knows:
             self.seen, self._knows, self._same_since = cell, True, now
             self._stood_by |= bool(cell.holder)
@@ -100,6 +101,7 @@ class Candidate:
         if not done:
             return self.failed()
         self.seen, self.token, self._stood_by = cell, cell.token, True
+        self._outbids = max(self._outbids, cell.token)
         self._sure_until = self._began + self._duration_s * BELIEVES
         return None
 

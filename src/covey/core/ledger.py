@@ -61,6 +61,7 @@ class Ledger:
         self._come_by = float("inf")
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
+        self._suspect: Member | None = None  # a place that was not heard when it was last asked
         self._stop: Stop | None = None
         self._untold: set[str] | None = None  # lives that have not heard of the end, for as long as they are waited for
         self._tell_by = float("inf")

@@ -301,7 +301,7 @@ class Lifecycle(Spared):
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
-        self.cluster.asked, self.cluster.gone = kept.asked, kept.gone
+        self.cluster.asked, self.cluster.gone, self.cluster.going = kept.asked, kept.gone, kept.going
         self.cluster.sharing, self.cluster.coming, self.cluster.moved = kept.sharing, kept.coming, kept.moved
         self.cluster.copied, self.cluster.next_server = kept.copied, kept.next_server
         self._come_by = self._now + scaling.ARRIVE_S
@@ -330,11 +330,10 @@ class Lifecycle(Spared):
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
         phase = self.cluster.phase
-        if self._dump is not None or phase not in (Phase.HEALING, Phase.RETURNING):
+        if self._dump is not None or phase not in (Phase.HEALING, Phase.RETURNING) or self._some_suspect():
             return
-        if any(m.state is NodeState.SUSPECT and m.role is not Role.SPARE for m in self.cluster.members.values()):
-            return  # found early while many are missing, so that thousands who come back cost no thousands of looks each
-        dead = [m for m in self.cluster.placed() if m.state is NodeState.DEAD]
+        members = self.cluster.placed()
+        dead = [m for m in members if m.state is NodeState.DEAD]
         if self._replacing and self._grouped and not self._all_resumed():
             return
         if not dead:
@@ -353,6 +352,13 @@ class Lifecycle(Spared):
             return
         self._persist(self.cluster.record())
         self._publish("cluster", str(self.cluster.phase), self.cluster.reason)
+
+    def _some_suspect(self) -> bool:
+        """Whether any place is not heard. One that is not is remembered: looking at all at each return costs N²."""
+        last = self._suspect
+        if last is None or last.state is not NodeState.SUSPECT or self.cluster.at(last.role, last.rank) is not last:
+            self._suspect = next((m for m in reversed(self.cluster.placed()) if m.state is NodeState.SUSPECT), None)
+        return self._suspect is not None
 
     def _server_resumed(self) -> None:
         """A parameter server has its rows back: if no worker is being replaced too, that was all."""

@@ -470,9 +470,11 @@ class HangUp(Message, frozen=True):
 
 
 class Reached(Message, frozen=True):
-    """An agent to its child: the scheduler hears us now; `address` is the one by which this host reached it."""
+    """An agent to its child: the scheduler hears us now; `address` is the one by which this host reached it,
+    `silence_s` how long it is silent at most."""
 
     address: Name
+    silence_s: float = -1.0
 
 
 class Unreached(Message, frozen=True):

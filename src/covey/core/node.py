@@ -65,7 +65,6 @@ class NodeSettings(msgspec.Struct, frozen=True):
     retry_upper_s: float = 5.0
     recovery: bool = False
     beats: bool = True
-    silence_s: float = -1.0  # of the scheduler, after which another one is looked for
 
 
 class NodeMachine:
@@ -85,6 +84,7 @@ class NodeMachine:
         self._deadline = _after(now, settings.topo_timeout_s)
         self._answer_by = NEVER
         self._beat_at = NEVER
+        self._silence_s = -1.0  # of the scheduler, after which another one is looked for: it said so itself
         self._silent_at = NEVER
         self._connect_at = now
         self._was_member = False
@@ -97,7 +97,7 @@ class NodeMachine:
         if self.stage is Stage.OVER:
             return []
         if isinstance(event, LinkMade):
-            out = self._link_made(now)
+            out = self._link_made(event.silence_s, now)
         elif isinstance(event, LinkLost):
             out = self._link_lost(event.reason, now)
         elif isinstance(event, Heard):
@@ -112,9 +112,9 @@ class NodeMachine:
 
     # -- the link ----------------------------------------------------------------------------------------------------
 
-    def _link_made(self, now: float) -> list[NodeEffect]:
-        self._linked = True
-        self._silent_at = _after(now, self._settings.silence_s)
+    def _link_made(self, silence_s: float, now: float) -> list[NodeEffect]:
+        self._linked, self._silence_s = True, silence_s
+        self._silent_at = _after(now, self._silence_s)
         if self.stage is not Stage.LEAVING:
             self.stage = Stage.REGISTERING
         return self._register(now)
@@ -152,7 +152,7 @@ class NodeMachine:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _heard(self, message: FromScheduler, now: float) -> list[NodeEffect]:
-        self._silent_at = _after(now, self._settings.silence_s)
+        self._silent_at = _after(now, self._silence_s)
         if isinstance(message, Pulse):
             return []
         if self.stage is Stage.LEAVING and isinstance(message, Goodbye | Stop | Refused):
@@ -224,7 +224,7 @@ class NodeMachine:
             waited = f"no answer within {self._settings.receive_timeout_s:g} s (MS_RECEIVE_MSG_TIMEOUT)"
             return [Close(), *self._link_lost(waited, now)]
         if now >= self._silent_at:
-            return [Close(), *self._link_lost(f"it said nothing for {self._settings.silence_s:g} s (COVEY_LEASE_TIME)", now)]
+            return [Close(), *self._link_lost(f"it said nothing for {self._silence_s:g} s (COVEY_LEASE_TIME)", now)]
         if now >= self._connect_at:
             if self._linked:
                 return self._register(now)

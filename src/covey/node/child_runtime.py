@@ -63,7 +63,7 @@ class ChildRuntime(NodeRuntime):
             self._reached = True
             if not self._fixed_address:
                 self.address = message.address
-            self._do(LinkMade())
+            self._do(LinkMade(message.silence_s))
         elif isinstance(message, Unreached):
             self._reached = False
             self._do(LinkLost(message.reason))

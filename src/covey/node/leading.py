@@ -20,7 +20,9 @@ from covey.store.cells import Cells, FileCells
 from covey.store.registry import process_started
 
 KEY: Final = "lease"
+ANSWERS: Final = 4  # of the store that fit into a duration: a leader can miss one and still renew in time
 LOOK_S: Final = 0.1  # how often a file is looked at: cheap, and its holder's death shows at once
+LOOK_AWAY_S: Final = 1.0  # at most, for any other store: a lease that was given back is found soon
 
 
 class Over(Exception):
@@ -40,6 +42,7 @@ class Leading:
         self._cells = cells
         self._name = f"{host.identity()}/{os.getpid()}/{process_started(os.getpid())}/{secrets.token_hex(4)}"
         self._candidate = Candidate(self._name, where, cluster=cluster, duration_s=duration_s, now=time.monotonic())
+        self._answer_s = duration_s / ANSWERS
         self._version = 0
         self._followed = ""  # whom this one has seen lead
         self._complaint = ""
@@ -89,31 +92,40 @@ class Leading:
 
     async def end(self, code: int) -> None:
         """The cluster has ended with this code, for all who stand by too."""
+        await self._give_back(over=True, code=code)
+
+    async def hand_over(self) -> None:
+        """This process goes, and another may lead at once."""
+        await self._give_back()
+
+    async def _give_back(self, **last: bool | int) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         wish = self._candidate.give_back()
         if wish is not None:
-            with contextlib.suppress(StoreError):  # then it runs out by itself
-                await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, over=True, code=code)), self._version)
+            with contextlib.suppress(StoreError, TimeoutError):  # then it runs out by itself
+                async with asyncio.timeout(self._answer_s):
+                    await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, **last)), self._version)
         await self._cells.close()
 
     async def _keep(self) -> None:
         while True:
             wish = self._candidate.next(time.monotonic())
             try:
-                if isinstance(wish, Look):
-                    await self._look()
-                else:
-                    await self._write(wish)
+                async with asyncio.timeout(self._answer_s):
+                    await (self._look() if isinstance(wish, Look) else self._write(wish))
                 self._complaint = ""
+            except TimeoutError:
+                self._candidate.failed()
+                self._complain(f"the store of the lease does not answer within {self._answer_s:g} s")
             except StoreError as error:
                 self._candidate.failed()
                 self._complain(str(error))
             self._turned.set()
             wait = self._candidate.due - time.monotonic()
-            if isinstance(self._cells, FileCells) and not self._candidate.token:
-                wait = min(wait, LOOK_S)
+            if not self._candidate.token:
+                wait = min(wait, LOOK_S if isinstance(self._cells, FileCells) else LOOK_AWAY_S)
             await asyncio.sleep(max(0.0, wait))
 
     async def _look(self) -> None:

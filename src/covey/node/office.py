@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import os
 import secrets
 import signal
@@ -25,7 +26,7 @@ from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import security
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
-from covey.node.scheduler import RETRY_DISK_S, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
+from covey.node.scheduler import RETRY_DISK_S, HandedOver, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
 from covey.settings import Loaded, Settings, rows, serving_said
 from covey.store import registry
@@ -35,7 +36,6 @@ from covey.store.shared_journal import SharedJournal, open_shared
 from covey.wire import address
 
 PORT_S = 10.0  # the kernel has to let go of a port whose holder was killed
-PULSES = 4  # in the time after which a leader is replaced
 REPLACEMENTS_MAX = 32767  # per host, as the seeds' max_restarts
 
 
@@ -63,7 +63,7 @@ class Office:
         given = settings.recovery_path if settings.recovery or settings.lease else ""
         self._folder = kept.journal if kept is not None else given
         self._cluster_id = uuid.uuid4().hex[:12]
-        self._token = settings.token or secrets.token_urlsafe(24)
+        self._token = settings.token
 
     async def serve(self) -> int:
         """The only scheduler of its cluster."""
@@ -91,6 +91,9 @@ class Office:
                 end = await self._lead(cells, leading, manage, token)
             except SteppedDown as error:
                 log.warning("%s: this scheduler leads no longer, and stands by", error)
+            except HandedOver as asked:
+                await leading.hand_over()
+                return asked.code
             except Over as over:
                 log.info("the cluster has ended: this scheduler need not stand by any more")
                 return over.code
@@ -108,7 +111,7 @@ class Office:
             raise SteppedDown(str(error)) from None
         try:
             leads = functools.partial(leading.leads, token)
-            return await self._run(sockets, journal, Term(token, leads, self._settings.lease_s / PULSES))
+            return await self._run(sockets, journal, Term(token, leads, self._settings.lease_s))
         finally:
             journal.close()
             for sock in (*sockets.cluster, *sockets.manage, *(found if self._sockets is None else ())):
@@ -194,6 +197,7 @@ class Office:
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
         guard = security.find(settings, listens_at=address.split(sockets.address)[0])
+        self._token = self._token or _rest_token(guard.secret)
         place = Place(
             address=sockets.address,
             host=socket.gethostname(),
@@ -287,6 +291,11 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
         last_call_s=settings.last_call_s,
         shrink_after_s=settings.shrink_after_s,
     )
+
+
+def _rest_token(secret: str) -> str:
+    """The REST port's, the same for all schedulers of a cluster where they share a secret, which it does not tell."""
+    return hmac.digest(secret.encode(), b"covey REST", "sha256").hex()[:32] if secret else secrets.token_urlsafe(24)
 
 
 def _signals() -> tuple[signal.Signals, ...]:

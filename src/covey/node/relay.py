@@ -55,6 +55,7 @@ class Upstream(Protocol):
     """What the relay needs of the agent's own membership."""
 
     address: str
+    silence_s: float
 
     @property
     def vacant(self) -> bool: ...
@@ -126,7 +127,7 @@ class Relay:
         """The scheduler is reached, and the agent has registered."""
         self._up, self._reached, self._last = up, True, 0
         for caller in self._callers.values():
-            caller.link.send(Reached(up.address))
+            caller.link.send(Reached(up.address, up.silence_s))
 
     def lost(self, reason: str) -> None:
         self._trouble = reason
@@ -162,7 +163,9 @@ class Relay:
         if len(self._callers) >= RELAYED_MAX:
             return link.abort(f"{RELAYED_MAX} connections are open here")
         self._callers[link] = Caller(link)
-        return link.send(Reached(self._up.address) if self._up is not None and self._reached else Unreached(self._trouble))
+        if self._up is None or not self._reached:
+            return link.send(Unreached(self._trouble))
+        return link.send(Reached(self._up.address, self._up.silence_s))
 
     def _said(self, link: Link, message: FromChild | Confirm) -> None:
         caller = self._callers.get(link)

@@ -61,7 +61,6 @@ def node_settings(settings: Settings, door: Door) -> NodeSettings:
         retry_upper_s=min(settings.retry_upper_s, often),
         recovery=settings.recovery or settings.stands_by,
         beats=not settings.disable_heartbeat,
-        silence_s=settings.lease_s if settings.stands_by else -1.0,
     )
 
 
@@ -88,6 +87,7 @@ class NodeRuntime:
         self._beat = beat
         self._relay = relay
         self._link: Link | None = None
+        self.silence_s = -1.0  # of the scheduler, at most, as it said itself
         self.vacant = False  # the last call was answered: nobody listens there
         self._answered_at = self._loop.time()  # when the scheduler, or its host, last let this node hear anything
         self._timer: asyncio.TimerHandle | None = None
@@ -195,12 +195,12 @@ class NodeRuntime:
     def _opened(self, link: Link) -> None:
         if link.token < self._token:
             return link.abort(f"it leads by token {link.token}, and another by {self._token} has been heard of")
-        self._token = link.token
+        self._token, self.silence_s = link.token, link.silence_s
         self._link = link
         self.vacant = False
         if not self._fixed_address:
             self.address = link.local_address()
-        self._do(LinkMade())
+        self._do(LinkMade(self.silence_s))
         if self._relay is not None:
             self._relay.made(self)
         return None

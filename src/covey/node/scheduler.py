@@ -65,6 +65,8 @@ WAITING_EFFECTS_MAX: Final = 1_000_000
 FOLLOWERS_MAX: Final = 64
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
+TOO_LATE: Final = "the lease could not be renewed in time"
+PULSES: Final = 4  # in the silence after which nodes look for another leader
 LOGS_MAX: Final = 32  # questions about logs at once
 LOG_S: Final = 10.0
 COMMIT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
@@ -82,11 +84,19 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Term(msgspec.Struct, frozen=True):
-    """How long this scheduler leads, where there are standbys. `pulse_s`: how often nodes hear that it is there."""
+    """How long this scheduler leads, where there are standbys: then nodes hear that it is there within `silence_s`."""
 
     token: int = 0
     leads: Callable[[], bool] = lambda: True
-    pulse_s: float = 0.0
+    silence_s: float = -1.0
+
+
+class HandedOver(Exception):
+    """This scheduler was asked to go, and ends with `code`; its cluster goes on, led by another."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
 
 
 class SteppedDown(Exception):
@@ -145,7 +155,8 @@ class Scheduler:
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
-        listener = Listener(sockets, self._secret, self._context, token=self._term.token, **calls)
+        token, silence_s = self._term.token, self._term.silence_s
+        listener = Listener(sockets, self._secret, self._context, token=token, silence_s=silence_s, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
         try:
@@ -160,6 +171,12 @@ class Scheduler:
             for link in list(self._lines.links.values()):
                 link.abort("the scheduler ended")
         return end
+
+    def go(self, code: int) -> None:
+        """End this process, and nothing else."""
+        if not self._term.token:
+            exit_now(code)
+        self._fail(HandedOver(code))
 
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
@@ -206,17 +223,17 @@ class Scheduler:
         if turn is None:
             return
         await asyncio.wait({turn}, timeout=COMMIT_S)
-        assert self._ended is not None
         if not turn.done():
             raise StoreError(
                 f"it is decided, but cannot be written down yet, and may be lost: {self._stuck or 'the store is slow'}"
             )
-        if turn.cancelled() or (self._ended.done() and self._ended.exception() is not None):
+        if turn.cancelled() or not self._acts:
             raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
 
-    def host_gone(self, life: str, reason: str) -> None:
-        """A life of a host is over: nobody of it is waited for, or let in again."""
+    async def host_gone(self, life: str, reason: str) -> None:
+        """A life of a host is over: nobody of it is waited for, or let in again. Raises `StoreError` where that may be lost."""
         self._step(HostGone(life, reason))
+        await self._committed()
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
@@ -264,7 +281,9 @@ class Scheduler:
         self._lines.open(link)
 
     def _heard(self, link: Link, message: Any) -> None:
-        if isinstance(message, Ask):
+        if not self._term.leads():  # it was stopped, and wakes up with this: even a look at it would be old
+            self._fail(SteppedDown(TOO_LATE))
+        elif isinstance(message, Ask):
             self._show(link, message)
         elif isinstance(message, AskStory):
             self._teller.answer(link, message)
@@ -298,14 +317,16 @@ class Scheduler:
 
     def _pulse(self) -> None:
         if not self._term.leads():
-            self._fail(SteppedDown("the lease could not be renewed in time"))
-        elif self._term.pulse_s and time.monotonic() - self._pulsed_at >= self._term.pulse_s:
+            self._fail(SteppedDown(TOO_LATE))
+        elif self._term.token and time.monotonic() - self._pulsed_at >= self._term.silence_s / PULSES:
             self._pulsed_at = time.monotonic()
             for number in self.machine.heard_by():
                 if number in self._lines.links:  # an agent tells its children
                     self._lines.links[number].send(Pulse())
 
     def _step(self, event: SchedulerEvent) -> None:
+        if not self._acts:
+            return
         loop = asyncio.get_running_loop()
         try:
             self._wishes.extend(self.machine.step(event, loop.time()))
@@ -316,6 +337,12 @@ class Scheduler:
             self._fail(StoreError("the disk has refused for too long: more wishes wait for it than can be kept"))
         if self._wishes and self._turn is None:
             self._turn = loop.create_task(self._take_turns())
+
+    @property
+    def _acts(self) -> bool:
+        """Not once it was asked to go, or failed: the links it then closes itself are nobody's death."""
+        ended = self._ended
+        return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
 
     def _fail(self, error: Exception) -> None:
         assert self._ended is not None
@@ -369,7 +396,7 @@ class Scheduler:
 
     def _check_leads(self) -> None:
         if not self._term.leads():
-            raise SteppedDown("the lease could not be renewed in time")
+            raise SteppedDown(TOO_LATE)
 
     def _tell_news(self) -> None:
         """What people must not miss is told at once, the rest at the next tick."""
@@ -420,9 +447,12 @@ class Scheduler:
     # -- visitors and strangers --------------------------------------------------------------------------------------
 
     def _show(self, link: Link, ask: Ask) -> None:
+        if ask.follow and len(self._followers) >= FOLLOWERS_MAX:
+            link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
+            return
         view = msgspec.json.encode(self.view())
         link.send(Told(view))
-        if ask.follow and len(self._followers) < FOLLOWERS_MAX:
+        if ask.follow:
             self._followers[link.id] = view
 
     def _tell_followers(self) -> None:
@@ -459,5 +489,5 @@ def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
     name = signal.Signals(number).name
     if number == signal.SIGTERM and comes_back and scheduler.machine.cluster.phase is not Phase.ENDED:
         log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
-        exit_now(128 + number)
-    scheduler.stop(f"the scheduler received {name}")
+        return scheduler.go(128 + number)
+    return scheduler.stop(f"the scheduler received {name}")

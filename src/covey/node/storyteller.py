@@ -6,7 +6,7 @@ import msgspec
 
 from covey.clock import wall
 from covey.core.effects import Publish
-from covey.core.messages import AskStory, StoryTold
+from covey.core.messages import AskStory, Refused, StoryTold
 from covey.core.story import Event, Story
 from covey.node.log import tell
 from covey.wire.link import Link
@@ -32,8 +32,11 @@ class Storyteller:
 
     def answer(self, link: Link, asked: AskStory) -> None:
         """Tell what is known; and from now on the rest."""
+        if asked.follow and len(self._listeners) >= LISTENERS_MAX:
+            link.send(Refused(f"{LISTENERS_MAX} others follow this story already: end one of them, or ask without following"))
+            return
         self._tell(link, asked, even_nothing=True)
-        if asked.follow and len(self._listeners) < LISTENERS_MAX:
+        if asked.follow:
             self._heard(link, asked)
 
     def tell_on(self) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
 import msgspec
+import yaml
 from lightkube.config.client_adapter import user_auth, verify_cluster
 from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
@@ -28,8 +30,10 @@ PAGE = 500
 TIMEOUT_S = 20.0
 WATCH_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
 SILENCE_S = 75.0  # a longer silence is a dead connection
-CONNECTIONS = 24
+CONNECTIONS = 8  # requests at once: more of them cost the server more and bring nothing sooner
 UNAUTHORIZED = 401
+WHY_MAX = 200  # characters of another library's complaint
+BRIEF = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"}
 
 
 class Kind(NamedTuple):
@@ -119,12 +123,17 @@ class Api:
     async def get(self, kind: Kind, namespace: str, name: str, sub: str = "") -> Thing:
         return await self._ask("GET", kind.path(namespace, name, sub))
 
-    async def create(self, kind: Kind, namespace: str, thing: Mapping[str, Any], name: str = "", sub: str = "") -> Thing:
-        return await self._ask("POST", kind.path(namespace, name, sub), body=thing)
+    async def create(
+        self, kind: Kind, namespace: str, thing: Mapping[str, Any], name: str = "", sub: str = "", *, brief: bool = False
+    ) -> Thing:
+        """`brief`: the answer has the object's metadata only, which costs the server and us less."""
+        return await self._ask("POST", kind.path(namespace, name, sub), body=thing, brief=brief)
 
-    async def replace(self, kind: Kind, namespace: str, thing: Mapping[str, Any], sub: str = "") -> Thing:
+    async def replace(
+        self, kind: Kind, namespace: str, thing: Mapping[str, Any], sub: str = "", *, brief: bool = False
+    ) -> Thing:
         """Put an object in the place of the version it names; another writer in between is code 409."""
-        return await self._ask("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing)
+        return await self._ask("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing, brief=brief)
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> Thing:
         """A merge patch."""
@@ -195,9 +204,10 @@ class Api:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
         query: Mapping[str, str] | None = None,
+        brief: bool = False,
     ) -> Thing:
         data = msgspec.json.encode(body) if body is not None else None
-        extra = {"Content-Type": content} if data is not None else {}
+        extra = {**({"Content-Type": content} if data is not None else {}), **(BRIEF if brief else {})}
         try:
             async with self._turn:
                 answer = await self._http.ask(method, path, query, {**await self._identity.headers(), **extra}, data)
@@ -234,6 +244,8 @@ def _refusal(code: int, content: bytes, what: str) -> ApiError:
         reason, message = str(status.get("reason", "")), str(status.get("message", ""))
     except (msgspec.DecodeError, AttributeError):
         reason, message = "", content[:200].decode(errors="replace")
+    if code == UNAUTHORIZED:
+        message = "the API server does not accept the kubeconfig's user (its token or certificate may have run out)"
     return ApiError(code, reason, f"{message} ({what}: {code} {reason})")
 
 
@@ -241,9 +253,16 @@ def connect(kubeconfig: str = "", context: str = "") -> Api:
     """The API server that a file, the service account of this pod, $KUBECONFIG or ~/.kube/config names."""
     try:
         found = KubeConfig.from_file(Path(kubeconfig)) if kubeconfig else KubeConfig.from_env()
+        if context and context not in found.contexts:
+            known = ", ".join(sorted(found.contexts)) or "none"
+            raise UsageError(f"the kubeconfig has no context {context}: --context may be {known}")
         single = found.get(context_name=context or None)
-    except (ConfigError, OSError) as error:
+        if single is None or single.user is None:
+            raise UsageError("the kubeconfig names no current context with a user: kubectl config use-context NAME sets one")
+        return Api(single)
+    except (ConfigError, FileNotFoundError) as error:
         raise UsageError(f"no Kubernetes cluster is known: {error}; set KUBECONFIG or give --kubeconfig FILE") from None
-    if single is None or single.user is None:
-        raise UsageError("the kubeconfig names no current context with a user: kubectl config use-context NAME sets one")
-    return Api(single)
+    except (OSError, yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError) as error:
+        where = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        why = " ".join(str(error).split())[:WHY_MAX]
+        raise UsageError(f"the kubeconfig {where} cannot be read as one: {type(error).__name__}: {why}") from None

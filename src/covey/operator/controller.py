@@ -47,28 +47,41 @@ from covey.operator.reflector import Index, Key, Reflector
 CONFLICT = 409
 MISSING = 404
 EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
+EVENTS_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
 AT_ONCE = 16  # actions of one kind of one job
 SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
 
-class Caches:
-    """What the operator sees of the world. `nodes` and `groups` None: not looked at."""
+class Owned:
+    """The pods and services of jobs of every kind, watched once."""
 
-    def __init__(self, jobs: Reflector, pods: Reflector, services: Reflector) -> None:
-        self.jobs = jobs
+    def __init__(self, pods: Reflector, services: Reflector) -> None:
         self.pods = pods
         self.services = services
-        self.nodes: Reflector | None = None
-        self.groups: Reflector | None = None
         self.pods_of = Index(_job_of)
         self.services_of = Index(_job_of)
         self.pods_on = Index(lambda pod: pod["spec"].get("nodeName"))
+        pods.listeners.append(self._note)
+        services.listeners.append(self.services_of.note)
 
     def made(self, pod: Thing) -> None:
         """A pod of our own making: nobody need be woken for it."""
         self.pods.put(pod, tell=False)
+        self._note(pod)
+
+    def _note(self, pod: Thing) -> None:
         self.pods_of.note(pod)
         self.pods_on.note(pod)
+
+
+class Caches:
+    """What the operator sees of the world for one kind of job. `nodes` and `groups` None: not looked at."""
+
+    def __init__(self, jobs: Reflector, owned: Owned) -> None:
+        self.jobs = jobs
+        self.owned = owned
+        self.nodes: Reflector | None = None
+        self.groups: Reflector | None = None
 
 
 def _job_of(thing: Thing) -> Key:
@@ -107,7 +120,8 @@ class Controller:
         self._convert = convert
         self._gang = gang_scheduler
         self._clock = clock
-        self._events: asyncio.Queue[Thing] = asyncio.Queue(EVENTS_MAX)
+        self.on_tell: Callable[[Thing, Tell], None] = lambda thing, tell: None
+        self._events: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
 
     async def run(self, workers: int) -> None:
         """For ever, with so many jobs at once."""
@@ -165,8 +179,8 @@ class Controller:
     def _observe(self, key: Key, job: Thing) -> Observed:
         caches = self._caches
         return Observed(
-            pods=caches.pods_of.of(key, caches.pods),
-            services=caches.services_of.of(key, caches.services),
+            pods=caches.owned.pods_of.of(key, caches.owned.pods),
+            services=caches.owned.services_of.of(key, caches.owned.services),
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
             gang=bool(self._gang),
             pod_group=caches.groups.get(key) if caches.groups is not None else None,
@@ -187,7 +201,7 @@ class Controller:
         except Invalid:
             return None
         first = _first(job)
-        pod = self._caches.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
+        pod = self._caches.owned.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
         address, port = ((pod or {}).get("status") or {}).get("podIP"), pods.manage_port_of(job, first)
         if pod is None or not address or not port or pod["status"].get("phase") != "Running" or owner(pod) != job.uid:
             return None
@@ -196,7 +210,8 @@ class Controller:
     async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
         body = {**thing, "status": status}
         namespace = thing["metadata"]["namespace"]
-        written = await self._api.replace(self._kind, namespace, body, "status")
+        answer = await self._api.replace(self._kind, namespace, body, "status", brief=True)
+        written = {**body, "metadata": answer["metadata"]}
         self._caches.jobs.put(written)
         return written
 
@@ -234,12 +249,12 @@ class Controller:
         api = self._api
         if isinstance(action, CreatePod):
             body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
-            await self._create(POD, self._caches.made, body, job)
+            await self._create(POD, self._caches.owned.made, body, job, brief=True)
         elif isinstance(action, CreateService):
-            await self._create(SERVICE, self._caches.services.put, pods.service(job, action.role, owner), job)
+            await self._create(SERVICE, self._caches.owned.services.put, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
             secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
-            await self._unless(CONFLICT, api.create(SECRET, namespace, secret))
+            await self._unless(CONFLICT, api.create(SECRET, namespace, secret, brief=True))
         elif isinstance(action, CreateGang):
             await self._unless(CONFLICT, api.create(POD_GROUP, namespace, pods.gang(job, action, owner)))
         elif isinstance(action, DeletePod):
@@ -294,10 +309,14 @@ class Controller:
             if error.code != CONFLICT:
                 raise
 
-    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job) -> None:
-        """Create; what is there already, because the reply to an earlier try was lost, is looked at."""
+    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job, *, brief: bool = False) -> None:
+        """Create; what is there already, because the reply to an earlier try was lost, is looked at.
+
+        `brief`: of what the server adds, its metadata is all that is known until the watch tells the rest.
+        """
         try:
-            made = await self._api.create(kind, job.namespace, body)
+            made = await self._api.create(kind, job.namespace, body, brief=brief)
+            made = {**body, "metadata": made["metadata"]} if brief else made
         except ApiError as error:
             if error.code != CONFLICT:
                 raise
@@ -309,7 +328,7 @@ class Controller:
         know(made)
 
     def _address(self, job: Job) -> str:
-        service = self._caches.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
+        service = self._caches.owned.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt(self, thing: Thing, action: Adopt) -> None:
@@ -318,7 +337,7 @@ class Controller:
         fresh = await self._api.get(self._kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
             return
-        kind, cache = (POD, self._caches.pods) if action.kind == "Pod" else (SERVICE, self._caches.services)
+        kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)
         patch = {"metadata": {"uid": action.uid, "ownerReferences": [pods.owner_of(thing)]}}
         cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))
 
@@ -326,6 +345,7 @@ class Controller:
 
     def _tell(self, thing: Thing, tell: Tell) -> None:
         """Events are written on the side: a job does not wait for them."""
+        self.on_tell(thing, tell)
         metadata = thing["metadata"]
         words = "\n".join([metadata["uid"], tell.reason, tell.message])
         now = stamp(self._clock())
@@ -352,13 +372,14 @@ class Controller:
             "source": {"component": "covey-operator"},
         }
         try:
-            self._events.put_nowait(event)
+            self._events.put_nowait((asyncio.get_running_loop().time() + EVENTS_S, event))
         except asyncio.QueueFull:
             log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
 
     async def _record(self) -> None:
         while True:
-            event = await self._events.get()
+            by, event = await self._events.get()
+            await self.queue.quiet(by)
             try:
                 await self._write_event(event)
             except ApiError as error:
@@ -367,7 +388,7 @@ class Controller:
     async def _write_event(self, event: Thing) -> None:
         namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
         try:
-            await self._api.create(EVENT, namespace, event)
+            await self._api.create(EVENT, namespace, event, brief=True)
         except ApiError as error:
             if error.code != CONFLICT:
                 raise

@@ -116,6 +116,12 @@ class _Connection(asyncio.Protocol):
             self.transport.resume_reading()
             await self._wait()
 
+    def drop(self) -> None:
+        """Let go of it. Bytes that still come in are not read: uvloop would complain that nobody is there for them."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self.transport.abort()
+
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
@@ -192,8 +198,7 @@ class Http:
 
     def close(self) -> None:
         for connection in self._idle:
-            if connection.transport is not None:
-                connection.transport.abort()
+            connection.drop()
         self._idle.clear()
 
     async def _connection(self) -> _Connection:
@@ -210,15 +215,15 @@ class Http:
         if connection.keep and len(self._idle) < IDLE_MAX:
             connection.idle = True
             self._idle.append(connection)
-        elif connection.transport is not None:
-            connection.transport.abort()
+        else:
+            connection.drop()
 
     def _head(
         self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str], body: bytes | None
     ) -> bytes:
         target = f"{self._base}{path}" + (f"?{urlencode(query)}" if query else "")
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {self._name}", "Accept: application/json"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines = [f"{method} {target} HTTP/1.1", f"Host: {self._name}"]
+        lines += [f"{name}: {value}" for name, value in ({"Accept": "application/json"} | dict(headers)).items()]
         if body is not None:
             lines.append(f"Content-Length: {len(body)}")
         return "\r\n".join([*lines, "", ""]).encode() + (body or b"")

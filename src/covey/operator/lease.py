@@ -122,7 +122,7 @@ class Lease:
     def _complain(self, sentence: str) -> None:
         """Once, however often it is tried."""
         if sentence != self._complaint:
-            log.warning("%s", sentence)
+            log.warning("%s; it is tried again", sentence)
         self._complaint = sentence
 
     async def _give_back(self) -> None:

@@ -37,7 +37,7 @@ def rules(*, cluster: bool) -> list[Thing]:
         rule([""], ["services"], "get list watch create patch delete"),
         rule([""], ["secrets"], "create"),
         rule([""], ["events"], "get create patch"),
-        rule(["scheduling.volcano.sh"], ["podgroups"], "get list watch create delete"),
+        rule(["scheduling.volcano.sh"], ["podgroups"], "list watch create delete"),
     ]
     if cluster:
         found.append(rule([""], ["nodes"], "list watch"))

@@ -19,8 +19,6 @@ Thing = dict[str, Any]
 TASKD_PORT = 9601
 RECOVERY_VOLUME = "covey-recovery"
 RECOVERY_PATH = "/var/lib/covey/recovery"
-SECRET_KEY = "secret"
-TOKEN_KEY = "token"
 MANAGE_VARIABLE = "MS_SCHED_MANAGE_PORT"
 MANAGE_PORT = 11202
 ROLE_WORDS = {Duty.SCHEDULER: "MS_SCHED", Duty.SERVER: "MS_PSERVER", Duty.WORKER: "MS_WORKER"}
@@ -71,12 +69,14 @@ def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
 
 
 def secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> Thing:
-    """What lets the job's processes into its cluster, and the operator (`token`) into what its scheduler tells."""
+    """What every process of the job is told: which job it is, what lets it in, and the operator (`token`) into what its
+    scheduler tells. One reference to it in each pod, because the server's work for a pod goes by the number of its fields."""
+    told = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": metadata(job, f"{job.name}-join", owner, labels=labels(job)),
-        "stringData": {SECRET_KEY: value, **({TOKEN_KEY: token} if token else {})},
+        "stringData": {**told, **({"COVEY_TOKEN": token} if token else {})},
     }
 
 
@@ -152,7 +152,8 @@ def _inject(job: Job, role: Role, action: CreatePod, main: Thing, spec: Thing, n
     for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (given.get(variable) or {}).get("value"):
             given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
-    new = {**_identity(job), **_cluster(job, role, action, address), **_recovery(job, role)}
+    main["envFrom"] = [{"secretRef": {"name": f"{job.name}-join"}}, *(main.get("envFrom") or [])]
+    new = {**_identity(name), **_cluster(job, role, action, name, address), **_recovery(job, role)}
     if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
         new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
         main.setdefault("volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
@@ -168,21 +169,12 @@ def _field(path: str) -> Thing:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _identity(job: Job) -> Thing:
-    """Who a process is, and what lets it in."""
-    reference = {"name": f"{job.name}-join", "key": SECRET_KEY}
-    return {
-        "POD_IP": _field("status.podIP"),
-        "COVEY_HOST_ID": _field("metadata.name"),
-        "COVEY_HOST_LIFE": _field("metadata.uid"),
-        "COVEY_JOB": f"{job.name}-{job.uid}",
-        "COVEY_SECRET": {"valueFrom": {"secretKeyRef": reference}},
-        "COVEY_TOKEN": {"valueFrom": {"secretKeyRef": {**reference, "key": TOKEN_KEY, "optional": True}}},
-        "MINDX_TASK_ID": job.uid,
-    }
+def _identity(name: str) -> Thing:
+    """Which pod a process is in."""
+    return {"POD_IP": _field("status.podIP"), "COVEY_HOST_ID": name, "COVEY_HOST_LIFE": _field("metadata.uid")}
 
 
-def _cluster(job: Job, role: Role, action: CreatePod, address: str) -> Thing:
+def _cluster(job: Job, role: Role, action: CreatePod, name: str, address: str) -> Thing:
     """Where the others are. A single worker without a Scheduler is a world of one, and is told nothing."""
     if not address:
         return {}
@@ -197,7 +189,7 @@ def _cluster(job: Job, role: Role, action: CreatePod, address: str) -> Thing:
     found: Thing = {
         "MS_SCHED_HOST": host,
         "MS_SCHED_PORT": port,
-        "MS_NODE_ID": _field("metadata.name"),
+        "MS_NODE_ID": name,
         "MS_SERVER_NUM": servers,
         "MS_WORKER_NUM": workers * job.processes,
     }
@@ -228,7 +220,7 @@ def _recovery(job: Job, role: Role) -> Thing:
         return {}
     tft = dict.fromkeys(word for strategy in strategies for word in TFT.get(strategy, ()))
     found: Thing = {
-        "COVEY_STRATEGY": ",".join(strategy for strategy in strategies if strategy != "elastic-training"),
+        "COVEY_STRATEGY": ",".join(strategies),
         "PROCESS_RECOVER": "on",
         "ELASTIC_PROCESS_RECOVER_ENABLE": "1",
         "MINDIO_FOR_MINDSPORE": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -22,6 +23,8 @@ class Queue(Generic[K]):
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
         self._some = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -32,6 +35,7 @@ class Queue(Generic[K]):
         else:
             self._waiting[key] = None
             self._some.set()
+            self._quiet.clear()
 
     def add_after(self, key: K, delay_s: float) -> None:
         """At the latest then; an earlier timer of the same name stays."""
@@ -76,6 +80,14 @@ class Queue(Generic[K]):
         if key in self._again:
             self._again.discard(key)
             self.add(key)
+        if not self._busy and not self._waiting:
+            self._quiet.set()
+
+    async def quiet(self, by: float) -> None:
+        """Until nobody has a turn or waits for one, but no longer than to that time of the loop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(by):
+                await self._quiet.wait()
 
     def _ring(self, key: K) -> None:
         self._timers.pop(key, None)

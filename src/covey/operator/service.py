@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from covey.core.effects import Level, Publish
 from covey.core.job import ascend
+from covey.core.job.actions import Tell
 from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
+from covey.core.story import Story
 from covey.node.log import log
 from covey.operator import clusters
 from covey.operator import lease as leases
 from covey.operator import metrics as numbers
-from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Thing
-from covey.operator.controller import Caches, Controller
-from covey.operator.reflector import Reflector, key_of, slim
+from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.controller import Caches, Controller, Owned
+from covey.operator.reflector import Reflector, key_of
 
 WORKERS = 16
 SELECTOR = f"{OPERATOR_LABEL}={OPERATOR}"
@@ -77,8 +83,19 @@ class Operator:
         self.metrics = numbers.Metrics()
         self.port = 0
         self.leading = asyncio.Event()
+        self.story = Story()  # what was told of jobs, of late
+        self._kinds: list[Reflector] = []  # of jobs
         self._ready = False
         self._key = b""
+
+    def jobs(self) -> list[Thing]:
+        """All jobs as the API server has them; none while another replica acts."""
+        return [thing for kind in self._kinds for thing in kind]
+
+    def _note(self, thing: Thing, tell: Tell) -> None:
+        name = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
+        level = Level.WARNING if tell.kind == "Warning" else Level.NOTE
+        self.story.add(Publish(name, tell.reason, tell.message, level), time.time())
 
     async def run(self) -> None:
         server = None
@@ -105,8 +122,12 @@ class Operator:
         self._key = await clusters.find_key(self.api, self.options.lease_namespace)
         async with asyncio.TaskGroup() as group:
             nodes = await self._nodes(group)
+            watched = partial(Reflector, self.api, namespace=self.options.namespace, selector=SELECTOR)
+            owned = Owned(watched(POD, keep=slim_pod), watched(SERVICE))
+            for reflector in (owned.pods, owned.services):
+                group.create_task(reflector.run())
             for kind in kinds:
-                controller = self._controller(kind, nodes, gang, group)
+                controller = self._controller(kind, owned, nodes, gang, group)
                 group.create_task(controller.run(self.options.workers))
             self._ready = True
             self.leading.set()
@@ -114,28 +135,22 @@ class Operator:
             try:
                 await asyncio.Event().wait()
             finally:
+                self._kinds.clear()
                 self.leading.clear()
                 self.metrics.leader.set(0)
 
-    def _controller(self, kind: Any, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup) -> Controller:
+    def _controller(self, kind: Kind, owned: Owned, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup) -> Controller:
         """The caches of one kind of job, and who is woken when they change."""
         api, namespace = self.api, self.options.namespace
         found: list[Controller] = []
 
         def wake(thing: Thing) -> None:
+            """The job a thing is of, unless it is known to be of another kind."""
             metadata = thing["metadata"]
             job = (metadata.get("labels") or {}).get(JOB_LABEL)
-            if job:
+            others = any(o.get("controller") and o["kind"] != kind.name for o in metadata.get("ownerReferences") or [])
+            if job and not others:
                 found[0].queue.add((metadata.get("namespace", ""), job))
-
-        def pod_changed(pod: Thing) -> None:
-            caches.pods_of.note(pod)
-            caches.pods_on.note(pod)
-            wake(pod)
-
-        def service_changed(service: Thing) -> None:
-            caches.services_of.note(service)
-            wake(service)
 
         def job_changed(job: Thing) -> None:
             key = key_of(job)
@@ -144,27 +159,27 @@ class Operator:
             found[0].queue.add(key)
 
         def node_changed(node: Thing) -> None:
-            for pod in caches.pods_on.of(node["metadata"]["name"], caches.pods):
+            for pod in owned.pods_on.of(node["metadata"]["name"], owned.pods):
                 wake(pod)
 
-        caches = Caches(
-            Reflector(api, kind, namespace=namespace, on_change=job_changed),
-            Reflector(api, POD, namespace=namespace, selector=SELECTOR, keep=slim_pod, on_change=pod_changed),
-            Reflector(api, SERVICE, namespace=namespace, selector=SELECTOR, keep=slim, on_change=service_changed),
-        )
+        caches = Caches(Reflector(api, kind, namespace=namespace, on_change=job_changed), owned)
+        for reflector in (owned.pods, owned.services):
+            reflector.listeners.append(wake)
         caches.nodes = nodes
         if nodes is not None:
             nodes.listeners.append(node_changed)
-        reflectors = [caches.jobs, caches.pods, caches.services]
+        mine = [caches.jobs]
         if gang:
             caches.groups = Reflector(api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(key_of(g)))
-            reflectors.append(caches.groups)
+            mine.append(caches.groups)
         convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
+        controller.on_tell = self._note
         found.append(controller)
-        for reflector in reflectors:
+        self._kinds.append(caches.jobs)
+        for reflector in mine:
             group.create_task(reflector.run())
-        group.create_task(self._start(controller, reflectors))
+        group.create_task(self._start(controller, [*mine, owned.pods, owned.services]))
         return controller
 
     async def _start(self, controller: Controller, reflectors: list[Reflector]) -> None:
@@ -197,13 +212,34 @@ class Operator:
         return True
 
 
-async def run(api: Api, options: Options) -> None:
-    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order."""
+async def run(api: Api, options: Options, beside: Callable[[Operator], Awaitable[None]] | None = None) -> None:
+    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order. `beside`: what shows it to people."""
     operator = Operator(api, options)
-    task = asyncio.ensure_future(operator.run())
+    work = [operator.run(), *([beside(operator)] if beside is not None else [])]
+    task = asyncio.gather(*work)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_complaint)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    await api.close()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    except BaseExceptionGroup as several:
+        raise _first(several) from None
+    finally:
+        await api.close()
+
+
+def _complaint(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """uvloop complains of bytes that come in on a connection that was let go of: whoever waited for them knows better."""
+    if "SSL protocol" in str(context.get("message")):
+        log.debug("%s: %s", context["message"], context.get("exception"))
+    else:
+        loop.default_exception_handler(context)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong, of several things that did so together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -112,6 +112,8 @@ class EtcdCells:
         self._prefix = prefix
         self._client = httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False)
         self._broken = httpx2.HTTPError
+        self._newest = 0  # the store's revision: each change makes it higher
+        self._lost = ""
 
     async def get(self, key: str) -> tuple[bytes, int]:
         answer = await self._ask("range", {"key": self._key(key)})
@@ -142,7 +144,20 @@ class EtcdCells:
             raise StoreError(f"etcd at {self._url} does not answer as it should ({why}): check that it runs") from None
         if reply.status_code != 200 or not isinstance(answer, dict):
             raise StoreError(f"etcd at {self._url} refused: {str(answer)[:200]}")
+        self._look_back(int((answer.get("header") or {}).get("revision", 0)))
         return answer
+
+    def _look_back(self, revision: int) -> None:
+        """A store that was emptied, or set back to a copy, has forgotten who leads and what was promised. Whoever saw that it
+        knew more believes it no longer, even when it has grown again."""
+        if revision < self._newest and not self._lost:
+            self._lost = (
+                f"etcd at {self._url} has lost data (it was at revision {self._newest}, and then at {revision}):"
+                " put it back and start the schedulers again, or end the cluster"
+            )
+        if self._lost:
+            raise StoreError(self._lost)
+        self._newest = revision
 
 
 def open_cells(where: str, *, folder: str, job: str) -> Cells:

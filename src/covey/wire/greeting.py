@@ -3,7 +3,7 @@
     both at once:   covey/1                     the node
                     covey/1 NONCE secret        the scheduler ("open" instead of "secret" where none is asked for)
     then the node:  NONCE PROOF
-    the scheduler:  ok PROOF CLOCK TOKEN        or: no SENTENCE
+    the scheduler:  ok PROOF CLOCK TOKEN SILENCE    or: no SENTENCE
 
 A proof is an HMAC over both nonces; the secret itself is never sent, and both sides prove that they know it. The lines are
 text, so that `telnet HOST PORT` shows what answers there, and both sides speak first, so that a peer that expected TLS or
@@ -39,9 +39,10 @@ class GreetingError(PeerError):
 class ServerGreeting:
     """The scheduler's side."""
 
-    def __init__(self, secret: str, token: int = 0) -> None:
+    def __init__(self, secret: str, token: int = 0, silence_s: float = -1.0) -> None:
         self._secret = secret
         self._token = token  # of this scheduler as leader: it holds for everything said over this link
+        self._silence_s = silence_s  # after which another one should be looked for; below 0: there is none
         self._nonce = secrets.token_hex(16)
         self._buffer = b""
 
@@ -70,7 +71,7 @@ class ServerGreeting:
             missing = "none was used" if proof == "-" else "it is another one"
             raise _no(f"wrong secret ({missing}): set COVEY_SECRET to the scheduler's")
         answer = _proof(self._secret, "scheduler", self._nonce, nonce) if self._secret else "-"
-        return f"ok {answer} {clock:.6f} {self._token}\n".encode(), rest
+        return f"ok {answer} {clock:.6f} {self._token} {self._silence_s:g}\n".encode(), rest
 
 
 class ClientGreeting:
@@ -86,6 +87,7 @@ class ClientGreeting:
         self._buffer = b""
         self.clock = 0.0  # the scheduler's wall clock, once greeted
         self.token = 0  # the scheduler's, as its leader
+        self.silence_s = -1.0  # of the scheduler, after which another one is looked for
 
     def opening(self) -> bytes:
         """What is said before anything is heard."""
@@ -128,14 +130,14 @@ class ClientGreeting:
         if kind == "no":
             raise GreetingError(rest, final=True)
         words = rest.split()
-        if kind != "ok" or len(words) != 3:
+        if kind != "ok" or len(words) != 4:
             raise GreetingError("the scheduler's answer to the greeting makes no sense")
         if self._asked and not hmac.compare_digest(
             words[0].encode(), _proof(self._secret, "scheduler", self._theirs, self._nonce).encode()
         ):
             raise GreetingError("what answers there does not know the secret: it is not this cluster's scheduler")
         try:
-            self.clock, self.token = float(words[1]), int(words[2])
+            self.clock, self.token, self.silence_s = float(words[1]), int(words[2]), float(words[3])
         except ValueError:
             raise GreetingError("the scheduler's answer to the greeting makes no sense") from None
 

@@ -55,6 +55,7 @@ class Link(asyncio.Protocol):
         "on_open",
         "peer",
         "reason",
+        "silence_s",
         "token",
         "turned_away",
     )
@@ -71,6 +72,7 @@ class Link(asyncio.Protocol):
         self.id = 0
         self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
         self.token = 0  # at a node: the scheduler's, as its leader
+        self.silence_s = -1.0  # at a node: of the scheduler, after which another one is looked for
         self.peer = ""
         self.reason = ""
         self.misbehaved = False  # it sent what no peer sends
@@ -176,7 +178,7 @@ class Link(asyncio.Protocol):
             if after is None:
                 return b""
             rest = after
-            self.clock, self.token = greeting.clock, greeting.token
+            self.clock, self.token, self.silence_s = greeting.clock, greeting.token, greeting.silence_s
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
@@ -231,10 +233,11 @@ class Listener:
         *,
         decoder: Any = from_node,
         token: int = 0,
+        silence_s: float = -1.0,
         **calls: Any,
     ) -> None:
         self._sockets = sockets
-        self._token = token
+        self._leads = (token, silence_s)
         self._decoder = decoder
         self._secret = secret
         self._context = context
@@ -259,7 +262,7 @@ class Listener:
             task.cancel()
 
     def _link(self) -> Link:
-        return Link(ServerGreeting(self._secret, self._token), self._decoder, **self._calls)
+        return Link(ServerGreeting(self._secret, *self._leads), self._decoder, **self._calls)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -26,6 +26,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     workers: dict[str, str] = {}  # of the world now, by node id: the pod each is in
     lives: frozenset[str] = frozenset()  # the UIDs of the pods of those who are there, or are waited for
     heals: bool = False  # the others wait for one that is started again
+    trains: bool = False  # the others can go on without one that is lost
     recovery: str = ""  # the newest that is over, in short
 
     @property
@@ -66,5 +67,6 @@ def read(view: ClusterView) -> Live:
         workers={node.node_id: node.host_id for node in workers},
         lives=frozenset(node.host_life for node in view.nodes if node.alive and node.host_life),
         heals=view.heals,
+        trains=view.trains,
         recovery=str(over[-1]) if over else "",
     )

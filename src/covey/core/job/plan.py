@@ -23,6 +23,7 @@ from covey.core.job.resize import ASK_S, Resizing
 from covey.core.job.spec import Duty, Invalid, Role, pod_name, read
 from covey.core.job.status import CREATED, FAILED, RESTARTING, RUNNING, SUCCEEDED, SUSPENDED, Status
 from covey.core.job.turn import Observed
+from covey.core.model import Phase
 
 LATE = "late"
 AVOIDED_MAX = 50  # nodes that a pod is kept off
@@ -121,6 +122,8 @@ class _Planner(Resizing):
             there = pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded)
             if there or name not in places:
                 del replacing[name]
+            if there and note.get("without"):
+                self.tell("MSJobGrows", f"{name} has a place again and joins the others")
 
     def _suspend(self) -> str:
         for pod in self.pods.values():
@@ -174,7 +177,7 @@ class _Planner(Resizing):
                 continue
             faults = self.status.content.get("faults", 0)
             after, word, message = decide(
-                self.job, role, pod, restarts=self._restarts(), faults=faults, where=where, rejoins=self._rejoins(name)
+                self.job, role, pod, restarts=self._restarts(), faults=faults, where=where, live=self._live_without(name)
             )
             if after is After.FAIL:
                 return self._end(FAILED, word, message)
@@ -190,10 +193,15 @@ class _Planner(Resizing):
             return self._end(FAILED, "MSJobFailed", "every worker failed")
         return self._overdue()
 
-    def _rejoins(self, name: str) -> bool:
-        """Whether the cluster inside waits for the next pod of this place. Its scheduler may be in the pod itself."""
-        live, first = self.observed.live, self._address_role
-        return live is not None and live.heals and first is not None and name != pod_name(self.job.name, first.key, 0)
+    def _live_without(self, name: str) -> Live | None:
+        """The cluster inside, unless its scheduler is in this very pod."""
+        first = self._address_role
+        return self.observed.live if first is not None and name != pod_name(self.job.name, first.key, 0) else None
+
+    def _goes_without(self, name: str) -> bool:
+        """Whether the others train on in a smaller world, so that nobody need hurry to fill this place."""
+        live = self.observed.live
+        return self.job.recovery.elastic and live is not None and live.phase is Phase.READY and not live.of({name})
 
     def _say_gone(self) -> None:
         """The scheduler inside need not find out by itself that a pod is over, as long as it has not."""
@@ -264,6 +272,8 @@ class _Planner(Resizing):
         for name, note in self.status.replacing.items():
             late_at = (moment(note["at"]) or self.now) + self.job.recovery.wait_s
             pod = self.pods.get(name)
+            if self._goes_without(name):
+                continue
             if self.now < late_at:
                 self.look_again(late_at)
                 continue
@@ -299,6 +309,8 @@ class _Planner(Resizing):
         for _, _, name in self._places:
             pod = self.pods.get(name)
             if name in self._finished or (pod is not None and (pod.phase != "Pending" or pod.ending)):
+                continue
+            if name in self.status.replacing and self._goes_without(name):
                 continue
             note = self.status.replacing.get(name, {})
             since = pod.created if pod is not None else max(started, moment(note.get("at")) or 0.0)
@@ -372,7 +384,7 @@ class _Planner(Resizing):
         workers = [name for role, _, name in self._places if role.duty is Duty.WORKER]
         up = [name for name in workers if name in self.pods and self.pods[name].running]
         self._count()
-        if self.status.replacing:
+        if self.status.replacing and not self._shrunk():
             names = ", ".join(sorted(self.status.replacing))
             reason = f"waiting for the replacement of {names}"
         elif up:
@@ -384,6 +396,16 @@ class _Planner(Resizing):
         self._waiting()
         self.look_again(self.now + STEADY_S)
         return reason
+
+    def _shrunk(self) -> bool:
+        """Whether all who are missed are those without whom the others go on; told once for each."""
+        for name, note in self.status.replacing.items():
+            if not self._goes_without(name):
+                return False
+            if not note.get("without"):
+                note["without"] = True
+                self.tell("MSJobShrunk", f"elastic-training: the others go on without {name}, until it has a place", warn=True)
+        return True
 
     def _waiting(self) -> None:
         """Why nothing starts, in status and as an event, when the answer changes."""

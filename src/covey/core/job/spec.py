@@ -30,7 +30,8 @@ LOST = "covey/node-lost-seconds"
 LOST_S = 60.0
 WAIT_S = 270.0  # wait-reschedule-timeout
 FORCE_AFTER_S = 900.0  # a graceful deletion that does not end
-STRATEGIES = ("retry", "recover-in-place", "recover", "elastic-training", "dump", "exit")
+ELASTIC = "elastic-training"
+STRATEGIES = ("retry", "recover-in-place", "recover", ELASTIC, "dump", "exit")
 UNWELL = ("ignore", "graceExit", "forceExit", "hotSwitch")
 PROCESSES_MAX = 4096
 
@@ -122,6 +123,10 @@ class Recovery(msgspec.Struct, frozen=True):
     @property
     def on(self) -> bool:
         return bool(self.scheduling)
+
+    @property
+    def elastic(self) -> bool:
+        return ELASTIC in self.strategies
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,8 +385,6 @@ def _recovery(metadata: Mapping[str, Any], problems: list[Problem]) -> Recovery:
     if unwell == "hotSwitch":
         remarks.append("subHealthyStrategy hotSwitch is done as graceExit: a pod's place is free before its replacement starts")
         unwell = "graceExit"
-    if "elastic-training" in strategies:
-        remarks.append("the strategy elastic-training is not supported yet: the other strategies are used")
     retries = _count(given, "fault-retry-times", problems)
     wait = seconds(str(given.get("wait-reschedule-timeout", WAIT_S)))
     if wait is None:

@@ -1,7 +1,7 @@
 """A script written for torchrun, as such scripts are: it knows nothing of covey, and runs under it unchanged.
 
-covey run -n 4 examples/torchrun_style.py
-torchrun --nproc-per-node 4 examples/torchrun_style.py
+covey run -n 4 examples/11_torchrun.py
+torchrun --nproc-per-node 4 examples/11_torchrun.py
 """
 
 import os

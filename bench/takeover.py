@@ -1,0 +1,151 @@
+"""From the loss of the leading scheduler until its standby leads and has found every member again: `covey run --standbys 1`.
+
+Killed (SIGKILL), asked to go (SIGTERM) and stopped (SIGSTOP), with the lease in a file and, where it is installed, in etcd. The
+clock begins with the signal and ends with the first look at a cluster that another process leads and that is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import _free_port
+from bench.formation import BIN
+from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
+from covey.cli.visit import look
+from covey.core.model import Phase
+from covey.errors import PeerError
+from covey.node.runtime import Door
+
+ROOT = Path(__file__).parents[1]
+WORLD, LEASE_S, SLACK_S, LIMIT_S = 4, 5.0, 1.0, 60.0
+SECRET = "of this benchmark"
+HOW = {"killed": signal.SIGKILL, "asked to go": signal.SIGTERM, "stopped": signal.SIGSTOP}
+SCRIPT = "import time, covey\ncovey.init()\ntime.sleep(3600)\n"
+
+
+@contextlib.contextmanager
+def etcd(folder: Path) -> Iterator[str]:
+    """Where one listens; nothing if none is installed."""
+    found = shutil.which("etcd", path=os.pathsep.join([str(ROOT / ".kubernetes"), os.environ.get("PATH", "")]))
+    if found is None:
+        yield ""
+        return
+    url, peers = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+    words = [found, "--data-dir", str(folder / "data"), "--listen-client-urls", url, "--advertise-client-urls", url]
+    words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield url.replace("http", "etcd")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, lease: str) -> Iterator[Door]:
+    """Four workers, a leader and its standby."""
+    (folder / "train.py").write_text(SCRIPT)
+    port = _free_port()
+    variables = {"COVEY_LEASE": lease, "COVEY_LEASE_TIME": f"{LEASE_S:g}", "COVEY_SECRET": SECRET, "COVEY_JOB": folder.name}
+    variables |= {"XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder)}
+    words = [str(BIN / "covey"), "run", "-n", str(WORLD), "--standbys", "1", "--master", f"127.0.0.1:{port}"]
+    words += ["--log-dir", str(folder / "logs"), str(folder / "train.py")]
+    with (folder / "output").open("wb") as output:
+        run = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=output)
+    try:
+        yield Door("127.0.0.1", port, SECRET)
+    finally:
+        run.send_signal(signal.SIGINT)
+        try:
+            run.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
+
+
+async def leader(door: Door, other_than: int = 0) -> int:
+    """The process that leads, once the cluster is ready and it is another one."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with contextlib.suppress(PeerError):
+                view = await look(door)
+                pid = next(node.pid for node in view.nodes if node.role == "scheduler")
+                if view.phase is Phase.READY and pid != other_than:
+                    return pid
+            await asyncio.sleep(0.01)
+
+
+async def take_over(door: Door, how: signal.Signals) -> float:
+    pid = await leader(door)
+    await asyncio.sleep(2 * LEASE_S / 5)  # its standby has seen it
+    began = time.monotonic()
+    os.kill(pid, how)
+    try:
+        await leader(door, other_than=pid)
+        taken = time.monotonic() - began
+        print(f"{how.name}: {taken:.2f} s", file=sys.stderr, flush=True)
+        return taken
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def measure(times: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds, by store and by how the leader was lost."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name, etcd(Path(name)) as where:
+        for store in filter(None, ("file", where)):
+            folder = Path(name) / store[:4]
+            folder.mkdir()
+            with cluster(folder, store) as door:
+                found[store[:4]] = {
+                    word: [asyncio.run(take_over(door, how)) for _ in range(times)] for word, how in HOW.items()
+                }
+    return found
+
+
+def show(found: dict[str, dict[str, list[float]]]) -> tuple[list[Aim], str]:
+    worst = max(seconds for ways in found.values() for measured in ways.values() for seconds in measured)
+    limit = LEASE_S + SLACK_S
+    aim = Aim("the next one leads, all are found again", f"within {limit:g} s", f"at worst {worst:.2f} s", worst <= limit)
+    rows = [[store, *(spread(ways[word]).show(" s") for word in HOW)] for store, ways in found.items()]
+    return [aim], table(["lease in", *HOW], rows)
+
+
+def draw(found: dict[str, dict[str, list[float]]]) -> Any:
+    def on(figure: Any) -> None:
+        axes = figure.subplots()
+        names = [f"{store}, {word}" for store in found for word in HOW]
+        medians: list[Spread] = [spread(found[store][word]) for store in found for word in HOW]
+        axes.barh(names, [s.median for s in medians])
+        axes.axvline(LEASE_S, linestyle="--", color="black")
+        axes.set_xlabel(f"seconds until another leads and all are found again; the lease's time is {LEASE_S:g}")
+
+    return on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=5, help="how often the leader is lost, in each way")
+    times = parser.parse_args().times
+    about = machine()
+    found = measure(times)
+    aims, rows = show(found)
+    data = {"machine": about, "lease_s": LEASE_S, "found": found, "aims": [aim._asdict() for aim in aims]}
+    publish("takeover", data, [aims_table(aims), rows], draw(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Writes docs/reference/ from the code: `python docs/build_reference.py`. A test says when it has to be run again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import click
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from covey.cli.main import verbs
+from covey.cli.options import help_text
+from covey.console import metrics
+from covey.console.openapi import COMMON, Operation
+from covey.console.training import OPERATIONS as TRAINING
+from covey.core import messages
+from covey.core.incidents import Outcome, Stage, Total
+from covey.core.model import Phase, Role
+from covey.core.view import ClusterView, NodeView
+from covey.errors import HELP, ExitCode
+from covey.federated import openapi as devices
+from covey.federated.manage import FEDERATED
+from covey.operator.metrics import Metrics
+from covey.settings import TABLE, Settings, rendered
+
+FOLDER = Path(__file__).parent / "reference"
+MADE = "Made from the code by `docs/build_reference.py`.\n"
+FAMILIES = {1: "you", 2: "forming", 3: "peer", 4: "disk"}
+
+
+def pages() -> dict[str, str]:
+    """Every page, by its name."""
+    made = {
+        "settings.md": settings(),
+        "cli.md": cli(),
+        "rest.md": rest(),
+        "messages.md": wire(),
+        "exit-codes.md": exit_codes(),
+        "metrics.md": numbers(),
+    }
+    listed = "\n".join(f"* [{text.splitlines()[0].removeprefix('# ')}]({name})" for name, text in made.items())
+    return {"README.md": f"# Reference\n\n{MADE}\n{listed}\n", **made}
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def settings() -> str:
+    default = Settings()
+    rows = (
+        (f"`{var.variable}`", rendered(getattr(default, field)) or "-", var.description, var.kind.allowed.removesuffix(" is"))
+        for field, var in TABLE.items()
+    )
+    return f"# Settings\n\n{MADE}\n" + table(("variable", "default", "meaning", "what is allowed"), rows)
+
+
+def cli() -> str:
+    sections = [f"## covey run\n\n```\n{help_text().rstrip()}\n```"]
+    sections += [f"## covey {name}\n\n```\n{text}\n```" for name, text in _helps(verbs, "") if name != "run"]
+    return f"# Verbs\n\n{MADE}\n" + "\n\n".join(sections) + "\n"
+
+
+def _helps(group: click.Group, path: str) -> Iterator[tuple[str, str]]:
+    context = click.Context(group, info_name=f"covey {path}".strip())
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        assert found is not None
+        if isinstance(found, click.Group):
+            yield from _helps(found, f"{path}{name} ")
+        else:
+            own = click.Context(found, info_name=f"covey {path}{name}", terminal_width=100, max_content_width=100)
+            yield f"{path}{name}", found.get_help(own)
+
+
+def rest() -> str:
+    of_devices = (
+        (method.upper(), f"`{path}`", operation.get("summary", operation.get("description", "")))
+        for path, methods in devices.document()["paths"].items()
+        for method, operation in methods.items()
+    )
+    return (
+        f"# REST\n\n{MADE}\nEvery port describes itself at `GET /openapi.json`. An answer that is no success is"
+        ' `{"error_message": ..., "code": "1"}`.\n'
+        f"\n## The scheduler of a training\n\n{_operations(TRAINING)}"
+        f"\n## The scheduler of a federation\n\n{_operations((*COMMON, *FEDERATED))}"
+        f"\n## Servers, for devices\n\n{table(('method', 'path', 'what'), of_devices)}"
+    )
+
+
+def _operations(operations: tuple[Operation, ...]) -> str:
+    rows = (
+        (op.method, f"`{op.path}`", op.summary, f"`{op.body.__name__}`" if op.body else "", _reply(op)) for op in operations
+    )
+    return table(("method", "path", "what", "body", "answer"), rows)
+
+
+def _reply(operation: Operation) -> str:
+    reply = operation.reply
+    return reply if isinstance(reply, str) else f"`{reply.__name__}`"
+
+
+def wire() -> str:
+    """Of the cluster port: every message, who says it, and its fields."""
+    speakers = {
+        "Said to the scheduler, by nodes, agents and visitors": messages.FromNode,
+        "Said by the scheduler": messages.FromScheduler,
+        "Said between a child and its agent, besides": messages.FromAgent,
+    }
+    seen: set[type] = set()
+    parts = [f"# Messages\n\n{MADE}\nProtocol {messages.PROTOCOL}: msgpack, tagged by the name, in frames with a length.\n"]
+    for heading, union in speakers.items():
+        new = [kind for kind in get_args(union) if kind not in seen]
+        seen |= set(new)
+        rows = ((f"`{kind.__name__}`", inspect.getdoc(kind) or "", _fields(kind)) for kind in new)
+        parts.append(f"## {heading}\n\n{table(('message', 'what', 'fields'), rows)}")
+    return "\n".join(parts)
+
+
+def _fields(kind: type[Any]) -> str:
+    hints = get_type_hints(kind)
+    return ", ".join(f"`{field.name}: {_type(hints[field.name])}`" for field in msgspec.structs.fields(kind))
+
+
+def _type(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("covey.core.", "")
+
+
+def exit_codes() -> str:
+    rows = ((str(int(code)), FAMILIES.get(code // 10, ""), HELP.get(code, "it went well")) for code in ExitCode)
+    return f"# Exit codes\n\n{MADE}\n" + table(("code", "family", "meaning"), rows)
+
+
+def numbers() -> str:
+    """Every metric, from views that have something of everything."""
+    worker = NodeView(Role.WORKER, "0", 0, "host", "127.0.0.1", "alive", True, step=1, beat_age_s=1.0, straggles=2.0)
+    total = Total("recover", Outcome.RESUMED, 1, dict.fromkeys(Stage, 0.1))
+    counted = {"federated_rounds", "federated_missed"}
+    training = ClusterView("c", Phase.READY, "", 1, 1, 0, 0.0, 1.0, [worker], gauges={"links": 1.0}, recovery_totals=[total])
+    federated = ClusterView(
+        *("c", Phase.READY, "", 1, 0, 1, 0.0, 1.0, []),
+        counters=dict.fromkeys(counted, 1.0),
+        gauges={name: 1.0 for name in metrics.OTHERS if name.startswith("federated") and name not in counted},
+    )
+    texts = {
+        "The scheduler of a training": metrics.render(training, "1"),
+        "The scheduler of a federation": metrics.render(federated, "1"),
+        "The operator": Metrics().text(),
+    }
+    parts = [f"# Metrics\n\n{MADE}\nAt `GET /metrics`. `deploy/grafana/covey.json` is a dashboard of them.\n"]
+    for heading, text in texts.items():
+        rows = (
+            (f"`{_named(family)}`", family.type, ", ".join(_labels(family)), family.documentation)
+            for family in text_string_to_metric_families(text.decode())
+        )
+        parts.append(f"## {heading}\n\n{table(('metric', 'type', 'labels', 'what'), rows)}")
+    parts.append("What devices and `evaluate` tell of a model is in `covey_model_NAME`, such as `covey_model_loss`.\n")
+    return "\n".join(parts)
+
+
+def _named(family: Any) -> str:
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
+
+
+def _labels(family: Any) -> list[str]:
+    return sorted({label for sample in family.samples for label in sample.labels})
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
