@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the data is
 import lightning
 import torch
 from digits import load
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,7 +30,7 @@ class Digits(lightning.LightningModule):
 
     def validation_step(self, batch, number):
         images, labels = batch
-        self.log("accuracy", (self.net(images).argmax(1) == labels).float().mean())
+        self.log("accuracy", (self.net(images).argmax(1) == labels).float().mean(), sync_dist=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -45,6 +46,7 @@ def main():
         max_epochs=6,
         strategy=Strategy(),  # added
         gradient_clip_val=1.0,
+        callbacks=[EarlyStopping("accuracy", mode="max", patience=6)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -54,7 +56,7 @@ def main():
     if covey.get_rank() == 0:
         with torch.no_grad():
             logits = model.eval().net(test.tensors[0])
-        right = (logits.argmax(1) == test.tensors[1]).float().mean()
+        right = trainer.callback_metrics["accuracy"]
         loss = nn.functional.cross_entropy(logits, test.tensors[1]).item()
         print(f"test accuracy {right:.3f}, test loss {loss!r}, epoch {trainer.current_epoch}, step {trainer.global_step}")
 

@@ -64,7 +64,8 @@ def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
     marks.mkdir()
     shell.logs = shell.folder / f"logs-{name}"
     shell.script(WITH_DEATHS, "with_deaths.py")
-    words = ["run", "-n", str(WORLD), "with_deaths.py", DOORS / example, marks]
+    preload = ",".join(["torch", *(word for word in ("lightning", "accelerate") if example.startswith(word))])
+    words: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", DOORS / example, marks]
     run = shell.covey(*words, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 0, f"{run.tail()}\n{[shell.log(rank) for rank in range(WORLD)]}"
     assert {mark.name for mark in marks.iterdir()} == {death.replace(":", "-") for death in deaths.split()}

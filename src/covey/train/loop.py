@@ -87,7 +87,8 @@ class Loop:
             model.trained_by(self)
             model = model.module
         admit(model, optimizer)
-        self.model, self.optimizer, self.data = model, optimizer, data
+        self.model, self.optimizer = model, optimizer
+        self.data: Data = data
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
