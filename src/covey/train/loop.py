@@ -92,7 +92,7 @@ class Loop:
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._stream = data.stream(seed=seed, accumulate=accumulate)
+        self._stream = self.data.stream(seed=seed, accumulate=accumulate)
         if self._stream is not None and steps is None:
             raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
         self._epochs, self._steps = epochs, steps
@@ -115,7 +115,7 @@ class Loop:
         self._collectives = None if self._served.independent else group.collectives
         self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         known = follower.take() if follower is not None else NOTHING
-        self._course = self._until_the_end(data.course(seed=seed, world=group.world, accumulate=accumulate))
+        self._course = self._until_the_end(self.data.course(seed=seed, world=group.world, accumulate=accumulate))
         self._cut = self._course.cut(0, 0, self._limit)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         self._shared_at: Number | None = None  # the collective by which the parameters were shared last
