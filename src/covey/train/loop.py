@@ -250,7 +250,8 @@ class Loop:
 
     def _batches(self) -> Iterator[Any]:
         if self._stream is not None:
-            return self._stream.batches(self.step)
+            found: Iterator[Any] = self._stream.batches(self.step)
+            return found
         assert self._share is not None
         return self.data.batches(self._share, self.step)
 
