@@ -161,6 +161,7 @@ MODULES = Kind(_modules, "a list of modules such as numpy,torch.optim is")
 HOOK = Kind(_hook, "a command that exists, with its arguments, or a URL that begins with http:// or https:// is")
 LOG_NAME = Kind(_log_name, 'a name without "/", with no placeholder but {ip} and {hostname}, is')
 START = Kind(one_of({"fork": "fork", "exec": "exec"}), "fork or exec is")
+FRAMEWORK = Kind(one_of({"mindspore": "mindspore"}), "mindspore is, as scripts for torch need no option")
 BACKEND = Kind(one_of({"c10d": "", "static": ""}), "c10d or static is, and both mean covey's own scheduler")
 METHOD = Kind(one_of({"spawn": "", "fork": "", "forkserver": ""}), "spawn, fork or forkserver is")
 NO_SIMULATION = Kind(whole(-1, -1), "only -1 (off) is, as covey has no simulation of a graph on one process")
@@ -195,6 +196,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--preload", "A,B", "preload", "modules the template imports beside those it finds", MODULES),
         Option("-m --module", "", "module", "run a module, as python -m does"),
         Option("--no-python", "", "no_python", "run a program that is no Python script"),
+        Option("--framework", "mindspore", "framework", "the script is MindSpore's, whose scheduler rank 0 starts", FRAMEWORK),
         Option("--max-restarts", "N", "max_restarts", "restarts of all (0); replacements of one (32767)", COUNT_OR_NONE),
         Option(
             "--strategy",
