@@ -208,6 +208,7 @@ class Served:
 
     def forget(self) -> None:
         """The step is repeated, or was not taken: what it gathered is not needed."""
+        self.pushed = not self.any
         for parameter in self.whole.values():
             parameter.grad = None
         for table in self.tables.values():
@@ -215,6 +216,11 @@ class Served:
 
     def push(self) -> Push:
         """This step's gradients, as a collective."""
+        if self.pushed:  # the servers know gradients by (step, rank) and take them once: a second push would be lost
+            raise UsageError(
+                "where parameters are served the optimizer may step once in each step of the loop: take its next batch before"
+                " step() is called again"
+            )
         self.pushed = True
         return Push(self.client, self.step, self.gradients(), self._news)
 
