@@ -90,7 +90,7 @@ def form_by_hand(n: int) -> float:
         processes = start([sys.executable, str(SCRIPTS / "with_covey.py")], n, folder)
         try:
             await_(lambda: len(list(folder.glob("[0-9].json"))) == n, processes, "covey's last rank")
-            return max(json.loads(path.read_text())["joined"] for path in folder.glob("[0-9].json")) - began
+            return max(float(json.loads(path.read_text())["joined"]) for path in folder.glob("[0-9].json")) - began
         finally:
             end(processes)
 

@@ -18,7 +18,7 @@ EVERY: dict[str, tuple[str, ...]] = {  # each in an environment of its own
     "mindspore": ("mindspore==2.10.0",),
     "fuzz": ("atheris==3.0.0", "COVEY"),  # tools that need covey beside them: not peers, but installed in the same way
     "audit": ("pip-audit",),
-    "mutation": ("mutmut==3.8.0", "pytest", "pytest-timeout", "hypothesis", "COVEY"),
+    "mutation": ("mutmut==3.8.0", "pytest<9", "pytest-timeout", "hypothesis", "COVEY"),
 }
 
 

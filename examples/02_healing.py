@@ -40,6 +40,7 @@ for images, labels in loop:
     loss.backward()  # returns with the mean of all workers' gradients, whoever died meanwhile
     optimizer.step()
     schedule.step()
+    covey.report(loss=loss)  # for the chart of the web console
     if covey.get_rank() == 0 and loop.step % 100 == 0:
         print(f"epoch {loop.epoch:3}  step {loop.step:4}  loss {loss.item():.4f}", flush=True)
 

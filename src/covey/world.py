@@ -134,13 +134,16 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
     if node is None:
         return
     before = node.progress
-    step, phase = (before.step, before.phase) if step is None else (step, phase or "")
+    step, phase = (before.step, before.phase) if step is None else (step, phase)
     node.report(Progress(step, phase[:PHASE_MAX], loop=node.finishes_steps, busy_s=before.busy_s, loss=_finite(loss)))
 
 
 def _finite(loss: Any) -> float | None:
-    """A number that equals itself: two beats must be seen to say the same."""
-    return None if loss is None else float(loss) if math.isfinite(loss) else math.inf
+    """A number that equals itself: two beats must be seen to say the same. A tensor's is its item."""
+    if loss is None:
+        return None
+    value = float(loss.item() if hasattr(loss, "item") else loss)
+    return value if math.isfinite(value) else math.inf
 
 
 def set_seed(seed: int) -> None:

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx2
+from starlette.applications import Starlette
 
 from covey.console.server import Limits, Server
 from covey.console.training import make_app
@@ -112,8 +113,9 @@ def bound(host: str = "127.0.0.1") -> socket.socket:
 
 @contextmanager
 def serving(
-    source: Shown,
+    source: Shown | None = None,
     *,
+    app: Starlette | None = None,
     sock: socket.socket | None = None,
     ssl_context: ssl.SSLContext | None = None,
     limits: Limits | None = None,
@@ -125,7 +127,8 @@ def serving(
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
-        server = Server(make_app(source, token=TOKEN), [sock], ssl_context, limits=limits)
+        assert app is not None or source is not None
+        server = Server(app or make_app(cast(Shown, source), token=TOKEN), [sock], ssl_context, limits=limits)
         await server.start()
         done = asyncio.Event()
         started.set_result((asyncio.get_running_loop(), done))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +43,18 @@ def test_text_that_is_no_text_is_refused_by_its_type() -> None:
 def test_messages_at_the_machine_break_nothing() -> None:
     done, lines = fuzz.fuzz_machine(seed=2, seconds=0, rounds=120)
     assert done == 120 and lines > 300
+
+
+@pytest.mark.timeout(240)
+def test_every_answer_of_a_federated_scheduler_is_as_documented(shell: Shell, tmp_path: Path) -> None:
+    """Whatever is asked, in whatever order: rounds are stopped, begun anew and scaled meanwhile."""
+    federation, _ = abuse.federated(shell)
+    document = f"http://127.0.0.1:{federation.manage}/openapi.json"
+    bounds = "--max-examples 10 --seed 1 --generation-database none --no-color --phases examples,fuzzing"
+    bounds += " --exclude-path /stop --exclude-path /stream"  # the end of all, and an answer that goes on
+    # Whether a wish that is well spelled can be fulfilled is for the cluster's state to say: that check is left out.
+    checks = "--checks all --exclude-checks positive_data_acceptance"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", document, *bounds.split(), *checks.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert federation.up.alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -48,6 +49,10 @@ def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
     assert instance["metrics"]["central_loss"] == pytest.approx(losses[5], rel=1e-4)
     best = min(losses, key=lambda number: losses[number])
     assert instance["bestIteration"] == best
+    about = on_the_page(federation)
+    assert [done["round"] for done in about["rounds"]] == [1, 2, 3, 4, 5] and about["updates"] == 15
+    assert about["rounds"][-1]["loss"] == pytest.approx(losses[5], rel=1e-4)
+    assert set(about["load"]) == {"0", "1"} and about["instance"]["instanceStatus"] == "kFinish"
     status = shell.ask("federated", "status")
     assert status.code == 0 and "iteration 6 of 5, kFinish" in " ".join(status.text().split())
     models = sorted(path.name for path in (shell.folder / "state").glob("federated_*/*/server_0/models/*.safetensors"))
@@ -56,6 +61,14 @@ def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
     assert shell.ask("federated", "stop").code == 0
     assert federation.up.wait() == 0
     shell.nobody()
+
+
+def on_the_page(federation: Federation) -> dict[str, Any]:
+    """What the console shows of the rounds."""
+    with httpx2.stream("GET", f"http://127.0.0.1:{federation.manage}/stream") as stream:
+        data = next(line for line in stream.iter_lines() if line.startswith("data: "))
+    found: dict[str, Any] = json.loads(data.removeprefix("data: "))["about"]
+    return found
 
 
 @pytest.mark.parametrize("durability", ["process", "disk", "host"])

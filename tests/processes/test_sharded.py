@@ -110,6 +110,22 @@ def test_the_parts_are_dealt_out_anew_when_the_world_changes(shell: Shell, tmp_p
 
 
 @pytest.mark.timeout(300)
+def test_neighbours_leave_one_after_the_other_and_nothing_is_lost(shell: Shell) -> None:
+    """One copy of each part: ranks 2 and 3 have the only two of one between them."""
+    hold = "0:4:forward:hold"
+    run = start(shell, "-n", "4", script=SCRIPT, FAULTS=hold, STEPS="9")
+    reached(shell, hold)
+    assert shell.ask("scale", "--workers", "2").code == 0
+    release(shell, hold)
+    assert run.wait(LONG_S) == 0, run.tail()
+    outcome(shell, 2)
+    said = shell.log("scheduler")
+    assert "roll back" not in said
+    assert re.findall("the world is now (.)", said) == ["3", "2"]
+    assert re.findall(r"recovery: (\S+) .* (\S+)$", said, re.MULTILINE) == [("scale-in", "resumed")]
+
+
+@pytest.mark.timeout(300)
 def test_a_training_resumes_from_all_parts_in_another_world(shell: Shell, tmp_path: Path) -> None:
     """Three ranks, then four, each with a disk of its own: they get what they lack from each other."""
     for calm in shells(tmp_path / "calm"):

@@ -1,8 +1,8 @@
 """A real training under `covey chaos`, against the same training undisturbed: `python -m tests.soak.trained --minutes 10`.
 
 Four ranks with everything that could make two runs differ (`tests.processes.healing`). The logs and checkpoints lie on a small
-file system of their own where that can be mounted, so that the disk can be filled. The training waits at its last step until
-the chaos is over; its hash must then be that of a training nobody disturbed.
+file system of their own where that can be mounted, so that the disk can be filled. When the chaos is over the training is told
+its last step; its hash must then be that of a training of as many steps that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from tests.processes.command import Shell, shells
 WORLD = 4
 PACE_S = 0.02  # of a step, beside what it computes
 SILENCE_S = 6  # shorter than the longest stop, longer than a busy machine takes to start a scheduler again
-LONG_S = 300.0
+LONG_S = 600.0
+STEPS_MAX = 10**7
+MORE_STEPS = 60  # after the chaos
 FAULTS = "kill,stop,slow,cut,disk,clock,scheduler,template"
 STEP = '            fault(loop.step, "between")\n'
 PACED = (
     STEP
     + """            time.sleep(float(os.environ.get("PACE", "0")))
-            while os.environ.get("HELD") and loop.step == int(os.environ["STEPS"]) - 2 and not (folder / "go").exists():
-                time.sleep(0.05)
+            if (folder / "last").exists() and loop.step >= int((folder / "last").read_text()):
+                break
 """
 )
 SCRIPT = healing.SCRIPT.replace(STEP, PACED)
@@ -54,10 +56,10 @@ def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def disturbed(shell: Shell, steps: int, silence_s: int, *chaos: str) -> dict[str, Any]:
-    """The training with faults until they are over; what `covey chaos --json` said. The hash is in the logs."""
+def disturbed(shell: Shell, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
+    """The training with faults until they are over; what `covey chaos --json` said, and its last step."""
     clock = shell.folder / "clock"
-    env = {"COVEY_STRATEGY": healing.LADDER, "STEPS": str(steps), "PACE": str(PACE_S), "HELD": "1"}
+    env = {"COVEY_STRATEGY": healing.LADDER, "STEPS": str(STEPS_MAX), "PACE": str(PACE_S)}
     marks = shell.logs / "marks"
     marks.mkdir()
     shell.script(SCRIPT, "train.py")
@@ -66,9 +68,17 @@ def disturbed(shell: Shell, steps: int, silence_s: int, *chaos: str) -> dict[str
     for rank in range(WORLD):
         shell.heard(rank, "BEGINS at 0")
     found = harm(shell, *chaos)
-    (marks / "go").touch()
+    assert run.alive, f"the run ended under faults of seed {found['seed']}\n{run.tail()}"
+    last = max(node["step"] for node in shell.nodes()) + MORE_STEPS
+    say_last(marks, last)
     assert run.wait(LONG_S) == 0, run.tail()
-    return found
+    return found, last
+
+
+def say_last(marks: Path, step: int) -> None:
+    """In one move: every rank sees all of it or nothing, and none has come that far."""
+    (marks / "last.new").write_text(str(step))
+    (marks / "last.new").rename(marks / "last")
 
 
 def harm(shell: Shell, *words: str) -> dict[str, Any]:
@@ -80,29 +90,33 @@ def harm(shell: Shell, *words: str) -> dict[str, Any]:
     return found
 
 
-def undisturbed(shell: Shell, steps: int) -> str:
+def undisturbed(shell: Shell, last: int) -> str:
     """The hash of the same training, alone."""
     shell.logs.mkdir(exist_ok=True)
-    (shell.logs / "marks").mkdir()
+    marks = shell.logs / "marks"
+    marks.mkdir()
+    say_last(marks, last)
     shell.script(SCRIPT, "train.py")
-    run = shell.covey("run", "-n", str(WORLD), "train.py", str(shell.logs / "marks"), env={"STEPS": str(steps)})
+    run = shell.covey("run", "-n", str(WORLD), "train.py", str(marks), env={"STEPS": str(STEPS_MAX)})
     assert run.wait(LONG_S) == 0, run.tail()
     return healing.outcome(shell, WORLD)
 
 
-def prove(folder: Path, steps: int, silence_s: int, *chaos: str) -> dict[str, Any]:
-    """Both trainings; what happened to the first. Fails if their results differ by a bit."""
-    hashes, found = [], {}
+def prove(folder: Path, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
+    """Both trainings; what happened to the first, and their last step. Fails if their results differ by a bit."""
+    hashes: list[str] = []
+    found: dict[str, Any] = {}
+    last = 0
     for name in ("disturbed", "alone"):
         for shell in shells(folder / name):
             with small_disk(shell.logs):
                 if name == "disturbed":
-                    found = disturbed(shell, steps, silence_s, *chaos)
+                    found, last = disturbed(shell, silence_s, *chaos)
                     hashes.append(healing.outcome(shell, WORLD))
                 else:
-                    hashes.append(undisturbed(shell, steps))
+                    hashes.append(undisturbed(shell, last))
     assert hashes[0] == hashes[1], f"the results differ after {found['strikes']} faults (seed {found['seed']})"
-    return found
+    return found, last
 
 
 def main() -> int:
@@ -112,14 +126,13 @@ def main() -> int:
     parser.add_argument("--faults", default=FAULTS)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    steps = int(60 * options.minutes / (4 * PACE_S))
     words = ["--rate", options.rate, "--faults", options.faults, "--seed", str(options.seed), "--for", f"{options.minutes}m"]
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        found = prove(Path(folder), steps, SILENCE_S, *words)
+        found, last = prove(Path(folder), SILENCE_S, *words)
         print(table(found))
         print("\n".join(f"  {count:4d}  {cause}" for cause, count in causes(found).most_common()))
-        print(f"{found['strikes']} faults, {steps} steps, bitwise equal; {time.monotonic() - began:.0f} s in all")
+        print(f"{found['strikes']} faults, {last} steps, bitwise equal; {time.monotonic() - began:.0f} s in all")
     return 0
 
 

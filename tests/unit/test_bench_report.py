@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from bench.report import Spread, exponent, spread, table
+from bench.report import Aim, Spread, aims_table, exponent, spread, table
+from bench.scoreboard import page
 
 
 def test_spread_of_an_odd_number_of_measurements() -> None:
@@ -34,3 +38,14 @@ def test_exponent_of_measurements_that_scatter_lies_between_the_steepest_and_the
 
 def test_table_is_markdown() -> None:
     assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_the_scoreboard_has_the_aims_of_every_result(tmp_path: Path) -> None:
+    aims = aims_table([Aim("fast", "at most 1 s", "0.5 s [0.4..0.6]", True), Aim("small", "1 MB", "2 MB", False)])
+    about = {"at": "now", "cores": 2, "python": "3.11", "torch": "2", "load": [0.1]}
+    (tmp_path / "scale.md").write_text(f"# scale\n\n{aims}\n\nmore\n")
+    (tmp_path / "scale.json").write_text(json.dumps({"machine": about, "load_after": [0.2]}))
+    text = page(tmp_path, quick=False)
+    assert "1 of 2 aims held" in text
+    assert "| [scale](scale.md) | fast | at most 1 s | 0.5 s [0.4..0.6] | yes |" in text
+    assert "Not measured: formation" in text

@@ -171,3 +171,30 @@ def test_a_reason_is_one_short_printable_line_whatever_was_sent() -> None:
             assert not verdict.allowed
             assert verdict.reason.isprintable()
             assert len(verdict.reason) < 400
+
+
+KEY = "page-key"
+OWN = {"host": "127.0.0.1:11202", "origin": "http://127.0.0.1:11202", "sec_fetch_site": "same-origin", "method": "POST"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "passes"),
+    [
+        ({}, True),
+        ({"origin": None, "method": "GET"}, True),
+        ({"peer": "192.0.2.7"}, False),
+        ({"peer": ""}, False),
+        ({"origin": "http://127.0.0.1:9"}, False),
+        ({"origin": "null"}, False),
+        ({"sec_fetch_site": "same-site"}, False),
+        ({"sec_fetch_site": "cross-site"}, False),
+        ({"host": "evil.example", "origin": "http://evil.example"}, False),
+        ({"host": "192.0.2.1:11202", "origin": "http://192.0.2.1:11202"}, False),
+        ({"authorization": "Bearer other"}, False),
+        ({"authorization": "Bearer "}, False),
+        ({"key": ""}, False),
+    ],
+)
+def test_our_own_page_carries_its_key_on_loopback_and_nowhere_else(changed: dict[str, str], passes: bool) -> None:
+    asked = {"peer": "127.0.0.1", "authorization": f"Bearer {KEY}", "token": "the-token", "key": KEY} | OWN | changed
+    assert allowed(**asked).allowed is passes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, HostGone, LinkLost, Restored, Ticked
-from covey.core.incidents import Incident
+from covey.core.incidents import Incident, Outcome
 from covey.core.ledger import PHASES
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -22,12 +22,15 @@ from covey.core.messages import (
     Formed,
     Get,
     Goodbye,
+    Kill,
+    KillAsked,
     Leave,
     Put,
     Refused,
     Register,
     RegisterAgent,
     Regrouped,
+    Resumed,
     ScaleAsked,
     Scaling,
     Start,
@@ -511,6 +514,52 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
 
 
+def cut_in_four(together: int) -> Machine:
+    """Four workers, each with a part of the state, and so many copies of it."""
+    made = ready("a", "b", "c", "d")
+    made.step(Heard(Put("met", b"", 1), 1), 0.0)
+    for link in range(1, 5):
+        made.step(Heard(Beat(Progress(5, "train", loop=True, together=together)), link), 0.0)
+    return made
+
+
+def outcomes(made: Machine) -> list[Outcome]:
+    return [incident.outcome for incident in made.incidents.kept]
+
+
+def go_on(made: Machine, links: Sequence[int]) -> list[SchedulerEffect]:
+    generation = made.cluster.generation
+    return [effect for link in links for effect in made.step(Heard(Resumed(generation, 5), link), 1.0)]
+
+
+def test_who_has_a_part_of_the_state_leaves_when_the_others_have_it() -> None:
+    made = cut_in_four(together=1)
+    effects = made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    assert set(sent(effects, Stop)) == {4} and {f.world for f in sent(effects, Formed).values()} == {3}
+    assert [r.going for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
+    effects = go_on(made, (1, 2, 3))
+    assert set(sent(effects, Stop)) == {3} and {f.world for f in sent(effects, Formed).values()} == {2}
+    assert (phase(made), outcomes(made)) == (Phase.HEALING, [Outcome.OPEN]), "one operation until all have left"
+    go_on(made, (1, 2))
+    assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
+    assert made.cluster.going == ()
+
+
+def test_as_many_leave_at_once_as_there_are_copies() -> None:
+    for together, gone in ((0, {2, 3, 4}), (2, {3, 4}), (5, {2, 3, 4})):
+        made = cut_in_four(together)
+        assert set(sent(made.step(Heard(ScaleAsked(workers=1), 9), 1.0), Stop)) == gone
+
+
+def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
+    made = cut_in_four(together=1)
+    records = kept(made.step(Heard(ScaleAsked(workers=2), 9), 1.0))
+    cluster = next(r for r in records if isinstance(r, ClusterRecord))
+    again = Machine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
+    again.step(Restored((cluster,)), 0.0)
+    assert again.cluster.going == ("c",)
+
+
 def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
     made.step(Heard(asked, 9), 1.0)
     return made.answered
@@ -766,3 +815,38 @@ def test_a_raw_worker_of_a_lost_node_is_over_at_once_and_its_connection_closed()
     assert state(made, "y") is NodeState.DEAD and state(made, "x") is NodeState.ALIVE and Close(2) in said
     assert made.step(HostGone("uid-9", "nobody knows it"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
     assert sent(made.step(Heard(register("y", "next", host=NEXT), 3), 1.5), Welcome)[3].incarnation == 2
+
+
+def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() -> None:
+    made = ready_agents()
+    made.step(Heard(Started("2", 1, 42), 2), 1.0)
+    effects = made.step(Heard(KillAsked("worker:2", "to see"), 9), 1.0)
+    assert sent(effects, Kill) == {2: Kill("2", 1)} and isinstance(made.answered, Agreed)
+    assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in told(effects)
+    assert state(made, "2") is NodeState.ALIVE and made.counters["kills"] == 1, "nothing is decided before it is dead"
+
+
+@pytest.mark.parametrize(
+    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run"), ("worker:0", "process 7 on")]
+)
+def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
+    made = machine(2)
+    made.step(Heard(register("0", pid=7), 1), 0.0)
+    made.step(Heard(register("1"), 2), 0.0)
+    effects = made.step(Heard(KillAsked(node), 9), 1.0)
+    assert not sent(effects, Kill) and isinstance(made.answered, Refused) and why in made.answered.reason
+
+
+def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:
+    made = ready("0", "1")
+    asked = Heard(StopAsked("enough", dump=True), 9)
+    assert not sent(made.step(asked, 1.0), DumpAsked) and isinstance(made.answered, Refused), "nobody is in a loop yet"
+    for link in (1, 2):
+        made.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
+    assert sent(made.step(asked, 1.0), DumpAsked) == {link: DumpAsked("enough") for link in (1, 2)}
+    assert isinstance(made.answered, Agreed)
+    made.step(asked, 1.0)
+    assert isinstance(made.answered, Refused) and "already" in made.answered.reason
+    assert ended(made.step(Heard(Dumped(4, "here"), 1), 1.1)) is None
+    end = ended(made.step(Heard(Dumped(4, "here"), 2), 1.1))
+    assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")

@@ -263,7 +263,8 @@ def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times:
         click.echo(msgspec.json.encode(summary).decode())
     else:
         _print(summary)
-    return 0 if summary.phase is not Phase.HEALING else int(ExitCode.PEER_FAILED)
+    failed = summary.phase is Phase.HEALING or any(incident.outcome is Outcome.ENDED for incident in summary.recoveries)
+    return int(ExitCode.PEER_FAILED) if failed else 0
 
 
 async def _run(door: Door, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:

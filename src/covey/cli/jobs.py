@@ -70,6 +70,7 @@ def install(image: str, dry_run: bool, ascend: bool, as_json: bool, **where: str
 @click.option("--gang-scheduler", default="", help="Such as volcano: pods of a job are scheduled together.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
 @click.option("--metrics-port", default=0, help="Of /metrics, /healthz and /readyz; 0: a free one, -1: none.")
+@click.option("--console", default=-1, help="Port of a web page of the jobs, on loopback; 0: a free one, -1: none.")
 @KUBERNETES
 def operate(kubeconfig: str, context: str, namespace: str, **options: Any) -> None:
     """Look after MSJobs from here, by the current kubeconfig or this pod's service account."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +18,12 @@ import msgspec
 from covey.cli.look import echo_line
 from covey.cli.parts import say
 from covey.errors import ExitCode, UsageError
-from covey.node.log import configure
+from covey.node.log import configure, log
 from covey.settings import load
 
 if TYPE_CHECKING:
     from covey.operator.api import Api, Thing
+    from covey.operator.service import Operator
 
 SCRIPT_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
 SCRIPT_FOLDER = "/covey/script"
@@ -84,17 +87,36 @@ def _print_things(things: list[Thing], as_json: bool) -> None:
     click.echo(msgspec.json.encode(things) + b"\n" if as_json else as_yaml(things), nl=False)
 
 
-def operate(where: Where, **options: Any) -> None:
+def operate(where: Where, console: int = -1, **options: Any) -> None:
     """Run the operator here, against the current kubeconfig."""
-
-    configure(load(os.environ).settings, "operator")
+    settings = load(os.environ).settings
+    configure(settings, "operator")
 
     async def work() -> None:
         from covey.operator.service import Options, run
 
-        await run(_connect(where), Options(namespace=where.namespace, **options))
+        beside = functools.partial(_show_jobs, console, settings.token) if console >= 0 else None
+        await run(_connect(where), Options(namespace=where.namespace, **options), beside)
 
     _run(work())
+
+
+async def _show_jobs(port: int, token: str, operator: Operator) -> None:
+    """The console of the jobs, on loopback: `kubectl port-forward` leads there."""
+    from covey.console import jobs
+    from covey.console.server import Server
+
+    try:
+        sock = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise UsageError(f"the console cannot listen on port {port}: {error.strerror}", ExitCode.PORT_IN_USE) from None
+    server = Server(jobs.make_app(operator, token=token), [sock])
+    await server.start()
+    log.info("the console of the jobs is at http://127.0.0.1:%d/", sock.getsockname()[1])
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------

@@ -53,16 +53,18 @@ def make_app(
     token: str,
     more: Mapping[openapi.Operation, Answer],
     settings: Sequence[tuple[str, str, str, str]] = (),
+    without: frozenset[str] = frozenset(),
 ) -> Starlette:
     """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback.
 
     `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
+    `without` names common ones that make no sense here.
     """
     version = _version()
     watched = live.Live(source, version)
     key = secrets.token_urlsafe(24)
     known = replies.SettingsReply("Get settings successful.", [replies.Setting(*setting) for setting in settings])
-    theirs = {operation.name for operation in more}
+    theirs = {operation.name for operation in more} | without
     operations = (*(op for op in openapi.COMMON if op.name not in theirs), *more)
     document = msgspec.json.encode(openapi.document(version, operations))
 

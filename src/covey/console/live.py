@@ -23,7 +23,8 @@ from covey.core.view import ClusterView, NodeView
 CLIENTS_MAX: Final = 32
 TURN_S: Final = 0.5  # while somebody looks
 IDLE_S: Final = 2.0  # while nobody does: the charts still need their points
-SHARE_MAX: Final = 0.02  # of the scheduler's time; a large cluster is looked at less often
+SHARE_MAX: Final = 0.05  # of the scheduler's time: a large cluster is looked at less often,
+SLOWEST_S: Final = 5.0  # but so often
 STREAM_S: Final = 45.0  # then the page asks again: a stream is an answer, and answers have a limit (`server.Limits`)
 PIECES_MAX: Final = 8  # that wait for one client
 POINTS_MAX: Final = 1200
@@ -215,7 +216,7 @@ class Live:
                 except Exception as bug:
                     if told != (told := f"{type(bug).__name__}: {bug}"):
                         log.error("the console could not look at the cluster: %s", told)
-                pause = max(TURN_S if self._clients else IDLE_S, (clock() - began) / SHARE_MAX)
+                pause = max(TURN_S if self._clients else IDLE_S, min(SLOWEST_S, (clock() - began) / SHARE_MAX))
                 self._look_now.clear()
                 try:
                     async with asyncio.timeout(pause):
@@ -237,7 +238,7 @@ class Live:
             return None
         client = Client()
         self._clients.add(client)
-        if not self._rows:
+        if len(self._clients) == 1:  # nobody looked, so nothing is known but the points
             self._turn()
         self._look_now.set()
         return self._pieces(client)
@@ -283,6 +284,8 @@ class Live:
         now = point(view)
         self.history.add(now)
         self._whole = b""
+        if not self._clients:
+            return
         rows = {node.name: row(node, view.now) for node in view.nodes}
         changed = [found for name, found in rows.items() if self._rows.get(name) != found]
         gone = [name for name in self._rows if name not in rows]
@@ -294,10 +297,9 @@ class Live:
         self._recoveries = dict(list({**self._recoveries, **{i.number: i for i in recoveries}}.items())[-RECOVERIES_MAX:])
         if events:
             self._told_at = events[-1].at
-        if self._clients:
-            piece = _piece("news", news)
-            for client in self._clients:
-                client.push(piece)
+        piece = _piece("news", news)
+        for client in self._clients:
+            client.push(piece)
 
 
 def _piece(kind: str, content: msgspec.Struct) -> bytes:

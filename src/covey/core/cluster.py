@@ -47,6 +47,7 @@ class Cluster(msgspec.Struct):
     next_server: int = -1  # for who comes after formation; -1: the first
     ended: Ended | None = None
     gone: tuple[str, ...] = ()  # lives of hosts that are said to be over: nobody of them may come back
+    going: tuple[str, ...] = ()  # ids of workers that are to leave when all go on without those who leave now
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}
@@ -189,4 +190,5 @@ class Cluster(msgspec.Struct):
             self.next_server,
             self.ended,
             self.gone,
+            self.going,
         )

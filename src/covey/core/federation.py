@@ -163,6 +163,7 @@ class Standing(Message, frozen=True):
     metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, where this server made it
     devices: Ids = ()  # whose updates are in it, in a secure round, once it is sealed
     spoiled: Sentence = ""  # why this server cannot make the model of this round
+    refused: dict[Name, int] = {}  # noqa: RUF012 - how many requests of devices, by why, in this life
 
 
 class Orders(Message, frozen=True):

@@ -301,7 +301,7 @@ class Lifecycle(Spared):
         self.cluster.cluster_id = kept.cluster_id
         self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
         self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
-        self.cluster.asked, self.cluster.gone = kept.asked, kept.gone
+        self.cluster.asked, self.cluster.gone, self.cluster.going = kept.asked, kept.gone, kept.going
         self.cluster.sharing, self.cluster.coming, self.cluster.moved = kept.sharing, kept.coming, kept.moved
         self.cluster.copied, self.cluster.next_server = kept.copied, kept.next_server
         self._come_by = self._now + scaling.ARRIVE_S

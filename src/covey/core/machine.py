@@ -345,7 +345,8 @@ class Machine(Watch):
             if self._all_resumed():
                 self._retries = 0
                 self._arriving = set()
-                self._close_incidents(Outcome.RESUMED)
+                if not self._let_next_go():
+                    self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
 
     def _settled_said(self, link: int, said: Settled) -> None:

@@ -83,8 +83,10 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
     if limit > cluster.restarts and all(m.agent in cluster.agents for m in workers):
         count = cluster.restarts + 1
         return After.RESTART_ALL, f"restart {count} of {limit}: all workers start anew"
-    unasked = "no restarts were asked for (--max-restarts), and as no worker called covey.init(), none can be replaced alone"
-    return After.END, "no restart is left" if limit else unasked
+    if limit:
+        return After.END, "no restart is left"
+    why = "" if cluster.heals else ", and none can be replaced alone, for no worker has called covey.init()"
+    return After.END, f"no restarts were asked for (--max-restarts){why}"
 
 
 def allowed(agent: Agent | None, limit: int) -> int:

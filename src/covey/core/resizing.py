@@ -10,6 +10,7 @@ from covey.core import scaling
 from covey.core.effects import Level
 from covey.core.incidents import Outcome
 from covey.core.ledger import Ledger
+from covey.core.membership import names
 from covey.core.messages import Stop
 from covey.core.model import AgentRecord, Member, Phase, Role
 
@@ -72,10 +73,31 @@ class Resizable(Ledger):
     def _let_go(self, leavers: list[Member], reason: str) -> None:
         self._count("scale_in")
         self._open_incident("scale-in", reason, "asked for", since=self._now, known=self._now)
-        self._resize(reason, reason, self._without(leavers))
-        for member in leavers:
+        self._go(leavers, reason)
+
+    def _go(self, leavers: list[Member], reason: str) -> None:
+        """Let as many leave as can at once, the highest first; the rest follows when the others have what these had."""
+        together = [m.progress.together for m in self.cluster.of(Role.WORKER) if m.progress.together]
+        leavers = sorted(leavers, key=lambda m: -m.rank)
+        first, later = (leavers[: min(together)], leavers[min(together) :]) if together else (leavers, [])
+        self.cluster.going = tuple(m.node_id for m in later)
+        self._resize(reason, reason, self._without(first))
+        for member in first:
             if member.link:
                 self._send(member.link, Stop(f"{member.name} leaves: {reason}"))
+
+    def _let_next_go(self) -> bool:
+        """All go on: does somebody leave who was to leave after those who have?"""
+        leavers = [m for m in self.cluster.of(Role.WORKER) if m.node_id in self.cluster.going]
+        self.cluster.going = ()
+        if not leavers:
+            return False
+        plan, reason = scaling.shrink(self.cluster, leavers[0])
+        if plan is None:
+            self._publish("cluster", "scale-in", f"{names(leavers)} stay, for {reason}", Level.WARNING)
+            return False
+        self._go(leavers, f"{names(leavers)} leave too, as asked")
+        return True
 
     def _turn_back(self, reason: str) -> None:
         """A growth is taken back, all of it."""

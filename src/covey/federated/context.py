@@ -208,6 +208,17 @@ def from_text(key: str, text: str) -> Value:
         return check(key, text)
 
 
+def rows() -> list[tuple[str, str, str, str]]:
+    """Name, value, origin and what is allowed, of each key. A password shows only that there is one."""
+    given, found = _given(), []
+    for key, known in KEYS.items():
+        value = get_fl_context(key)
+        origin = "covey federated up" if key in given else "set_fl_context" if key in _context.chosen else "default"
+        shown = str(value) if key not in PASSWORDS else "(set)" if value else ""
+        found.append((key, shown, origin, known.allowed))
+    return found
+
+
 def number(key: str) -> int:
     return int(get_fl_context(key))
 

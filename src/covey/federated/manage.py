@@ -5,7 +5,7 @@ Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, and mean what th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -52,7 +52,7 @@ FEDERATED = (
 )
 
 
-def make_app(scheduler: Scheduler, *, token: str) -> Any:
+def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
     """The application for `covey.console.server.Server`."""
     rounds = scheduler.rounds
 
@@ -110,7 +110,7 @@ def make_app(scheduler: Scheduler, *, token: str) -> Any:
         "enable": enable,
         "disable": disable,
     }
-    return api.make_app(scheduler, token=token, more={op: answers[op.name] for op in (STATE, *FEDERATED)})
+    return api.make_app(scheduler, token=token, settings=settings, more={op: answers[op.name] for op in (STATE, *FEDERATED)})
 
 
 def _object(body: bytes) -> dict[str, Any]:

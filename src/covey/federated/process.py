@@ -169,7 +169,8 @@ async def _schedule(settings: Settings) -> int:
 
 async def _console(scheduler: Scheduler, sockets: list[socket.socket], token: str, guard: security.Security) -> None:
     manage, console = await asyncio.to_thread(_console_modules)
-    server = console.Server(manage.make_app(scheduler, token=token), sockets, guard.server)
+    app = manage.make_app(scheduler, token=token, settings=context.rows())
+    server = console.Server(app, sockets, guard.server)
     await server.start()
     try:
         await asyncio.Event().wait()

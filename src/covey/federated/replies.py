@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,9 +24,12 @@ class Replies:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self.refusals: Counter[str] = Counter()  # by the word for why
 
     def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0) -> None:
         """An answer in the language of the request."""
+        if code is not Code.SUCCEED:
+            self.refusals[code.name.lower().replace("_", " ")] += 1
         again = str(now_ms() + retry_ms) if retry_ms else ""
         self.send(request, Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again))
 

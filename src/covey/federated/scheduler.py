@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,12 @@ GOODBYE_S: Final = 5.0
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
 _record: Final = msgspec.msgpack.Decoder(FederationRecord)
 
+ROUNDS_SHOWN: Final = 1000
+_SHOWN: Final = {  # of a round's numbers, by where they may be told, the best first
+    "accuracy": ("central_accuracy", "eval_accuracy", "accuracy"),
+    "loss": ("central_loss", "eval_loss", "loss"),
+    "updates": ("updates",),
+}
 _PHASES: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Phase.HEALING}
 
 
@@ -56,6 +63,9 @@ class Scheduler:
         self._ended: asyncio.Future[End] | None = None
         self._followers: set[int] = set()
         self._teller = Storyteller()
+        self._noted = rounds.round
+        self._done: list[dict[str, float | None]] = []
+        self._updates = 0  # counted by rounds that are done, in this life
 
     async def run(self, sockets: list[socket.socket], guard: Security) -> int:
         """Serve until the cluster has ended."""
@@ -129,6 +139,7 @@ class Scheduler:
                 assert isinstance(wish, End)
                 if self._ended is not None and not self._ended.done():
                     self._ended.set_result(wish)
+        self._note_rounds()
         self._teller.tell_on()
         if self._followers and any(isinstance(wish, Keep) for wish in wishes):
             told = Told(msgspec.json.encode(self.view()))
@@ -183,7 +194,30 @@ class Scheduler:
 
     def about(self) -> dict[str, Any]:
         """What the console shows besides."""
-        return {"kind": "federated", "instance": self.query()}
+        refused: Counter[str] = Counter()
+        load = {}
+        for server in self.rounds.servers.values():
+            if server.standing is not None:
+                refused.update(server.standing.refused)
+                numbers = server.standing.numbers
+                load[server.node_id] = f"{numbers.count} updates of {numbers.size} samples in this round"
+        return {
+            "kind": "federated",
+            "instance": self.query(),
+            "rounds": self._done,
+            "updates": self._updates,
+            "refused": dict(refused),
+            "load": load,
+        }
+
+    def _note_rounds(self) -> None:
+        """For the console: how the model of each round was."""
+        if self.rounds.round <= self._noted or not self.rounds.metrics:
+            return
+        self._noted, numbers = self.rounds.round, self.rounds.metrics
+        known = {name: next((numbers[k] for k in keys if k in numbers), None) for name, keys in _SHOWN.items()}
+        self._updates += int(known["updates"] or 0)
+        self._done = [*self._done, {"at": time.time(), "round": self.rounds.round - 1, **known}][-ROUNDS_SHOWN:]
 
     def _privacy(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""

@@ -107,7 +107,7 @@ class Server:
         self._life = secrets.token_hex(8)
         self._peers = Peers(guard, heard=self._heard_peer, reached=self._reached, give=self._give, copy=self.holdings.keep_copy)
         self.models = Models(layout, values, strategy, evaluate, self._peers)
-        replies = Replies(self)
+        self._replies = replies = Replies(self)
         self.intake = Intake(self, replies, self._peers, Safekeeping(self._life, self._peers))
         self.devices = Devices(self, replies)
         self._upstream = Upstream(
@@ -307,6 +307,7 @@ class Server:
                 metrics=self.models.metrics,
                 devices=tuple(self.claims.held.get(part.round, ())) if self.settings.plan.secure and part.sealed else (),
                 spoiled=self._spoiled.get(part.round, ""),
+                refused=dict(self._replies.refusals),
             )
         )
 

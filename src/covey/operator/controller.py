@@ -120,6 +120,7 @@ class Controller:
         self._convert = convert
         self._gang = gang_scheduler
         self._clock = clock
+        self.on_tell: Callable[[Thing, Tell], None] = lambda thing, tell: None
         self._events: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
 
     async def run(self, workers: int) -> None:
@@ -344,6 +345,7 @@ class Controller:
 
     def _tell(self, thing: Thing, tell: Tell) -> None:
         """Events are written on the side: a job does not wait for them."""
+        self.on_tell(thing, tell)
         metadata = thing["metadata"]
         words = "\n".join([metadata["uid"], tell.reason, tell.message])
         now = stamp(self._clock())

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
+from covey.core.effects import Level, Publish
 from covey.core.job import ascend
+from covey.core.job.actions import Tell
 from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
+from covey.core.story import Story
 from covey.node.log import log
 from covey.operator import clusters
 from covey.operator import lease as leases
@@ -77,8 +83,19 @@ class Operator:
         self.metrics = numbers.Metrics()
         self.port = 0
         self.leading = asyncio.Event()
+        self.story = Story()  # what was told of jobs, of late
+        self._kinds: list[Reflector] = []  # of jobs
         self._ready = False
         self._key = b""
+
+    def jobs(self) -> list[Thing]:
+        """All jobs as the API server has them; none while another replica acts."""
+        return [thing for kind in self._kinds for thing in kind]
+
+    def _note(self, thing: Thing, tell: Tell) -> None:
+        name = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
+        level = Level.WARNING if tell.kind == "Warning" else Level.NOTE
+        self.story.add(Publish(name, tell.reason, tell.message, level), time.time())
 
     async def run(self) -> None:
         server = None
@@ -118,6 +135,7 @@ class Operator:
             try:
                 await asyncio.Event().wait()
             finally:
+                self._kinds.clear()
                 self.leading.clear()
                 self.metrics.leader.set(0)
 
@@ -156,7 +174,9 @@ class Operator:
             mine.append(caches.groups)
         convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
+        controller.on_tell = self._note
         found.append(controller)
+        self._kinds.append(caches.jobs)
         for reflector in mine:
             group.create_task(reflector.run())
         group.create_task(self._start(controller, [*mine, owned.pods, owned.services]))
@@ -192,11 +212,13 @@ class Operator:
         return True
 
 
-async def run(api: Api, options: Options) -> None:
-    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order."""
+async def run(api: Api, options: Options, beside: Callable[[Operator], Awaitable[None]] | None = None) -> None:
+    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order. `beside`: what shows it to people."""
     operator = Operator(api, options)
-    task = asyncio.ensure_future(operator.run())
+    work = [operator.run(), *([beside(operator)] if beside is not None else [])]
+    task = asyncio.gather(*work)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_complaint)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     try:
@@ -206,6 +228,14 @@ async def run(api: Api, options: Options) -> None:
         raise _first(several) from None
     finally:
         await api.close()
+
+
+def _complaint(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """uvloop complains of bytes that come in on a connection that was let go of: whoever waited for them knows better."""
+    if "SSL protocol" in str(context.get("message")):
+        log.debug("%s: %s", context["message"], context.get("exception"))
+    else:
+        loop.default_exception_handler(context)
 
 
 def _first(error: BaseException) -> BaseException:

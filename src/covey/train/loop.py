@@ -117,6 +117,13 @@ class Loop:
         self._before = 0
         self._checked = self._received = False
         self._pace = Pace()
+        self._register_parts(schedulers, scaler)
+        optimizer.register_step_pre_hook(self._optimizer_steps)
+        optimizer.register_step_post_hook(self._optimizer_stepped)
+        self._begin(known)
+
+    def _register_parts(self, schedulers: Sequence[Any], scaler: Any) -> None:
+        """What changes with the training, beside model and optimizer."""
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if self._stream is not None:
@@ -124,12 +131,13 @@ class Loop:
             self.register("stream", self._stream.known, self._stream.put)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
-        optimizer.register_step_pre_hook(self._optimizer_steps)
-        optimizer.register_step_post_hook(self._optimizer_stepped)
+
+    def _begin(self, known: Known) -> None:
+        """Where this rank's training begins: at the start, at a checkpoint, or where the others are."""
         if self._collectives is not None:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
-            self._reducer = Reducer(model, self._collectives, shares=self, active=lambda: self.boundary)
+            self._reducer = Reducer(self.model, self._collectives, shares=self, active=lambda: self.boundary)
             self._attach(self._collectives, known)
         else:
             if self._sharded is not None:
@@ -137,10 +145,10 @@ class Loop:
             self._resume()
         if self._stream is not None:
             self._stream.sit(self._seat, self.step)
-            if group.rank == 0 and not self._received:
+            if self._group.rank == 0 and not self._received:
                 self._stream.say()
         if self._served.any:
-            folder = str(checkpoint.folder.absolute()) if checkpoint is not None else ""
+            folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
             self.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
@@ -308,7 +316,9 @@ class Loop:
             if self._collectives is None and meeting.place.generation != self._said_resumed:
                 self._said_resumed = meeting.place.generation
                 meeting.say(Resumed(self._said_resumed, self.step))
-            meeting.report(Progress(self.step, "train", loop=True, busy_s=self._pace.lap(self._waited())))
+            together = self._sharded.copies if self._sharded is not None else 0
+            busy_s = self._pace.lap(self._waited())
+            meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
             if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
                 self._served.save(self.step, str(self._checkpoint.folder.absolute()), self._checkpoint.keep)

@@ -38,7 +38,7 @@ export function askToken(why) {
   return new Promise((done) => {
     const field = h("input", { type: "password", id: "token", name: "token", required: true, autocomplete: "off", "aria-describedby": "why" });
     const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: "This cluster asks for its token" }), h("p", { id: "why", class: why ? "trouble" : "", role: "alert", text: why }),
-      h("label", { for: "token", text: "Token (COVEY_TOKEN, or covey status on the scheduler's host)" }), field,
+      h("label", { for: "token", text: "Token (COVEY_TOKEN, else the one in the registry file of who runs the scheduler)" }), field,
       h("p", { class: "quiet", text: "It stays in this tab, until the tab is closed." }), h("div", { class: "choices" }, h("button", { type: "submit", class: "primary", text: "Open" })));
     const dialog = h("dialog", { id: "login", "aria-labelledby": "asked" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());

@@ -7,7 +7,7 @@ import { Model } from "/console/model.js";
 import { follow, get, open } from "/console/net.js";
 import { Nodes } from "/console/nodes.js";
 import { Recoveries, Settings, Story, line } from "/console/recoveries.js";
-import { Rounds } from "/console/rounds.js";
+import { Jobs, Rounds } from "/console/rounds.js";
 
 const TICK_MS = 1000;
 
@@ -41,14 +41,14 @@ function figures() {
   const slow = members.filter((node) => node.straggles).length;
   const pace = model.pace().at(-1);
   const last = model.history.at(-1);
-  const found = {
+  const found = model.about.kind === "operator" ? jobFigures(model.about.jobs) : {
     [federated ? "servers" : "workers"]: `${alive} / ${federated ? cluster.server_num : Math.max(cluster.goal, members.length)}`,
     [federated ? "iteration" : "step"]: last && last.step >= 0 ? number(last.step) : "–",
     [federated ? "rounds/s" : "steps/s"]: pace ? number(pace.value) : "–",
     loss: number(last?.loss),
     stragglers: federated ? null : String(slow),
     restarts: String(members.reduce((sum, node) => sum + node.restarts, 0)),
-    recoveries: String([...model.recoveries.values()].length),
+    recoveries: String([...model.recoveries.values()].filter((incident) => !incident.strategy.startsWith("scale")).length),
     generation: String(cluster.generation),
     up: span(model.now() - cluster.started_at),
   };
@@ -64,6 +64,12 @@ function figures() {
   }
 }
 
+function jobFigures(jobs) {
+  const of = (state) => String(jobs.filter((job) => job.state === state).length);
+  const restarts = jobs.reduce((sum, job) => sum + job.restarts, 0);
+  return { jobs: String(jobs.length), running: of("Running"), restarting: of("Restarting"), succeeded: of("Succeeded"), failed: of("Failed"), restarts: String(restarts) };
+}
+
 function line_(state, why) {
   const element = byId("line");
   mark(element, "state", model.ended ? "ended" : state);
@@ -73,24 +79,34 @@ function line_(state, why) {
 
 // -- views -----------------------------------------------------------------------------------------------------------
 
+const VIEWS = {
+  nodes: [() => (model.about.kind === "federated" ? "Servers" : "Cluster"), () => new Nodes(model, show)],
+  jobs: [() => "Jobs", () => new Jobs(model)],
+  rounds: [() => "Rounds", () => new Rounds(model)],
+  recoveries: [() => "Recoveries", () => new Recoveries(model, show)],
+  story: [() => "Story", () => new Story(model, show, get)],
+  logs: [() => "Logs", () => new Logs(model, get)],
+  settings: [() => "Settings", () => new Settings(get)],
+};
+const OF_KIND = {
+  training: { views: ["nodes", "recoveries", "story", "logs", "settings"], actions: ["scale", "dump", "stop"] },
+  federated: { views: ["nodes", "rounds", "story", "settings"], actions: ["scale", "stop"] },
+  operator: { views: ["jobs", "story"], actions: [] },
+};
+const ACTIONS = { scale: "Scale…", dump: "Dump…", stop: "Stop…" };
+
 function build() {
-  const federated = model.about.kind === "federated";
-  views = {
-    nodes: { title: federated ? "Servers" : "Cluster", view: new Nodes(model, show) },
-    ...(federated ? { rounds: { title: "Rounds", view: new Rounds(model) } } : { recoveries: { title: "Recoveries", view: new Recoveries(model, show) } }),
-    story: { title: "Story", view: new Story(model, show, get) },
-    ...(federated ? {} : { logs: { title: "Logs", view: new Logs(model, get) } }),
-    settings: { title: "Settings", view: new Settings(get) },
-  };
+  const kind = OF_KIND[model.about.kind];
+  views = Object.fromEntries(kind.views.map((name) => [name, { title: VIEWS[name][0](), view: VIEWS[name][1]() }]));
   byId("tabs").replaceChildren(...Object.entries(views).map(([name, { title }], place) =>
     h("a", { href: `#${name}`, "data-view": name, title: `${title} (${place + 1})` }, title)));
-  const act = (text, does, danger = false) => h("button", { type: "button", class: danger ? "danger-text" : "", text, onclick: does });
-  byId("actions").replaceChildren(act("Scale…", () => actions.scale(model)), ...(federated ? [] : [act("Dump…", () => actions.dump())]), act("Stop…", () => actions.stop(model), true));
+  byId("actions").replaceChildren(...kind.actions.map((name) =>
+    h("button", { type: "button", class: name === "stop" ? "danger-text" : "", text: ACTIONS[name], onclick: () => actions[name](model) })));
 }
 
 function route() {
   const [name, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
-  const wanted = name in views ? name : "nodes";
+  const wanted = name in views ? name : Object.keys(views)[0];
   const { view } = views[wanted];
   if (shown !== wanted) {
     shown = wanted;
@@ -131,7 +147,7 @@ function draw() {
   if (panel && (news.names.includes(panel.name) || news.whole)) panel.draw();
   if (panel) panel.hear(news.events);
   line_("live", "");
-  window.coveyDrawMs = performance.now() - began; // for those who measure
+  document.dispatchEvent(new CustomEvent("drawn", { detail: performance.now() - began })); // for those who measure
 }
 
 // -- one node --------------------------------------------------------------------------------------------------------
@@ -224,7 +240,7 @@ document.addEventListener("keydown", (event) => {
   if (/^[1-9]$/.test(event.key) && names[event.key - 1]) location.hash = names[event.key - 1];
   else if (event.key === "/") views[shown]?.view.focus?.();
   else if (event.key === "?") help();
-  else if (event.key === "s" && model.cluster) actions.scale(model);
+  else if (event.key === "s" && OF_KIND[model.about.kind].actions.includes("scale") && model.cluster) actions.scale(model);
   else if ((event.key === "j" || event.key === "k") && shown === "nodes") {
     views.nodes.view.scroller.focus();
     views.nodes.view.key(event);

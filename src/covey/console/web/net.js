@@ -28,7 +28,7 @@ async function login(why) {
   let trouble = why;
   for (;;) {
     const token = (!trouble && sessionStorage.getItem(STORE)) || (await asking(trouble));
-    const answer = await fetch("/state", { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
+    const answer = await fetch("/settings", { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
     if (answer.ok) {
       bearer = token;
       sessionStorage.setItem(STORE, token);

@@ -1,7 +1,7 @@
 // The cluster as it is: charts, a map of hosts, and a table in which only the rows that are seen exist.
 
 import { Chart } from "/console/charts.js";
-import { byId, h, mark, number, plural, put, span } from "/console/dom.js";
+import { h, mark, number, plural, put, span } from "/console/dom.js";
 
 const ROW = 28; // pixels, as in the style sheet
 const SPARE = 6; // rows beyond the edges of what is seen
@@ -97,6 +97,7 @@ export class Nodes {
       if (!hosts.has(node.host)) hosts.set(node.host, []);
       hosts.get(node.host).push(node);
     }
+    mark(this.map, "many", String(hosts.size > 30));
     this.map.replaceChildren(...[...hosts].map(([host, nodes]) => {
       const cells = nodes.map((node) => {
         const cell = h("i", { title: `${node.name}: ${node.state}`, "data-state": look(node), onclick: () => this.show(node.name) });
@@ -170,7 +171,11 @@ export class Nodes {
       row.id = `row-${node.name}`;
     }
     mark(row, "state", look(node));
-    mark(row, "active", String(node.name === this.active));
+    const active = String(node.name === this.active);
+    if (row.dataset.active !== active) {
+      row.dataset.active = active;
+      row.setAttribute("aria-selected", active);
+    }
     COLUMNS.forEach((column, at) => put(row.cells[at], column.text(node, now)));
   }
 
@@ -188,7 +193,6 @@ export class Nodes {
     if (bottom > this.scroller.scrollTop) this.scroller.scrollTop = bottom;
     this.paint();
     this.scroller.setAttribute("aria-activedescendant", `row-${this.active}`);
-    byId(`row-${this.active}`)?.setAttribute("aria-selected", "true");
   }
 
   focus() {

@@ -42,11 +42,11 @@ export class Recoveries {
       return h("div", { class: "stage", "data-stage": stage }, h("span", { class: "quiet", text: stage }), h("span", { class: "track" }, bar),
         h("span", { class: "mono right", text: milliseconds(took) }));
     });
-    const rank = incident.rank >= 0 ? `, rank ${incident.rank}` : "";
+    const rank = incident.rank >= 0 ? `rank ${incident.rank}` : "";
     const open = incident.outcome === "open";
     const who = incident.node.includes(":") ? h("button", { type: "button", class: "link", text: incident.node, onclick: () => this.show(incident.node) }) : incident.node;
     return h("li", { class: "incident", value: incident.number },
-      h("h3", {}, h("span", { class: "mono quiet", text: `#${incident.number}` }), who, h("span", { class: "quiet", text: rank }),
+      h("h3", {}, h("span", { class: "mono quiet", text: `#${incident.number}` }), who, h("span", { class: "quiet light", text: rank }),
         h("span", { class: "badge", "data-state": open ? "healing" : incident.outcome, text: incident.outcome }),
         h("span", { class: "grow" }), h("strong", { class: "mono", text: open ? "under way" : milliseconds(total) })),
       h("p", {}, h("b", { text: incident.strategy }), ` · ${incident.cause}`),

@@ -1,0 +1,301 @@
+"""The web console in real Chromium: a training that is killed, grown and looked into; a stranger; a thousand nodes.
+
+Pictures go to the test's folder, or, with COVEY_PICTURES=docs/images, to where the README shows them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.http.serving import TOKEN, Shown, a_view, serving
+from tests.processes.command import Shell, shells
+from tests.processes.harness import until
+
+from covey.console import jobs
+from covey.core.effects import Publish
+from covey.core.model import NodeState, Role
+from covey.core.story import Story
+from covey.core.view import ClusterView, NodeView
+from covey.errors import ExitCode
+
+pytestmark = pytest.mark.timeout(240)
+CHROMIUM = shutil.which("chromium") or ""
+WAIT_MS = 60_000
+SCRIPT = """
+import pathlib, sys, time
+import torch
+from torch import nn
+import covey
+
+covey.init()
+torch.manual_seed(1)
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+x = torch.randn(512, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+loop = covey.Loop(net, optimizer, covey.Data(data, 8), steps=1_000_000, checkpoint=covey.Checkpoint(sys.argv[1], every=10**6))
+for inputs, wanted in loop:
+    optimizer.zero_grad()
+    loss = (net(inputs) - wanted).square().mean()
+    loss.backward()
+    optimizer.step()
+    covey.report(loss=loss)
+    print(f"step {loop.step} loss {loss.item():.4f}", flush=True)
+    time.sleep(0.04)
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM:
+        pytest.skip("chromium is not installed here")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Tab:
+    """A tab, what went wrong in it, and whom it asked for anything."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.context = browser.new_context(viewport={"width": 1280, "height": 860}, **options)
+        self.context.set_default_timeout(WAIT_MS)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def row(self, node: str, state: str = "alive") -> Any:
+        return self.page.locator(f'.scroller .row[id="row-{node}"][data-state="{state}"]')
+
+    def view(self, name: str) -> None:
+        self.page.click(f'#tabs a[data-view="{name.partition("/")[0]}"]')
+
+    def until(self, script: str) -> None:
+        """Asked from outside: what playwright has for this evaluates a text in the page, and the page's policy forbids that."""
+        until(lambda: self.page.evaluate(script), script, WAIT_MS / 1000, lambda: f"{self.page.content()}\n{self.complaints}")
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Tab]:
+    made = Tab(browser)
+    yield made
+    made.context.close()
+
+
+def picture(page: Any, folder: Path, name: str) -> None:
+    page.screenshot(path=Path(os.environ.get("COVEY_PICTURES") or folder) / f"{name}.png", animations="disabled")
+
+
+def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tmp_path: Path) -> None:
+    shell.script(SCRIPT, "train.py")
+    port = shell.port
+    words = ("run", "-n", "3", "--manage-port", str(port), "train.py", str(tmp_path / "checkpoints"))
+    run = shell.covey(*words, env={"COVEY_STRATEGY": None})
+    shell.heard(2, "step 3 ")
+    shell.listening(port)
+    page = tab.page
+    page.goto(f"http://127.0.0.1:{port}/")
+
+    for rank in range(3):
+        tab.row(f"worker:{rank}").wait_for()
+    tab.until("document.querySelector('#phase').textContent === 'ready'")
+    tab.until("[...document.querySelectorAll('.chart .curve')].every((path) => path.getAttribute('d').includes('L'))")
+
+    tab.row("worker:1").click()
+    page.locator(".panel dd", has_text="train").wait_for()
+    before = page.locator(".panel .facts div", has_text="process").locator("dd").inner_text()
+    page.click(".panel >> text=Kill…")
+    picture(page, tmp_path, "console-confirm")
+    page.click("dialog >> text=Cancel")
+    assert tab.row("worker:1").locator(".c-restarts").inner_text() == "0", "nothing happens before it is confirmed"
+    page.click(".panel >> text=Kill…")
+    page.click("dialog button.danger")
+    tab.until("document.querySelector('[id=\"row-worker:1\"] .c-restarts').textContent === '1'")
+    tab.row("worker:1").wait_for()
+    page.locator(".panel .story li", has_text="died").wait_for()
+    assert page.locator(".panel .facts div", has_text="process").locator("dd").inner_text() != before
+    page.keyboard.press("Escape")
+
+    page.keyboard.press("2")  # the recoveries
+    incident = page.locator(".incident", has=page.locator(".badge", has_text="resumed")).first
+    incident.wait_for()
+    stages = incident.locator(".stage").evaluate_all("(rows) => rows.map((row) => row.dataset.stage)")
+    assert stages == ["detected", "decided", "re-formed", "restored", "resumed"]
+    assert "SIGKILL" in incident.inner_text() and "worker:1 is started again" in incident.inner_text()
+    picture(page, tmp_path, "console-recovery")
+
+    tab.view("nodes")
+    page.click("#actions >> text=Scale…")
+    page.fill('dialog input[name="wanted"]', "4")
+    page.click("dialog button.primary")
+    tab.row("worker:3").wait_for()
+    tab.until("document.querySelector('[data-of=\"workers\"]').textContent === '4 / 4'")
+    tab.until("document.querySelector('#phase').textContent === 'ready'")
+    tab.until("!document.querySelector('.note')")
+    picture(page, tmp_path, "console")
+
+    page.goto(f"http://127.0.0.1:{port}/#logs/worker:0")
+    tab.until("document.querySelector('.log')?.childElementCount > 5")
+    shown = page.locator(".log > span").count()
+    tab.until(f"document.querySelector('.log').childElementCount > {shown}")  # it follows
+    page.fill("#find", "STEP 3 ")
+    page.press("#find", "Enter")
+    tab.until("document.querySelectorAll('.log mark').length === 1")
+    assert page.locator(".log").inner_text().startswith("step 3 loss ")
+
+    tab.view("settings")
+    number = page.locator('.plain-table tr:has(th:text-is("MS_WORKER_NUM"))')
+    number.wait_for()
+    assert number.locator("td").nth(0).inner_text() == "3" and number.locator("td").nth(1).inner_text() != "default"
+    tab.view("story")
+    page.locator(".story li", has_text="to be killed").wait_for()
+    picture(page, tmp_path, "console-story")
+
+    page.click("#actions >> text=Dump…")
+    page.fill('dialog input[name="reason"]', "seen enough")
+    page.click("dialog button.danger")
+    assert run.wait() == ExitCode.STOPPED, run.tail()
+    assert "seen enough" in run.text() and list((tmp_path / "checkpoints").iterdir())
+    tab.until("document.querySelector('#line').textContent !== 'live'")
+    elsewhere = [url for url in tab.asked if not url.startswith(f"http://127.0.0.1:{port}/")]
+    policy = [said for said in tab.complaints if "ERR_" not in said and "Failed to load" not in said]
+    assert elsewhere == [] and policy == []
+
+
+def test_a_stranger_is_asked_for_the_token_and_other_pages_can_do_nothing(browser: Any, tmp_path: Path) -> None:
+    source, other = Shown(a_view()), Shown(a_view())
+    with serving(source) as port, serving(other) as elsewhere:
+        stranger = Tab(browser, extra_http_headers={"X-Forwarded-For": "192.0.2.7"})
+        page = stranger.page
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("#login")
+        assert page.locator("#figures dd").count() == 0
+        page.fill("#token", "guess")
+        page.click("#login >> text=Open")
+        page.locator("#login .trouble", has_text="does not carry this cluster's token").wait_for()
+        picture(page, tmp_path, "console-token")
+        page.fill("#token", TOKEN)
+        page.click("#login >> text=Open")
+        stranger.until("document.querySelector('#line').textContent === 'live'")
+        page.reload()  # the tab remembers it
+        stranger.until("document.querySelector('#line').textContent === 'live'")
+        stranger.context.close()
+
+        evil = Tab(browser)
+        evil.page.goto(f"http://127.0.0.1:{elsewhere}/")
+        tries = """async (url) => {
+          const of = (path, options) => fetch(url + path, options).then((a) => a.type + a.status, () => "blocked");
+          const post = { method: "POST", mode: "no-cors" };
+          return [await of("/key"), await of("/key", { mode: "no-cors" }), await of("/stop", post)];
+        }"""
+        assert evil.page.evaluate(tries, f"http://127.0.0.1:{port}") == ["blocked", "blocked", "blocked"]
+        evil.context.close()
+    assert source.stops == []
+
+
+class Crowd(Shown):
+    """A thousand workers, each with another step and beat whenever one looks."""
+
+    size = 1000
+
+    def view(self) -> ClusterView:
+        now = time.time()
+        chance, step = random.Random(int(now * 10)), int(now * 25) % 1_000_000
+        nodes = [
+            NodeView(
+                *(Role.WORKER, str(rank), rank, f"gpu-{rank // 8:03}", f"10.0.{rank // 800}.{rank // 8 % 100}"),
+                *(NodeState.ALIVE, True, step + chance.randrange(2), "train"),
+                beat_age_s=chance.random() * 3,
+                loss=chance.random(),
+                busy_s=0.03,
+            )
+            for rank in range(self.size)
+        ]
+        return msgspec.structs.replace(a_view(*nodes), now=now, goal=self.size)
+
+
+def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
+    """Only the rows that are seen exist, and an update touches nothing else. What it takes is told, not judged."""
+    with serving(Crowd(a_view())) as port:
+        page = tab.page
+        page.goto(f"http://127.0.0.1:{port}/")
+        tab.until("document.querySelectorAll('.cells i').length === 1000")
+        assert page.locator(".scroller .row").count() < 60
+        touched = """() => new Promise((done) => {
+          const rows = new Set(), drawn = [];
+          const one = (change) => rows.add(change.target.closest?.(".row, .cells i") ?? change.target);
+          const seen = new MutationObserver((changes) => changes.forEach(one));
+          seen.observe(document.querySelector("main"), { subtree: true, childList: true, attributes: true });
+          document.addEventListener("drawn", (event) => {
+            drawn.push(Math.round(event.detail));
+            if (drawn.length === 5) done([rows.size, document.querySelectorAll("*").length, drawn]);
+          });
+        })"""
+        rows, elements, drawn = page.evaluate(touched)
+        print(
+            f"1000 nodes: {rows} elements of {elements} touched by {len(drawn)} drawings, which took {drawn} ms",
+            file=sys.stderr,
+        )
+        assert 0 < rows < 400
+        page.locator(".scroller").evaluate("(box) => { box.scrollTop = box.scrollHeight; }")
+        tab.row("worker:999").wait_for()
+        page.keyboard.press("/")
+        page.keyboard.type("worker:77 gpu-096")
+        tab.until("document.querySelectorAll('.scroller .row:not([hidden])').length < 12")
+        page.fill("#filter", "")
+        page.evaluate("scrollTo(0, 0)")
+        picture(page, tmp_path, "console-thousand")
+        page.emulate_media(color_scheme="dark")
+        page.set_viewport_size({"width": 390, "height": 780})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a phone need not scroll sideways"
+        page.evaluate("scrollTo(0, 0)")
+        picture(page, tmp_path, "console-phone")
+        assert tab.complaints == []
+
+
+class Jobs:
+    """What an operator has: two jobs, of which one waits."""
+
+    def __init__(self) -> None:
+        self.story = Story()
+        self.story.add(Publish("team/digits", "Recovered", "worker-1 runs again"), 1.0)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        progress = {"phase": "ready", "step": 1200, "world": 4, "recovery": "recover of worker:1, 140 ms"}
+        status = {"state": "Running", "workers": "4/4", "restartsTotal": 1, "progress": progress}
+        waits = {"state": "Created", "workers": "0/8", "waiting": "8 pods wait for a node"}
+        return [{"metadata": {"namespace": "team", "name": n}, "status": s} for n, s in (("digits", status), ("text", waits))]
+
+
+def test_the_operators_page_lists_its_jobs(tab: Tab, tmp_path: Path) -> None:
+    with serving(app=jobs.make_app(Jobs(), token=TOKEN)) as port:
+        tab.page.goto(f"http://127.0.0.1:{port}/")
+        cells = tab.page.locator(".jobs tbody tr").filter(has_text="digits").locator("th, td")
+        cells.first.wait_for()
+        row = ["team/digits", "Running", "4/4", "1\u202f200", "1", "ready", "recover of worker:1, 140 ms", ""]
+        assert cells.all_inner_texts() == row
+        assert "8 pods wait for a node" in tab.page.locator(".jobs tbody").inner_text()
+        picture(tab.page, tmp_path, "console-jobs")
+        tab.page.keyboard.press("2")
+        tab.page.locator(".story li", has_text="worker-1 runs again").wait_for()
+        assert tab.page.locator("#actions button").count() == 0 and tab.complaints == []

@@ -1,0 +1,66 @@
+"""Pieces of a log: whole lines, bounded, from its end or by a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from covey.core.messages import LOG_MAX, LogAsked
+from covey.node.logs import SCAN_MAX, piece
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    path = tmp_path / "worker_0.log"
+    path.write_bytes(b"one\ntwo Ein\xc3\xa4ugig\nthree\nfou")
+    return str(path)
+
+
+def asked(start: int = 0, find: str = "") -> LogAsked:
+    return LogAsked(7, "0", start=start, find=find)
+
+
+def test_whole_lines_and_where_to_go_on(log: str) -> None:
+    told = piece(log, asked())
+    assert (told.number, told.lines, told.start, told.next) == (7, "one\ntwo Einäugig\nthree\n".encode(), 0, 24)
+    assert piece(log, asked(told.next)).lines == b"", "a line that is not complete yet waits"
+    with Path(log).open("ab") as file:
+        file.write(b"r\n")
+    assert piece(log, asked(told.next)).lines == b"four\n"
+
+
+def test_the_end_begins_with_a_whole_line(log: str) -> None:
+    told = piece(log, asked(-8))
+    assert told.lines == b"three\n" or told.lines == b""
+    assert piece(log, asked(-12)).lines == b"three\n" and piece(log, asked(-10_000)).start == 0
+
+
+def test_a_search_finds_lines_whatever_their_case_and_goes_on(log: str) -> None:
+    told = piece(log, asked(find="EINÄUGIG"))
+    assert told.lines == "two Einäugig\n".encode() and told.next == 24
+
+
+def test_answers_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "long.log"
+    path.write_bytes(b"x" * (2 * LOG_MAX) + b"\n" + b"needle line\n" * (SCAN_MAX // 12))
+    seen, start = 0, 0
+    while True:
+        told = piece(str(path), asked(start))
+        assert len(told.lines) <= LOG_MAX
+        seen += len(told.lines)
+        if told.next == start:
+            break
+        start = told.next
+    assert seen == told.size, "nothing is lost on the way"
+    found, start = 0, 0
+    while start < told.size:
+        told = piece(str(path), asked(start, "needle"))
+        assert len(told.lines) <= LOG_MAX and told.next > start
+        found += told.lines.count(b"needle")
+        start = told.next
+    assert found == SCAN_MAX // 12
+
+
+def test_a_log_that_is_not_there_says_so(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in piece(str(tmp_path / "none.log"), asked()).failure
