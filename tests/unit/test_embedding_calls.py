@@ -10,7 +10,10 @@ import torch
 
 from covey.core.serving import Serving
 from covey.errors import UsageError
+from covey.params.client import Client
 from covey.params.optimizers import SGD, Array
+from covey.params.peers import Peer
+from covey.params.server import Server
 from covey.train.embedding import Embedding
 from covey.train.group import Group
 from covey.train.served import Served, mark, take_over
@@ -88,3 +91,27 @@ def test_ids_of_any_whole_numbers_and_any_shape() -> None:
     for ids in (torch.tensor([[1, 2], [2, 1]], dtype=torch.int32), torch.tensor(3), torch.empty(0, dtype=torch.long)):
         found = made(ids)
         assert torch.equal(found, ids[..., None].expand(*ids.shape, 4).float())
+
+
+def test_a_step_is_pushed_once_unless_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(1, 1, copies=0)
+
+    def find(rank: int) -> Peer:
+        return server.peer
+
+    server = Server("127.0.0.1", serving, 0, 0, find)
+    server.recover()
+    client = Client(serving, 0, lambda: 1, find)
+    monkeypatch.setattr(Group, "client", property(lambda group: client))
+    model = torch.nn.Linear(2, 2)
+    mark_all(model)
+    served = Served(model, torch.optim.SGD(model.parameters(), 0.1), Group(None))
+    served.declare(0)
+    served.refresh(0)
+    served.push().run_alone()
+    with pytest.raises(UsageError, match="may step once in each step"):
+        served.push()
+    served.forget()
+    served.push().run_alone()
+    served.refresh(1)
+    served.push().run_alone()
