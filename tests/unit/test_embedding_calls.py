@@ -75,7 +75,9 @@ def table_of_torch() -> torch.nn.Module:
     """A torch.nn.Embedding that a loop has taken: it has no parameter here."""
     made = torch.nn.Embedding(10, 4)
     take_over(made, None)
-    made.served.source = Rows()
+    inner = made.served
+    assert isinstance(inner, Embedding)
+    inner.source = Rows()
     return made
 
 
