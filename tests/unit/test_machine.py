@@ -663,6 +663,13 @@ def test_newcomers_that_begin_anew_with_everyone_are_healed_like_anyone() -> Non
     assert workers_of(made) == ["0", "1", "2", "3"] and outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN]
 
 
+def test_who_takes_a_growth_back_is_told_that() -> None:
+    made = cut_under_an_agent(3)
+    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
+    answer = _asked(made, ScaleAsked(roll_back=True))
+    assert isinstance(answer, Scaling) and (answer.operation, answer.reason) == (2, "asked to; the growth is taken back")
+
+
 def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
     made.step(Heard(asked, 9), 1.0)
     return made.answered

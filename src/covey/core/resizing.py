@@ -130,6 +130,7 @@ class Resizable(Ledger):
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
+        self.cluster.reason = reason  # also where another change was under way
         self._layout = None
         self.cluster.resized = self.cluster.generation + 1
         self._awaited = None
