@@ -82,7 +82,7 @@ audit: $(STAMP)
 coverage: $(STAMP)
 	rm -rf .coverage && mkdir .coverage
 	$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal
-	$(BIN)/python -m coverage combine --quiet
+	-$(BIN)/python -m coverage combine --quiet  # a process that was killed while it wrote leaves a file that cannot be read
 	$(BIN)/python -m coverage report --include 'src/covey/core/*' --fail-under 95 | tail -1
 	$(BIN)/python -m coverage report --fail-under 85 --sort cover
 

@@ -110,7 +110,11 @@ class Node:
             self.flock.refusal = message.reason
 
     def _closed(self, link: Link, reason: str) -> None:
+        """One that came so late to its greeting that it was cut off calls again, as a real node does."""
         self._rest()
+        if not link.greeted:
+            self.flock.retries += 1
+            self.flock.calling.add(asyncio.get_running_loop().create_task(self.join()))
 
     def _beat_later(self) -> None:
         wait = random.uniform(_BEAT.retry_lower_s, _BEAT.retry_upper_s)
@@ -138,6 +142,7 @@ class Flock:
         self.size = size
         self.beats = 0
         self.retries = 0
+        self.calling: set[asyncio.Task[None]] = set()
         self.refusal = ""
         self.formed = Tally(size)
         self.news = Tally(0)

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def etcd(folder: Path) -> Iterator[str]:
         yield ""
         return
     url, peers = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
-    words = [found, "--data-dir", str(folder / "etcd"), "--listen-client-urls", url, "--advertise-client-urls", url]
+    words = [found, "--data-dir", str(folder / "data"), "--listen-client-urls", url, "--advertise-client-urls", url]
     words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -93,7 +94,9 @@ async def take_over(door: Door, how: signal.Signals) -> float:
     os.kill(pid, how)
     try:
         await leader(door, other_than=pid)
-        return time.monotonic() - began
+        taken = time.monotonic() - began
+        print(f"{how.name}: {taken:.2f} s", file=sys.stderr, flush=True)
+        return taken
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

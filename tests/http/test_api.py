@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tests.http.serving import TOKEN, Shown, a_node, a_view, client, dial, read_
 from covey.console.api import MAX_BODY
 from covey.console.replies import ASKED, REASON_MAX
 from covey.core.incidents import Incident
-from covey.core.messages import ScaleAsked
+from covey.core.messages import KillAsked, ScaleAsked, StopAsked
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import SEED_STATES, ClusterView
 from covey.errors import UsageError
@@ -391,3 +392,36 @@ def test_an_operation_is_known_by_its_number(http: httpx2.Client, source: Shown)
     assert http.get("/operations/7").json() == msgspec.to_builtins(growth)
     assert http.get("/operations/8").status_code == 404
     assert http.get("/state").json()["cluster_state"] == "CLUSTER_SCALE_OUT"
+
+
+# -- the console -----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_open_to_all_and_keeps_others_out(port: int) -> None:
+    with client(port, **{"X-Forwarded-For": "192.0.2.7"}) as stranger:
+        page = stranger.get("/")
+        assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+        policy = page.headers["content-security-policy"]
+        assert "unsafe" not in policy and "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+        named = re.findall(r'(?:src|href)="(/console/[^"]+)"', page.text)
+        assert len(named) >= 3 and all(stranger.get(path).status_code == 200 for path in named)
+        assert [stranger.get(path).status_code for path in ("/key", "/stream", "/story", "/settings")] == [401] * 4
+        assert "style=" not in page.text and "<script>" not in page.text
+
+
+@pytest.mark.parametrize("node", ["..%2F..%2Fetc%2Fpasswd", "%2Fetc%2Fpasswd", "worker%3A99", "%00"])
+def test_a_log_is_asked_for_by_node_and_never_by_path(http: httpx2.Client, node: str) -> None:
+    response = http.get(f"/logs/{node}")
+    assert response.status_code == 404 and sentence(response)
+
+
+@pytest.mark.parametrize("query", ["start=x", "start=1e9", "find=" + "x" * 101, "start=" + "9" * 19])
+def test_a_question_about_a_log_that_makes_no_sense(http: httpx2.Client, query: str) -> None:
+    assert http.get(f"/logs/worker:worker-0?{query}").status_code == 400
+
+
+def test_actions_of_the_console_reach_the_scheduler(source: Shown, http: httpx2.Client) -> None:
+    assert http.post("/kill", json={"node": "worker:worker-0"}).json()["message"] == "as asked"
+    assert http.post("/dump", json={"reason": "enough"}).status_code == 200
+    assert source.wishes == [KillAsked("worker:worker-0", "asked by 127.0.0.1"), StopAsked("enough", dump=True)]
+    assert http.post("/kill", json={}).status_code == 400

@@ -13,6 +13,8 @@ import pytest
 from tests.processes.command import Shell, Terminal, shells
 from tests.processes.harness import until
 
+TUTORIAL = Path(__file__).parents[2] / "docs/tutorials/disaster-recovery.md"
+
 # Waits in every step until it is told to go on; a replacement attaches again.
 STEPS = """
 import pathlib, sys, time
@@ -66,6 +68,9 @@ def test_a_death_as_it_is_seen_from_everywhere(shell: Shell) -> None:
     unknown = shell.ask("story", "7")
     assert unknown.code == 10 and "nothing is known of 7: there are stories of agent:" in unknown.text()
 
+    line = re.findall(r"^kill -9 \$\((.*scheduler.*)\)$", TUTORIAL.read_text(), re.MULTILINE)[0]
+    assert shell.run(["bash", "-c", line]).text().strip() == str(shell.nodes()[0]["pid"])
+
     (shell.logs / "worker_0.log").open("a").write(f"the secret is {secret}, Authorization: Bearer abcdefgh12345\n")
     made = shell.ask("bundle", "--output", shell.folder / "b.tar.gz", "--json", env=env)
     assert made.code == 0 and json.loads(made.text())["left_out"] == [], made.text()
@@ -97,3 +102,12 @@ def test_a_bundle_needs_no_cluster(shell: Shell) -> None:
     assert shell.ask("bundle", "--output", shell.folder / "c.tar.gz").code == 22
     bad = shell.ask("bundle", "--log-dir", shell.logs, "--output", shell.folder / "no" / "b.tar.gz")
     assert bad.code == 41 and bad.text().count("\n") == 1 and "choose another --output" in bad.text()
+
+
+def test_a_run_in_json(shell: Shell) -> None:
+    shell.release()
+    run = shell.ask("run", "-n", "1", "--json", "steps.py", shell.go)
+    lines = [json.loads(line) for line in run.text().splitlines()]
+    assert run.code == 0 and {"rank": 0, "line": "up 0"} in lines
+    assert lines[0]["log_dir"] == str(shell.logs) and lines[0]["message"].startswith("scheduler at ")
+    assert lines[-1] == {"message": "all 1 workers finished", "code": 0}, lines[-1]

@@ -6,9 +6,13 @@ import asyncio
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from covey.cli.visit import Visit
 from covey.core.incidents import Outcome
@@ -29,10 +33,11 @@ PIECE_MAX: Final = 1 << 20
 class Show:
     """Follows a cluster until it is closed."""
 
-    def __init__(self, door: Door, *, live: bool, patience_s: float = math.inf) -> None:
+    def __init__(self, door: Door, *, live: bool, as_json: bool = False, patience_s: float = math.inf) -> None:
         self._door = door
         self._patience_s = patience_s
-        self._terminal = live and sys.stdout.isatty()
+        self._terminal = live and not as_json and sys.stdout.isatty()
+        self._json = as_json
         self._live: Any = None
         self._task: asyncio.Task[None] | None = None
         self._tails: dict[str, asyncio.Task[None]] = {}
@@ -73,9 +78,17 @@ class Show:
         if self._live is not None:
             self._live.stop()
 
-    def line(self, text: str) -> None:
-        """One line for the person at the terminal, above the table where there is one."""
-        text = text.rpartition("\r")[2]  # of a progress bar, what is left of it
+    def say(self, text: str) -> None:
+        """A word of covey's own."""
+        self._line(msgspec.json.encode({"message": text}).decode() if self._json else f"covey: {text}")
+
+    def _echo(self, rank: int, prefix: str, text: str) -> None:
+        """A line that a rank printed; of a progress bar, what is left of it."""
+        text = text.rpartition("\r")[2]
+        self._line(msgspec.json.encode({"rank": rank, "line": text}).decode() if self._json else prefix + text)
+
+    def _line(self, text: str) -> None:
+        """Above the table where there is one."""
         try:
             if self._live is not None:
                 self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -84,10 +97,10 @@ class Show:
         except BrokenPipeError:  # nobody reads any more: the run goes on
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
-    def tail(self, path: str, prefix: str) -> None:
-        """Echo a log as it grows; one that is echoed already is not echoed twice."""
+    def tail(self, path: str, rank: int, prefix: str) -> None:
+        """Echo a rank's log as it grows; one that is echoed already is not echoed twice."""
         if path not in self._tails:
-            line = follow_file(path, lambda text: self.line(prefix + text), lambda: self._closing)
+            line = follow_file(path, partial(self._echo, rank, prefix), lambda: self._closing)
             self._tails[path] = asyncio.create_task(line)
 
     async def _follow(self) -> None:
@@ -109,7 +122,7 @@ class Show:
 
     def _update(self, view: ClusterView) -> None:
         for text in self._changes(view):
-            self.line(f"covey: {text}")
+            self.say(text)
         if self._live is not None:
             self._live.update(drawing(view, rows=max(4, self._live.console.height // 2)))
 
@@ -126,6 +139,29 @@ class Show:
             if node.role is not Role.SCHEDULER and self._states.get(node.name, "alive") != node.state and node.rank >= 0:
                 yield f"{'rank' if node.role is Role.WORKER else node.role} {node.rank} on {node.host} is {node.state}"
             self._states[node.name] = node.state
+
+
+class Aside:
+    """A show in a thread of its own: where nobody reads what is printed, the show stands still and the run does not."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._loop = asyncio.new_event_loop()
+
+    def open(self) -> None:
+        threading.Thread(target=self._loop.run_forever, name="covey-show", daemon=True).start()
+        self._loop.call_soon_threadsafe(self._show.open)
+
+    def say(self, text: str) -> None:
+        self._loop.call_soon_threadsafe(self._show.say, text)
+
+    def tail(self, path: str, rank: int, prefix: str) -> None:
+        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix)
+
+    async def close(self) -> None:
+        """Once everything is printed."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._show.close(), self._loop))
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def heading(view: ClusterView) -> str:

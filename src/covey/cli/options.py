@@ -210,6 +210,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--tls", "FILE", "tls", "config.json of the certificates", PATH),
         Option("--manage-port", "PORT", "manage_port", "the REST port (default: a free one; 0: none)"),
         Option("--on-event", "COMMAND|URL", "on_event", "gets deaths, recoveries and the end as JSON: docs/events.md", HOOK),
+        Option("--json", "", "as_json", "what covey says and what ranks print as lines of JSON"),
         Option("--no-live", "", "no_live", "plain lines instead of the live table"),
         Option("--dry-run", "", "dry_run", "say what would be started, and start nothing"),
         Option("-h --help", "", "help", "show this"),

@@ -54,6 +54,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
     no_live: bool = False
     on_event: str = ""
+    as_json: bool = False
     tls: str = ""
     role_name: str = "default"
     rank_table_file: str = ""
@@ -93,6 +94,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     rank_table_file: str = ""
     tls: str = ""
     live: bool = True
+    as_json: bool = False  # lines of JSON instead of words
     on_event: str = ""  # a command or a URL that hears of deaths, recoveries and the end
     dry_run: bool = False
     help: bool = False  # only --help was asked: nothing else here counts
@@ -193,6 +195,7 @@ def decide(
         tls=asked.tls,
         live=not asked.no_live,
         on_event=asked.on_event,
+        as_json=asked.as_json,
         dry_run=asked.dry_run,
         remarks=[*_remarks(request, size), *([beside] if beside else [])],
         loaded=loaded,

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from covey.cli.describe import describe
-from covey.cli.live import Show
+from covey.cli.live import Aside, Show
 from covey.cli.notify import Notifier
 from covey.cli.options import help_text, parse
 from covey.cli.plan import EVERY, RunPlan
@@ -30,7 +30,7 @@ from covey.errors import ExitCode, UsageError
 from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
 from covey.node.host import address_towards
-from covey.node.log import configure, log
+from covey.node.log import aside, configure, log
 from covey.node.office import lease_store
 from covey.node.report import failure_report
 from covey.node.runtime import Door
@@ -73,6 +73,7 @@ def run(argv: list[str]) -> int:
 async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
+        undo.enter_context(aside())
         sockets = _listen(plan)
         if sockets is not None and "," in plan.master_host:
             lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
@@ -86,12 +87,10 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
                 tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
             )
             await host.start(sockets, folder)
-            print(
-                f"covey: scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}",
-                flush=True,
-            )
+            begins = f"scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}"
+            _say(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
-        show = Show(door, live=plan.live)
+        show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
         notifier = Notifier(plan.on_event, door, plan.job or " ".join(plan.command)) if plan.on_event else None
         agent.on_start = lambda start: _echo(plan, show, agent, start)
         interrupted = _take_signals(agent, show)
@@ -106,7 +105,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             standing_by.cancel()
             await asyncio.gather(standing_by, return_exceptions=True)
         await host.stop()
-    return _report(outcome, interrupted)
+    return _report(plan, outcome, interrupted)
 
 
 class _SchedulerHost:
@@ -150,14 +149,23 @@ class _SchedulerHost:
             await self._schedulers.stop(SCHEDULER_S)
 
 
-def _report(outcome: Outcome, interrupted: list[int]) -> int:
+def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
+    """A word of our own: for people, or as a line of JSON with its parts."""
+    said = msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else f"covey: {sentence}"
+    print(said, flush=True)
+
+
+def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
+    code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
-        print(f"covey: {outcome.reason}", flush=True)
+        _say(plan, outcome.reason, code=0)
         return 0
+    if plan.as_json:
+        _say(plan, f"the run ended: {outcome.reason}", code=code)
     print(f"covey: the run ended: {outcome.reason}", file=sys.stderr)
     if outcome.failure is not None:
         print("\n".join(failure_report(outcome.failure)), file=sys.stderr, flush=True)
-    return 128 + interrupted[0] if interrupted else outcome.code
+    return code
 
 
 def _listen(plan: RunPlan) -> Sockets | None:
@@ -298,7 +306,7 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
     return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
 
 
-def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
+def _echo(plan: RunPlan, show: Aside, agent: Agent, start: Start) -> None:
     """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
     if not start.assignments:
         return
@@ -310,9 +318,9 @@ def _echo(plan: RunPlan, show: Show, agent: Agent, start: Start) -> None:
     for rank, stream in streams.items():
         prefix = f"[{rank}] " if len(streams) > 1 else ""
         if stream & STDOUT or not agent.separates_stderr:
-            show.tail(agent.log_path(rank), prefix)
+            show.tail(agent.log_path(rank), rank, prefix)
         if stream & STDERR and agent.separates_stderr:
-            show.tail(agent.error_log_path(rank), prefix)
+            show.tail(agent.error_log_path(rank), rank, prefix)
 
 
 def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
@@ -331,7 +339,7 @@ def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
     return {rank: stream for rank, stream in found.items() if stream}
 
 
-def _take_signals(agent: Agent, show: Show) -> list[int]:
+def _take_signals(agent: Agent, show: Aside) -> list[int]:
     """Ctrl-C once ends everything in order, twice at once; SIGTERM is a planned leave of this host."""
     seen: list[int] = []
 
@@ -340,7 +348,7 @@ def _take_signals(agent: Agent, show: Show) -> list[int]:
         if len(seen) > 1:
             agent.abandon()
         elif number == signal.SIGINT:
-            show.line("covey: ending in order; Ctrl-C again ends at once")
+            show.say("ending in order; Ctrl-C again ends at once")
             agent.stop("interrupted by Ctrl-C")
         else:
             agent.leave(number)

@@ -44,6 +44,7 @@ APART_S: Mapping[
 ] = {  # whoever dies again sooner is taken for one that cannot live, and given up after a few times
     Fault.SCHEDULER: 61.0,
     Fault.TEMPLATE: 31.0,
+    Fault.DISK: 20.0,  # who writes a checkpoint meanwhile ends: all ranks at once, and three times without a step are too many
 }
 AT_NODES = (Fault.KILL, Fault.STOP, Fault.SLOW, Fault.CUT)
 DEADLY = (Fault.KILL, Fault.STOP)  # to a node

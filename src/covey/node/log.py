@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import logging.handlers
 import os
+import queue
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from covey.core.effects import Level, Publish
@@ -12,6 +16,7 @@ from covey.errors import UsageError
 from covey.settings import Settings
 
 log = logging.getLogger("covey")
+WAITING_MAX = 10_000
 
 _LEVELS = {Level.DETAIL: logging.DEBUG, Level.NOTE: logging.INFO, Level.WARNING: logging.WARNING}
 _GLOG = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
@@ -31,6 +36,29 @@ def configure(settings: Settings, who: str) -> None:
     log.addHandler(handler)
     log.setLevel(_GLOG[settings.log_level])
     log.propagate = False
+
+
+class _Unread(logging.handlers.QueueHandler):
+    """Lines that wait to be written. Where so many wait, nobody reads them: the newest are left out."""
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Write our lines in a thread of its own: where nobody reads them, it waits, and who had something to say does not."""
+    written = list(log.handlers)
+    waiting = _Unread(queue.Queue(WAITING_MAX))
+    writer = logging.handlers.QueueListener(waiting.queue, *written)
+    log.handlers[:] = [waiting]
+    writer.start()
+    try:
+        yield
+    finally:
+        log.handlers[:] = written
+        writer.stop()
 
 
 def _file_of(settings: Settings, who: str) -> logging.Handler:

@@ -65,6 +65,7 @@ WAITING_EFFECTS_MAX: Final = 1_000_000
 FOLLOWERS_MAX: Final = 64
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
+TOO_LATE: Final = "the lease could not be renewed in time"
 PULSES: Final = 4  # in the silence after which nodes look for another leader
 LOGS_MAX: Final = 32  # questions about logs at once
 LOG_S: Final = 10.0
@@ -280,7 +281,9 @@ class Scheduler:
         self._lines.open(link)
 
     def _heard(self, link: Link, message: Any) -> None:
-        if isinstance(message, Ask):
+        if not self._term.leads():  # it was stopped, and wakes up with this: even a look at it would be old
+            self._fail(SteppedDown(TOO_LATE))
+        elif isinstance(message, Ask):
             self._show(link, message)
         elif isinstance(message, AskStory):
             self._teller.answer(link, message)
@@ -314,7 +317,7 @@ class Scheduler:
 
     def _pulse(self) -> None:
         if not self._term.leads():
-            self._fail(SteppedDown("the lease could not be renewed in time"))
+            self._fail(SteppedDown(TOO_LATE))
         elif self._term.token and time.monotonic() - self._pulsed_at >= self._term.silence_s / PULSES:
             self._pulsed_at = time.monotonic()
             for number in self.machine.heard_by():
@@ -393,7 +396,7 @@ class Scheduler:
 
     def _check_leads(self) -> None:
         if not self._term.leads():
-            raise SteppedDown("the lease could not be renewed in time")
+            raise SteppedDown(TOO_LATE)
 
     def _tell_news(self) -> None:
         """What people must not miss is told at once, the rest at the next tick."""
@@ -444,9 +447,12 @@ class Scheduler:
     # -- visitors and strangers --------------------------------------------------------------------------------------
 
     def _show(self, link: Link, ask: Ask) -> None:
+        if ask.follow and len(self._followers) >= FOLLOWERS_MAX:
+            link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
+            return
         view = msgspec.json.encode(self.view())
         link.send(Told(view))
-        if ask.follow and len(self._followers) < FOLLOWERS_MAX:
+        if ask.follow:
             self._followers[link.id] = view
 
     def _tell_followers(self) -> None:

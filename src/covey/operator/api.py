@@ -30,7 +30,7 @@ PAGE = 500
 TIMEOUT_S = 20.0
 WATCH_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
 SILENCE_S = 75.0  # a longer silence is a dead connection
-CONNECTIONS = 24
+CONNECTIONS = 8  # requests at once: more of them cost the server more and bring nothing sooner
 UNAUTHORIZED = 401
 WHY_MAX = 200  # characters of another library's complaint
 BRIEF = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"}

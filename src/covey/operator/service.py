@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -217,6 +218,7 @@ async def run(api: Api, options: Options, beside: Callable[[Operator], Awaitable
     work = [operator.run(), *([beside(operator)] if beside is not None else [])]
     task = asyncio.gather(*work)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_complaint)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     try:
@@ -226,6 +228,14 @@ async def run(api: Api, options: Options, beside: Callable[[Operator], Awaitable
         raise _first(several) from None
     finally:
         await api.close()
+
+
+def _complaint(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """uvloop complains of bytes that come in on a connection that was let go of: whoever waited for them knows better."""
+    if "SSL protocol" in str(context.get("message")):
+        log.debug("%s: %s", context["message"], context.get("exception"))
+    else:
+        loop.default_exception_handler(context)
 
 
 def _first(error: BaseException) -> BaseException:
