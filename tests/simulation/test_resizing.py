@@ -225,9 +225,9 @@ class Game:
                 self.follow()
 
     def report(self, rank: Rank, number: Number | None) -> Report:
-        cut = {"slots": SLOTS, "holds": rank.holds.to_bytes(1, "little")} if self.copies and not rank.fresh else {}
-        generation = self.machine.cluster.generation
-        return Report(generation, number, needs_state=rank.fresh, seated=rank.seated, port=1, **cut)
+        generation, cut = self.machine.cluster.generation, self.copies > 0 and not rank.fresh
+        slots, holds = (SLOTS, rank.holds.to_bytes(1, "little")) if cut else (0, b"")
+        return Report(generation, number, needs_state=rank.fresh, seated=rank.seated, port=1, slots=slots, holds=holds)
 
     def deal_out(self) -> None:
         """All take part again, so everyone has the parts that are its own in this world, and the copies."""
