@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from covey.federated.http import IDLE_S, REFUSED_S, REQUEST_S, Connection, Request, Site
+from covey.federated.http import IDLE_S, REFUSED_S, REQUEST_S, SLOWEST, Connection, Request, Site
 
 WAIT_S = 60.0
 HALF = {"a head": b"POST /updateModel HT", "a body": b"POST /updateModel HTTP/1.1\r\ncontent-length: 10\r\n\r\n12345"}
@@ -19,7 +19,7 @@ class Port:
     """A site, one connection to it, and what came back."""
 
     def __init__(self) -> None:
-        self.site = Site(self._receive, lambda status, sentence: sentence.encode(), body_max=100)
+        self.site = Site(self._receive, lambda status, sentence: sentence.encode(), body_max=1_000_000)
 
     def _receive(self, request: Request) -> None:
         request.reply([b"well"])
@@ -91,6 +91,23 @@ def test_a_tls_handshake_at_a_plain_port_is_refused_at_once() -> None:
         async with asyncio.timeout(WAIT_S):
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 400 ") and b"speaks plain HTTP and a TLS handshake came" in answer
+        writer.close()
+        port.site.close()
+
+    asyncio.run(play())
+
+
+def test_a_slow_link_has_more_time_the_more_has_come() -> None:
+    async def play() -> None:
+        port = Port()
+        _, writer = await port.open()
+        came = 2 * SLOWEST
+        writer.write(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (came + 1) + bytes(came))
+        connection = await port.connection(came)
+        connection.sweep(connection.since + REQUEST_S + 2)
+        assert not connection._refused
+        connection.sweep(connection.since + REQUEST_S + 3)
+        assert connection._refused
         writer.close()
         port.site.close()
 

@@ -18,7 +18,8 @@ import numpy as np
 
 HEAD_MAX: Final = 16 * 1024
 RECEIVING_MAX: Final = 2**30  # bytes of bodies at once, whoever sends them
-REQUEST_S: Final = 60.0  # from its first byte to its last
+REQUEST_S: Final = 60.0  # from its first byte to its last, and more for what has come,
+SLOWEST: Final = 10_000  # bytes a second: a slow link is not a stuck one
 IDLE_S: Final = 600.0
 REFUSED_S: Final = 5.0  # for a device to read why
 SWEEP_S: Final = 5.0
@@ -226,10 +227,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._busy:
             return
         half = not self._refused and (self._filled > 0 or self._body is not None)
-        limit = REFUSED_S if self._refused else REQUEST_S if half else IDLE_S
+        patience_s = REQUEST_S + (self._received / SLOWEST if self._body is not None else 0)
+        limit = REFUSED_S if self._refused else patience_s if half else IDLE_S
         if now - self.since > limit:
             if half:
-                self._refuse(408, f"the request was not complete after {REQUEST_S:g} s")
+                self._refuse(408, f"the request was not complete after {patience_s:.0f} s")
             else:
                 self._transport.abort()
 
