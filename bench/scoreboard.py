@@ -14,7 +14,7 @@ from bench.peers import FOLDER
 from bench.report import RESULTS, table
 
 FEDERATED = ("federated", "federated-private", "federated-memory")
-ORDER = ("formation", "mindspore", "recovery", "overhead", "scale", "params", *FEDERATED, "operator")
+ORDER = ("formation", "mindspore", "recovery", "overhead", "takeover", "scale", "scale-ways", "params", *FEDERATED, "operator")
 AIMS = re.compile(r"^\| aim \| limit \| found \| held \|\n\|[- |]+\|\n((?:\|.*\|\n?)+)", re.MULTILINE)
 PEERS = ("torch", "torchft", "flwr", "kopf", "mindspore")
 

@@ -40,6 +40,13 @@ def Loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Any:
     return TrainingLoop(model, optimizer, data, group=group(), **options)
 
 
+def DistributedDataParallel(module: Any, **options: Any) -> Any:
+    """In place of torch's, for a module that a `Loop` trains: see `covey.train.wrapped.DistributedDataParallel`."""
+    from covey.train.wrapped import DistributedDataParallel as Wrapped
+
+    return Wrapped(module, **options)
+
+
 def ShardedOptimizer(params: Any, kind: Any, **options: Any) -> Any:
     """A torch optimizer whose state is cut among the workers, with copies: see `covey.train.sharded.ShardedOptimizer`."""
     from covey.train.sharded import ShardedOptimizer as Sharded
@@ -106,6 +113,7 @@ __all__ = [
     "CheckpointConfig",
     "CoveyError",
     "Data",
+    "DistributedDataParallel",
     "Embedding",
     "Loop",
     "LossMonitor",

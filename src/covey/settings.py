@@ -36,7 +36,8 @@ FILE_BYTES_MAX = 1_000_000
 SHOWN_MAX = 80
 DNS_NAME_MAX = 253
 PASSPHRASE_MAX = 1000
-STRATEGY = "retry,recover-in-place,recover,dump,exit"
+STRATEGY = ",".join(strategy for strategy in Strategy if strategy is not Strategy.ELASTIC)
+FILE_VARIABLE = "COVEY_SETTINGS"
 
 ROLES: dict[str, Role] = {
     "MS_SCHED": Role.SCHEDULER,
@@ -327,6 +328,8 @@ def load(
     """Defaults < file < TaskD's variables < environment < flags. What is not allowed, alone or together, is a UsageError."""
     own = {field: Given(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
     own |= flags
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
     given = _from_file(file) if file is not None else {}
     wished = wishes(environ, without=own, default=STRATEGY)
     given |= {field: Given(wish.value, wish.origin) for field, wish in wished.items()}

@@ -8,7 +8,9 @@ import random
 import sys
 from typing import Any, Final
 
-from covey.core.model import PHASE_MAX, Progress, Role
+import msgspec
+
+from covey.core.model import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.ending import say_plainly
 from covey.node.log import configure, log
@@ -135,13 +137,12 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
         return
     before = node.progress
     step, phase = (before.step, before.phase) if step is None else (step, phase)
-    node.report(Progress(step, phase[:PHASE_MAX], loop=node.finishes_steps, busy_s=before.busy_s, loss=_finite(loss)))
+    said = msgspec.structs.replace(before, step=step, phase=phase[:PHASE_MAX], loop=node.finishes_steps, waits="")
+    node.report(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite(loss)))
 
 
-def _finite(loss: Any) -> float | None:
+def _finite(loss: Any) -> float:
     """A number that equals itself: two beats must be seen to say the same. A tensor's is its item."""
-    if loss is None:
-        return None
     value = float(loss.item() if hasattr(loss, "item") else loss)
     return value if math.isfinite(value) else math.inf
 

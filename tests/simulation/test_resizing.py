@@ -2,6 +2,8 @@
 
 The real machine decides; ranks are played here at the level of their reports. One turn is one reduction. Before or after its
 result has reached some of the ranks, something may happen: deaths, wishes for another size, a new scheduler from the journal.
+In some games each rank has only a part of the optimizer's state, and copies of others'. Then leavers go in turn, and where all
+who had a part have died, everyone begins anew.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.effects import Persist, Send
-from covey.core.events import Heard, Restored
-from covey.core.incidents import Incident
+from covey.core.effects import Persist, Publish, Send
+from covey.core.events import Heard, Restored, Ticked
+from covey.core.incidents import Incident, Outcome
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
@@ -41,14 +43,16 @@ from covey.train.course import Course
 
 BOX = Host("boot", "box", "10.0.0.1")
 AGENT, SAMPLES, EPOCHS = 1, 83, 4
+SLOTS = 7  # parameters whose optimizer state is cut
 Result = tuple[int, tuple[int, ...]]  # the seating's version, and who took part
 
 
 class Rank:
     """One process: a course, and what it has completed."""
 
-    def __init__(self, link: int, path: Course) -> None:
-        self.link, self.course, self.step = link, path, 0
+    def __init__(self, link: int, path: Course, incarnation: int) -> None:
+        self.link, self.course, self.incarnation, self.step = link, path, incarnation, 0
+        self.holds = 0  # slots of the optimizer's state, as bits
         self.place = Formed(0, 0, 0, 0, 0)
         self.fresh = True  # without state
         self.seated = 0
@@ -89,6 +93,10 @@ class Game:
         self.plans: dict[int, HealPlan] = {}
         self.counted: dict[int, tuple[int, list[int]]] = {}  # by step: epoch and samples
         self.told: list[str] = []
+        self.copies = self.random.choice((0, 0, 1, 2))  # of each part of the state; 0: it is not cut
+        self.written = (self.begun, 0, self.counted)
+        self.anew = self.in_turn = 0
+        self.leavers: set[str] = set()  # whom the operation under way lets go
         self.tell(Restored())
         self.tell(Heard(RegisterAgent("a", "life of a", BOX, world), AGENT))
 
@@ -98,11 +106,14 @@ class Game:
         for wish in self.machine.step(event, 1.0):
             if isinstance(wish, Persist):
                 self.keep(wish.record)
+            elif isinstance(wish, Publish):
+                self.in_turn += wish.what == "resized" and "leave too" in wish.reason
             elif isinstance(wish, Send):
                 by_link = {rank.link: rank for rank in self.ranks.values()}
                 if isinstance(wish.message, Start):
                     starts = wish.message.assignments
-                    self.end_unwanted({a.node_id for a in starts})
+                    lives = {a.node_id: a.incarnation for a in starts}
+                    self.end_unwanted({n for n, rank in self.ranks.items() if lives.get(n) == rank.incarnation})
                 elif wish.link in by_link and isinstance(wish.message, Formed):
                     by_link[wish.link].place = wish.message
                 elif wish.link in by_link and isinstance(wish.message, Stop):
@@ -111,8 +122,18 @@ class Game:
                     self.plans[wish.link] = wish.message
                 elif isinstance(wish.message, Scaling):
                     self.told.append(wish.message.reason)
+        self.never_half()
         for assignment in starts:
             self.start(assignment)
+
+    def never_half(self) -> None:
+        """Where no scale-in is under way, all have left who were to; unless nobody else was left."""
+        if not self.ended and not any(
+            i.strategy == "scale-in" and i.outcome is Outcome.OPEN for i in self.machine.incidents.kept
+        ):
+            here = {m.node_id for m in self.machine.cluster.of(Role.WORKER)}
+            assert not self.leavers & here or len(here) == 1, f"{self.leavers & here} were to leave"
+            self.leavers = set()
 
     def keep(self, record: Any) -> None:
         """As the journal does: members by rank."""
@@ -128,7 +149,7 @@ class Game:
         if name in self.ranks:
             return
         self.links += 1
-        self.ranks[name] = Rank(self.links, self.begun)
+        self.ranks[name] = Rank(self.links, self.begun, assignment.incarnation)
         self.register(name)
 
     def register(self, name: str) -> None:
@@ -136,18 +157,35 @@ class Game:
         wish = Register(Role.WORKER, name, f"{name}.{member.incarnation}", BOX, incarnation=member.incarnation)
         self.tell(Heard(wish, self.ranks[name].link))
 
+    @property
+    def ended(self) -> bool:
+        """Nobody returns twice to what was written down of the same step."""
+        cluster = self.machine.cluster
+        if cluster.phase is Phase.ENDED:
+            assert "on no rank but the dead" in cluster.reason, cluster.reason
+        return cluster.phase is Phase.ENDED
+
     # -- what happens ------------------------------------------------------------------------------------------------
 
+    @property
+    def lasts(self) -> bool:
+        return self.machine.cluster.trains or "recover-in-place" in self.settings.strategies
+
     def die(self) -> None:
-        """Anyone but the last who has the state: without it a training begins anew, from its checkpoint."""
+        """Anyone but the last who has the state: without it a training begins anew, from its checkpoint. And nobody whose death
+        would end the run, as no step was finished."""
         name = self.random.choice(sorted(self.ranks))
-        if any(not rank.fresh for other, rank in self.ranks.items() if other != name):
+        if self.lasts and any(not rank.fresh for other, rank in self.ranks.items() if other != name):
             del self.ranks[name]
             incarnation = self.machine.cluster.members[(Role.WORKER, name)].incarnation
             self.tell(Heard(Exited(name, incarnation, 137, "killed"), AGENT))
 
     def scale(self) -> None:
+        cluster = self.machine.cluster
+        before, under_way = {m.node_id for m in cluster.of(Role.WORKER)}, bool(self.leavers)
         self.tell(Heard(ScaleAsked(self.random.randint(1, 7)), 9))
+        if not under_way:
+            self.leavers = before - {m.node_id for m in cluster.of(Role.WORKER)} | set(cluster.going)
 
     def restart_scheduler(self) -> None:
         self.machine = Machine(self.settings, cluster_id="other", job="j", now=0.0)
@@ -156,7 +194,10 @@ class Game:
         self.tell(Heard(agent, AGENT))
         for name in sorted(self.ranks):
             self.register(name)
-            self.tell(Heard(Beat(Progress(self.ranks[name].step, loop=True)), self.ranks[name].link))
+            self.beat(self.ranks[name])
+
+    def beat(self, rank: Rank) -> None:
+        self.tell(Heard(Beat(Progress(rank.step, loop=True, together=self.copies)), rank.link))
 
     def something(self) -> None:
         chance = self.random.random()
@@ -171,21 +212,44 @@ class Game:
 
     def agree(self) -> None:
         """Everyone reports until there is a plan; things may happen between two reports."""
-        while self.agreed != self.machine.cluster.generation:
+        while self.agreed != self.machine.cluster.generation and not self.ended:
             self.plans = {}
             for name in self.random.sample(sorted(self.ranks), len(self.ranks)):
                 if (rank := self.ranks.get(name)) is not None:
                     number = Number(rank.step - 1, 0) if rank.step and not rank.fresh else None
-                    generation = self.machine.cluster.generation
-                    self.tell(Heard(Report(generation, number, needs_state=rank.fresh, seated=rank.seated, port=1), rank.link))
+                    self.tell(Heard(self.report(rank, number), rank.link))
                     if self.random.random() < 0.03:
                         self.something()
             if {rank.link for rank in self.ranks.values()} == set(self.plans):
                 self.agreed = self.machine.cluster.generation
                 self.follow()
 
+    def report(self, rank: Rank, number: Number | None) -> Report:
+        generation, cut = self.machine.cluster.generation, self.copies > 0 and not rank.fresh
+        slots, holds = (SLOTS, rank.holds.to_bytes(1, "little")) if cut else (0, b"")
+        return Report(generation, number, needs_state=rank.fresh, seated=rank.seated, port=1, slots=slots, holds=holds)
+
+    def deal_out(self) -> None:
+        """All take part again, so everyone has the parts that are its own in this world, and the copies."""
+        for rank in self.ranks.values():
+            world = len(self.ranks)
+            mine = {(rank.place.rank - before) % world for before in range(self.copies + 1)}
+            rank.holds = sum(1 << slot for slot in range(SLOTS) if slot % world in mine)
+
+    def begin_anew(self) -> None:
+        """Everyone is new: they take up the training where it was last written down, in the world as it is now."""
+        self.anew += 1
+        path, step, counted = self.written
+        self.counted = dict(counted)
+        for rank in self.ranks.values():
+            rank.course, rank.step = msgspec.structs.replace(path, seats=tuple(range(len(self.ranks)))), step
+            rank.fresh = False
+        self.deal_out()
+
     def follow(self) -> None:
         """Everyone does what its plan says."""
+        if all(rank.fresh for rank in self.ranks.values()):
+            self.begin_anew()
         ahead = {rank.place.rank: rank for rank in self.ranks.values() if not rank.fresh}
         for rank in list(self.ranks.values()):
             plan = self.plans[rank.link]
@@ -211,7 +275,9 @@ class Game:
         version, present = max(results)
         assert present == tuple(rank.seat for rank in world)
         step, path = first.step, first.course
-        reached = self.random.sample(world, self.random.randint(0 if self.random.random() < 0.1 else len(world), len(world)))
+        reached = self.random.sample(
+            world, self.random.randint(0 if self.lasts and self.random.random() < 0.1 else len(world), len(world))
+        )
         for rank in reached:
             rank.complete((version, present))
         if len(reached) < len(world):
@@ -222,20 +288,28 @@ class Game:
         assert sum(path.weight(step, i, present) for i in places) == pytest.approx(1)
         # If whoever has the result dies before it has handed it over, the step is reduced again: then this counts instead.
         self.counted[step] = path.place(step)[0], path.part(step, path.counted(step, present))
+        if len(reached) == len(world) and step % 3 == 0:
+            self.written = world[0].course, world[0].step, dict(self.counted)
 
     def play(self) -> None:
+        self.deal_out()
         for rank in self.ranks.values():
             rank.fresh = False
-            self.tell(Heard(Beat(Progress(0, loop=True)), rank.link))
+            self.beat(rank)
         while any(rank.step < rank.course.end for rank in self.ranks.values()):
             self.something()
             self.agree()
-            if all(rank.step >= rank.course.end for rank in self.ranks.values()):
+            if self.ended or all(rank.step >= rank.course.end for rank in self.ranks.values()):
                 break
             self.reduce()
+            if self.agreed == self.machine.cluster.generation:
+                self.deal_out()
+            generation = self.machine.cluster.generation
             for rank in list(self.ranks.values()):
-                self.tell(Heard(Beat(Progress(rank.step, loop=True)), rank.link))
-                self.tell(Heard(Resumed(self.machine.cluster.generation, rank.step), rank.link))
+                if self.machine.cluster.trains or self.random.random() < 0.5:  # beats may be late
+                    self.beat(rank)
+                self.tell(Heard(Resumed(generation, rank.step), rank.link))
+            self.tell(Ticked())
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -244,7 +318,9 @@ def test_every_sample_counts_once(block: int) -> None:
     for seed in range(block * 15, block * 15 + 15):
         game = Game(seed)
         game.play()
-        assert game.machine.cluster.phase is not Phase.ENDED, f"seed {seed}: {game.machine.cluster.reason}"
+        if game.ended:
+            words.update(["ended"])
+            continue
         kept = game.disk["ClusterRecord/c"]
         assert isinstance(kept, ClusterRecord) and len(game.ranks) == game.machine.cluster.size(Role.WORKER)
         size = game.begun.size
@@ -253,5 +329,7 @@ def test_every_sample_counts_once(block: int) -> None:
             found = Counter(sample for when, part in game.counted.values() if when == epoch for sample in part)
             assert found == Counter(order[: SAMPLES // size * size]), f"seed {seed}, epoch {epoch}"
         words.update(word.split()[2] for word in game.told)
+        words.update({"anew": game.anew, "in turn": game.in_turn})
         words.update({name: int(count) for name, count in game.machine.counters.items()})
     assert all(words[word] > 5 for word in ("grows", "shrinks", "deaths", "replacements")), words
+    assert words["anew"] and words["in turn"] and words["ended"] < 3, words

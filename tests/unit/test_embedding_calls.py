@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from covey.core.serving import Serving
 from covey.errors import UsageError
+from covey.params.client import Client
 from covey.params.optimizers import SGD, Array
+from covey.params.peers import Peer
+from covey.params.server import Server
 from covey.train.embedding import Embedding
-from covey.train.served import mark
+from covey.train.group import Group
+from covey.train.served import Served, mark, take_over
 
 
 class Rows:
@@ -46,12 +51,34 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "marking a tensor": (lambda: mark_all(torch.ones(3)), "a torch module or parameter, not a Tensor"),
     "marking bfloat16": (lambda: mark_all(torch.nn.Linear(2, 2).bfloat16()), "is bfloat16, which cannot be served"),
     "marking meta": (lambda: mark_all(torch.nn.Linear(2, 2, device="meta")), "meta device"),
+    "marking after the loop": (lambda: mark_all(in_loop(torch.nn.Linear(2, 2))), "too late .* before Loop"),
+    "marking one after the loop": (lambda: mark_all(in_loop(torch.nn.Linear(2, 2)).weight), "too late .* before Loop"),
+    "marking a table after the loop": (lambda: mark_all(table_of_torch()), "too late .* before Loop"),
     "marking with a word": (lambda: mark_all(torch.nn.Linear(2, 2), "adam"), "optimizer=.*a Rule, not a str"),
 }
 
 
 def mark_all(target: object, optimizer: object = None) -> None:
     mark(target, recurse=True, init_in_server=False, optimizer=optimizer)  # type: ignore[arg-type]
+
+
+def in_loop(model: torch.nn.Module) -> torch.nn.Linear:
+    """As a loop in a cluster with servers leaves it, here without one that is served."""
+    group = Group(None)
+    group.serving = Serving(1, 1)
+    Served(model, torch.optim.SGD(model.parameters(), 0.1), group)
+    assert isinstance(model, torch.nn.Linear)
+    return model
+
+
+def table_of_torch() -> torch.nn.Module:
+    """A torch.nn.Embedding that a loop has taken: it has no parameter here."""
+    made = torch.nn.Embedding(10, 4)
+    take_over(made, None)
+    inner = made.served
+    assert isinstance(inner, Embedding)
+    inner.source = Rows()
+    return made
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -66,3 +93,27 @@ def test_ids_of_any_whole_numbers_and_any_shape() -> None:
     for ids in (torch.tensor([[1, 2], [2, 1]], dtype=torch.int32), torch.tensor(3), torch.empty(0, dtype=torch.long)):
         found = made(ids)
         assert torch.equal(found, ids[..., None].expand(*ids.shape, 4).float())
+
+
+def test_a_step_is_pushed_once_unless_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(1, 1, copies=0)
+
+    def find(rank: int) -> Peer:
+        return server.peer
+
+    server = Server("127.0.0.1", serving, 0, 0, find)
+    server.recover()
+    client = Client(serving, 0, lambda: 1, find)
+    monkeypatch.setattr(Group, "client", property(lambda group: client))
+    model = torch.nn.Linear(2, 2)
+    mark_all(model)
+    served = Served(model, torch.optim.SGD(model.parameters(), 0.1), Group(None))
+    served.declare(0)
+    served.refresh(0)
+    served.push().run_alone()
+    with pytest.raises(UsageError, match="may step once in each step"):
+        served.push()
+    served.forget()
+    served.push().run_alone()
+    served.refresh(1)
+    served.push().run_alone()

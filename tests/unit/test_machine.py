@@ -25,11 +25,13 @@ from covey.core.messages import (
     Kill,
     KillAsked,
     Leave,
+    Number,
     Put,
     Refused,
     Register,
     RegisterAgent,
     Regrouped,
+    Report,
     Resumed,
     ScaleAsked,
     Scaling,
@@ -558,6 +560,114 @@ def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
     again = Machine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
     again.step(Restored((cluster,)), 0.0)
     assert again.cluster.going == ("c",)
+
+
+def cut_under_an_agent(workers: int, together: int = 1) -> Machine:
+    """As many workers of one agent, over link 1, each with a part of the state; theirs are links 11, 12, ..."""
+    made = machine(workers, strategies=ladder(("recover-in-place", "elastic-training")), recovery=True)
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, workers), 1), 0.0)
+    made.step(Heard(Put("met", b"", 1), 1), 0.0)
+    begin_lives(made)
+    take_a_step(made, together)
+    return made
+
+
+def begin_lives(made: Machine) -> None:
+    for member in made.cluster.of(Role.WORKER):
+        life = f"{member.node_id}.{member.incarnation}"
+        made.step(Heard(register(member.node_id, life, incarnation=member.incarnation), 11 + int(member.node_id)), 1.0)
+    first = made.cluster.of(Role.WORKER)[0]
+    made.step(Heard(Put("met", b"", made.cluster.generation), first.link), 1.0)
+
+
+def take_a_step(made: Machine, together: int = 1) -> None:
+    for member in made.cluster.of(Role.WORKER):
+        made.step(Heard(Beat(Progress(5, "train", loop=True, together=together)), member.link), 1.0)
+
+
+def all_go_on(made: Machine) -> list[SchedulerEffect]:
+    return go_on(made, [m.link for m in made.cluster.of(Role.WORKER)])
+
+
+def lose_the_state(made: Machine) -> None:
+    """Nobody has what one part of the state was: all start anew from their checkpoint."""
+    for member in made.cluster.of(Role.WORKER):
+        made.step(Heard(Report(made.cluster.generation, Number(5, 0), slots=2, holds=b"\x01"), member.link), 1.0)
+    assert not made.cluster.trains and all(not m.link for m in made.cluster.of(Role.WORKER)), "all start anew"
+
+
+def workers_of(made: Machine) -> list[str]:
+    return [m.node_id for m in made.cluster.of(Role.WORKER)]
+
+
+def test_after_a_return_to_the_checkpoint_the_remaining_leavers_leave() -> None:
+    made = cut_under_an_agent(4)
+    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    assert workers_of(made) == ["0", "1", "2"]
+    lose_the_state(made)
+    begin_lives(made)
+    all_go_on(made)
+    assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.OPEN]), "the operation is not over"
+    assert isinstance(_asked(made, ScaleAsked(workers=5)), Refused), "no step was finished yet"
+    take_a_step(made)
+    effects = tick(made, 2.0, since=1.5)
+    assert set(sent(effects, Stop)) == {13} and workers_of(made) == ["0", "1"]
+    all_go_on(made)
+    assert (phase(made), outcomes(made), made.cluster.going) == (Phase.READY, [Outcome.RESUMED], ())
+
+
+def test_where_the_training_ends_first_the_operation_ends_with_the_run() -> None:
+    made = cut_under_an_agent(4)
+    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    go_on(made, (11, 12))
+    made.step(Heard(Exited("0", 1, 0), 1), 1.0)
+    go_on(made, (13,))
+    assert outcomes(made) == [Outcome.OPEN]
+    for name in ("1", "2"):
+        made.step(Heard(Exited(name, 1, 0), 1), 1.0)
+    assert (phase(made), outcomes(made)) == (Phase.ENDED, [Outcome.FINISHED])
+
+
+def test_where_only_leavers_live_one_of_them_stays() -> None:
+    made = cut_under_an_agent(5, together=2)
+    made.step(Heard(ScaleAsked(workers=1), 9), 1.0)
+    assert workers_of(made) == ["0", "1", "2"]
+    made.cluster.members[(Role.WORKER, "0")].fruitless = 3  # it cannot be replaced: the world shrinks
+    made.step(Heard(Exited("0", 1, 137, "killed"), 1), 1.0)
+    assert sorted(workers_of(made)) == ["1", "2"]
+    all_go_on(made)
+    assert len(workers_of(made)) == 1
+    all_go_on(made)
+    assert (phase(made), set(outcomes(made))) == (Phase.READY, {Outcome.RESUMED})
+
+
+def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave() -> None:
+    made = cut_under_an_agent(4)
+    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    made._gathering.resumed.clear()
+    made._replacing = made._grouped = False
+    made._settle("every member is heard again")  # as after a return
+    effects = tick(made, 2.0, since=1.5)
+    assert set(sent(effects, Regrouped)) == {11, 12, 13} and phase(made) is Phase.HEALING
+    assert workers_of(made) == ["0", "1", "2"], "nobody leaves before all go on"
+    assert set(sent(all_go_on(made), Stop)) == {13}
+
+
+def test_newcomers_that_begin_anew_with_everyone_are_healed_like_anyone() -> None:
+    made = cut_under_an_agent(3)
+    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
+    begin_lives(made)
+    lose_the_state(made)
+    assert outcomes(made) == [Outcome.RESTARTED]
+    made.step(Heard(Exited("3", 2, 137, "killed"), 1), 1.0)
+    assert workers_of(made) == ["0", "1", "2", "3"] and outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN]
+
+
+def test_who_takes_a_growth_back_is_told_that() -> None:
+    made = cut_under_an_agent(3)
+    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
+    answer = _asked(made, ScaleAsked(roll_back=True))
+    assert isinstance(answer, Scaling) and (answer.operation, answer.reason) == (2, "asked to; the growth is taken back")
 
 
 def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:

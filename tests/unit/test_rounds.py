@@ -305,6 +305,24 @@ def test_scaling_in_waits_for_what_a_server_holds() -> None:
     assert [peer.node_id for peer in bench.orders().members] == ["1"]
 
 
+def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_new_and_has_room() -> None:
+    bench = Bench().form()
+    bench.machine.scale_in(["0"], bench.now)
+    bench.stand(1, drained=True)
+    bench.stand(2, adopted=("0",))
+    after = Bench(record=[effect.record for effect in bench.out if isinstance(effect, Keep)][-1])
+    after.come(2, "1")
+    after.stand(2, round=1)
+    after.come(1, "0")
+    after.stand(1, drained=True)
+    after.machine.scale_out(1, after.now)
+    assert [peer.node_id for peer in after.orders().members] == ["1"]
+    after.machine.step(LinkLost("closed", 1), after.now)
+    after.come(3, "0", life="another")
+    after.stand(3)
+    assert [peer.node_id for peer in after.orders().members] == ["0", "1"]
+
+
 @pytest.mark.parametrize(("ids", "sentence"), [([], "empty"), (["9"], "illegal"), (["0", "1"], "one has to stay")])
 def test_a_wrong_scale_in_is_refused(ids: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):

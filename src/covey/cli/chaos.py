@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -258,7 +259,10 @@ def _keeper(view: ClusterView) -> psutil.Process:
 def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
     """The whole verb; the code to end with."""
     every_s, for_s, found = interval(rate), seconds(length), named(wanted)
-    summary = asyncio.run(_run(look.find(master), seed, every_s, found, for_s, times))
+    try:
+        summary = asyncio.run(_run(look.find(master), seed, every_s, found, for_s, times))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     if as_json:
         click.echo(msgspec.json.encode(summary).decode())
     else:
@@ -268,6 +272,10 @@ def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times:
 
 
 async def _run(door: Door, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what was done is undone, as after Ctrl-C
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return await Chaos(door, seed, every_s, wanted).run(for_s, times)
 
 

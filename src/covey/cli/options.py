@@ -13,13 +13,13 @@ import shutil
 import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from covey.cli.describe import describe
 from covey.cli.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
+from covey.core.recovery import Strategy
 from covey.errors import UsageError
 from covey.settings import (
     COUNT,
@@ -29,6 +29,7 @@ from covey.settings import (
     PATH,
     PORT,
     POSITIVE,
+    STRATEGY,
     TABLE,
     TEXT,
     Given,
@@ -160,6 +161,7 @@ MODULES = Kind(_modules, "a list of modules such as numpy,torch.optim is")
 HOOK = Kind(_hook, "a command that exists, with its arguments, or a URL that begins with http:// or https:// is")
 LOG_NAME = Kind(_log_name, 'a name without "/", with no placeholder but {ip} and {hostname}, is')
 START = Kind(one_of({"fork": "fork", "exec": "exec"}), "fork or exec is")
+FRAMEWORK = Kind(one_of({"mindspore": "mindspore"}), "mindspore is, as scripts for torch need no option")
 BACKEND = Kind(one_of({"c10d": "", "static": ""}), "c10d or static is, and both mean covey's own scheduler")
 METHOD = Kind(one_of({"spawn": "", "fork": "", "forkserver": ""}), "spawn, fork or forkserver is")
 NO_SIMULATION = Kind(whole(-1, -1), "only -1 (off) is, as covey has no simulation of a graph on one process")
@@ -194,12 +196,13 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--preload", "A,B", "preload", "modules the template imports beside those it finds", MODULES),
         Option("-m --module", "", "module", "run a module, as python -m does"),
         Option("--no-python", "", "no_python", "run a program that is no Python script"),
+        Option("--framework", "mindspore", "framework", "the script is MindSpore's, whose scheduler rank 0 starts", FRAMEWORK),
         Option("--max-restarts", "N", "max_restarts", "restarts of all (0); replacements of one (32767)", COUNT_OR_NONE),
         Option(
             "--strategy",
             "A,B",
             "strategy",
-            "what may follow a failure: retry,recover-in-place,recover,dump,exit (all), elastic-training",
+            f"what may follow a failure: {STRATEGY} (all), {Strategy.ELASTIC}",
         ),
         Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
         Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),
@@ -337,7 +340,6 @@ def parse(
     *,
     cpu_count: int,
     gpu_count: int,
-    file: Path | None = None,
 ) -> RunPlan:
     """The plan that a command line asks for. Everything that cannot be is a UsageError."""
     words = deque(argv)
@@ -354,7 +356,7 @@ def parse(
     plan = decide(
         Asked(**reading.values),
         reading.said,
-        load(environ, flags=settings, file=file),
+        load(environ, flags=settings),
         list(words),
         environ,
         cpu_count=cpu_count,

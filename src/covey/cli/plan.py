@@ -51,6 +51,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     preload: list[str] = []
     module: bool = False
     no_python: bool = False
+    framework: Literal["", "mindspore"] = ""
     dry_run: bool = False
     no_live: bool = False
     on_event: str = ""
@@ -160,6 +161,10 @@ def decide(
     _check_spares(request)
     master_host, master_port = _master(request, size)
     words, module, python = _command(command, module=asked.module, no_python=asked.no_python)
+    if asked.framework:
+        if module or not python:
+            raise UsageError("--framework mindspore takes a script: covey run --framework mindspore train.py would start one.")
+        words, module = ["covey.doors.mindspore", *words], True
     settings = loaded.settings
     beside = "" if apart or asked.nnodes else slurm.beside_step(environ)
     return RunPlan(
@@ -369,7 +374,7 @@ def _command(words: list[str], *, module: bool, no_python: bool) -> tuple[list[s
 
 
 def _start(request: Request, python: bool) -> Literal["fork", "exec"]:
-    start = request.asked.start or ("fork" if python else "exec")
+    start = request.asked.start or ("fork" if python and not request.asked.framework else "exec")
     if start == "fork" and not python:
         raise UsageError("--start fork contradicts a command that is not a Python script: --start exec runs it.")
     if start == "exec" and request.asked.preload:

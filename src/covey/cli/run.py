@@ -43,6 +43,8 @@ from covey.wire import address
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
 STDOUT: Final = 1
 STDERR: Final = 2
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHOWN_S: Final = 5.0
 STAND_BY_S: Final = 0.5  # between two looks whether the scheduler that was joined is gone
 SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
 
@@ -98,13 +100,16 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         if notifier is not None:
             notifier.open()
         outcome = await agent.run()
-        await show.close()
+        shown = asyncio.create_task(show.close())
+        await asyncio.wait({shown}, timeout=SHOWN_S)  # where nobody reads, the rest of the run ends first
         if notifier is not None:
             await notifier.close(outcome, time.time())
         if standing_by is not None:
             standing_by.cancel()
             await asyncio.gather(standing_by, return_exceptions=True)
         await host.stop()
+        _give_signals_back()
+        await shown
     return _report(plan, outcome, interrupted)
 
 
@@ -354,10 +359,17 @@ def _take_signals(agent: Agent, show: Aside) -> list[int]:
             agent.leave(number)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(number, on, number)
     return seen
+
+
+def _give_signals_back() -> None:
+    """Nothing is left to end in order."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
 
 
 def _check_command(plan: RunPlan) -> None:

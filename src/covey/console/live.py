@@ -24,7 +24,7 @@ CLIENTS_MAX: Final = 32
 TURN_S: Final = 0.5  # while somebody looks
 IDLE_S: Final = 2.0  # while nobody does: the charts still need their points
 SHARE_MAX: Final = 0.05  # of the scheduler's time: a large cluster is looked at less often,
-SLOWEST_S: Final = 5.0  # but so often
+SLOWEST_S: Final = 60.0  # but so often
 STREAM_S: Final = 45.0  # then the page asks again: a stream is an answer, and answers have a limit (`server.Limits`)
 PIECES_MAX: Final = 8  # that wait for one client
 POINTS_MAX: Final = 1200
@@ -164,7 +164,7 @@ class History:
         self._every = 0.0  # seconds between two that are kept
 
     def add(self, new: Point) -> None:
-        if self.points and new.at - self.points[-1].at < self._every:
+        if self.points and 0 <= new.at - self.points[-1].at < self._every:  # a clock may be set back
             return
         self.points.append(new)
         if len(self.points) > self._limit:

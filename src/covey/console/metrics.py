@@ -18,7 +18,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # What a training cluster counts; each is there from the start, since an alarm on an increase needs the zero before it.
 COUNTERS = {
     "deaths": "Nodes that died.",
-    "silent_deaths": "Of these, nodes that only fell silent.",
+    "silent_deaths": "Nodes that died without a word: they only fell silent.",
     "handovers": "Ranks that were handed over because their host was leaving.",
     "left": "Nodes that ended as they meant to.",
     "refused": "Nodes that were refused.",
@@ -26,7 +26,8 @@ COUNTERS = {
     "replacements": "Lives that were begun in place of one that had ended.",
     "promotions": "Spares that took the place of a worker.",
     "returns": "Nodes that came back to their place.",
-    "restarts": "Lives of nodes that were begun again.",
+    "restarts": "Times that all workers started anew.",
+    "kills": "Nodes that somebody asked to have killed.",
     "retries": "Steps that were tried again in place.",
     "stuck": "Ranks that all others waited for too long.",
     "shrinks": "Worlds that went on smaller.",

@@ -112,11 +112,11 @@ class Incidents:
         for clock in self._clocks.values():
             clock.marks[stage] = now
 
-    def close(self, outcome: Outcome, now: float, node: str = "") -> list[Incident]:
-        """The open ones are over; returns them. Until the run ends, servers' moves are apart."""
+    def close(self, outcome: Outcome, now: float, node: str = "", but: str = "") -> list[Incident]:
+        """The open ones `but` for one strategy's are over; returns them. Until the run ends, servers' moves are apart."""
         over = [incident for incident in self.kept if incident.number in self._clocks]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
-            over = [incident for incident in over if (incident.node == SERVERS) == (node == SERVERS)]
+            over = [i for i in over if (i.node == SERVERS) == (node == SERVERS) and i.strategy != but]
         if outcome is Outcome.RESUMED:
             for incident in over:
                 self._clocks[incident.number].marks[Stage.RESUMED] = now

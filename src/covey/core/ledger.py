@@ -21,7 +21,19 @@ from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEff
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incidents, Outcome
 from covey.core.messages import Regrouped, Stop
-from covey.core.model import Agent, ClusterSettings, Ended, Failure, Member, MemberRecord, NodeState, Phase, Progress, Record
+from covey.core.model import (
+    Agent,
+    ClusterSettings,
+    Ended,
+    Failure,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Progress,
+    Record,
+    Role,
+)
 
 PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
@@ -138,6 +150,9 @@ class Ledger:
         limit = self.cluster.settings.topo_timeout_s
         self._heal_by = self._now + limit if limit >= 0 else float("inf")
 
+    def _all_resumed(self) -> bool:
+        return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)
+
     # -- incidents and the end ---------------------------------------------------------------------------------------
 
     def _open_incident(
@@ -158,7 +173,8 @@ class Ledger:
         self._persist(incident)
 
     def _close_incidents(self, outcome: Outcome, node: str = "") -> None:
-        for incident in self.incidents.close(outcome, self._now, node):
+        unfinished = "scale-in" if self.cluster.going and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
+        for incident in self.incidents.close(outcome, self._now, node, but=unfinished):
             self._persist(incident)
             self._publish("cluster", "recovery", str(incident))
 

@@ -260,6 +260,7 @@ class Lifecycle(Spared):
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         self.cluster.trains = False
+        self._arriving = set()  # they begin with everyone else: nobody waits for them alone any more
         self._settled = set()
         children = [member for member in self.cluster.placed() if member.agent]
         for member in children:
@@ -365,9 +366,6 @@ class Lifecycle(Spared):
         if not self._replacing:
             self.incidents.mark(Stage.RESTORED, self._now)
             self._close_incidents(Outcome.RESUMED)
-
-    def _all_resumed(self) -> bool:
-        return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)
 
 
 def _gone(member: Member, failure: Failure) -> str:

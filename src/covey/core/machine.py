@@ -54,7 +54,7 @@ from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, Member
 from covey.core.watch import Watch
 from covey.errors import ExitCode
 
-GONE_MAX = 64  # lives of hosts that are remembered to be over
+GONE_MAX = 4096  # lives of hosts that are remembered to be over
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked, KillAsked)  # what is still answered then
 
 

@@ -87,17 +87,26 @@ class Resizable(Ledger):
                 self._send(member.link, Stop(f"{member.name} leaves: {reason}"))
 
     def _let_next_go(self) -> bool:
-        """All go on: does somebody leave who was to leave after those who have?"""
-        leavers = [m for m in self.cluster.of(Role.WORKER) if m.node_id in self.cluster.going]
-        self.cluster.going = ()
+        """All go on: does somebody leave who was to leave after those who have? Until the world may change they wait, and the
+        operation with them: after a return to the checkpoint for the first step, at the end of the training for the run's."""
+        leavers = scaling.remaining(self.cluster)
         if not leavers:
+            self.cluster.going = ()
             return False
-        plan, reason = scaling.shrink(self.cluster, leavers[0])
-        if plan is None:
-            self._publish("cluster", "scale-in", f"{names(leavers)} stay, for {reason}", Level.WARNING)
+        if scaling.shrink(self.cluster, leavers[0])[0] is None:
             return False
-        self._go(leavers, f"{names(leavers)} leave too, as asked")
+        if self._all_resumed():
+            self._go(leavers, f"{names(leavers)} leave too, as asked")
+        else:
+            self._ask_all(f"{names(leavers)} are to leave too, once all others are known to have what was theirs")
         return True
+
+    def _ask_all(self, reason: str) -> None:
+        """The scheduler was away, and has not heard who went on: in a new generation everyone says so again."""
+        self._replacing = self._grouped = True
+        self._await_healing()
+        self._move(Phase.HEALING, reason)
+        self._regroup(reason)
 
     def _turn_back(self, reason: str) -> None:
         """A growth is taken back, all of it."""
@@ -121,6 +130,7 @@ class Resizable(Ledger):
         self._await_healing()
         if self.cluster.phase is not Phase.HEALING:
             self._move(Phase.HEALING, reason)
+        self.cluster.reason = reason  # also where another change was under way
         self._layout = None
         self.cluster.resized = self.cluster.generation + 1
         self._awaited = None

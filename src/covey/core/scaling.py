@@ -43,6 +43,13 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
     return Shrinking(gone, highest if highest is not gone else None), f"the others go on in a world of {len(others)}"
 
 
+def remaining(cluster: Cluster) -> list[Member]:
+    """Who is still to leave on request. Where deaths have left nobody else, the lowest of them stays."""
+    workers = sorted(cluster.of(Role.WORKER), key=lambda m: m.rank)
+    leavers = [m for m in workers if m.node_id in cluster.going]
+    return leavers if len(leavers) < len(workers) else leavers[1:]
+
+
 def some_left(cluster: Cluster) -> bool:
     """Whether a worker has ended well before the others: then nobody can be in step with all of them any more."""
     return any(m.state is NodeState.LEFT for m in cluster.of(Role.WORKER))

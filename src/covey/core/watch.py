@@ -46,7 +46,7 @@ class Watch(Lifecycle):
             self._judge_silence(settings.node_timeout_s)
         if settings.stuck_s >= 0 and self._dump is None and self.cluster.phase is not Phase.ENDED:
             self._judge_progress(settings.stuck_s)
-        if self.cluster.phase is Phase.READY and self.cluster.trains:
+        if self.cluster.phase is Phase.READY and self.cluster.trains and not self._let_next_go():
             self._fill_spares()
 
     def _away(self) -> list[Member]:

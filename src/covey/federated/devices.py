@@ -96,7 +96,7 @@ class Devices:
             return self._replies.say(request, Code.REQUEST_ERROR, str(error))
 
     def _refusal(self, status: int, sentence: str) -> bytes:
-        code = Code.NOT_READY if status == 503 else Code.REQUEST_ERROR
+        code = Code.NOT_READY if status in (408, 503) else Code.REQUEST_ERROR
         return msgspec.json.encode(Answer(int(code), sentence, now_ms()))
 
     def _keep(self, work: Any) -> None:

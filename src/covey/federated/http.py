@@ -22,8 +22,14 @@ REQUEST_S: Final = 60.0  # from its first byte to its last
 IDLE_S: Final = 600.0
 REFUSED_S: Final = 5.0  # for a device to read why
 SWEEP_S: Final = 5.0
-_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 411: "Length Required"}
-_REASONS_MORE: Final = {413: "Content Too Large", 431: "Request Header Fields Too Large", 500: "Internal Server Error"}
+_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout"}
+_REASONS_MORE: Final = {
+    411: "Length Required",
+    413: "Content Too Large",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+}
+_TLS: Final = 0x16  # what a TLS handshake begins with
 _PHRASES: Final = {**_REASONS, **_REASONS_MORE, 503: "Service Unavailable"}
 
 Piece = bytes | memoryview
@@ -139,6 +145,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _look(self) -> None:
         """Read a head, if it is complete."""
+        if self._head[0] == _TLS:  # it has no end that we would see
+            return self._refuse(400, "this port speaks plain HTTP and a TLS handshake came: ask at http://, or serve with TLS")
         end = self._head.find(b"\r\n\r\n", 0, self._filled)
         if end < 0:
             if self._filled == HEAD_MAX:
@@ -214,13 +222,16 @@ class Connection(asyncio.BufferedProtocol):
         self.answer(status, "application/json", [self._site.refusal(status, sentence)])
 
     def sweep(self, now: float) -> None:
-        """Cut off a device that takes too long for its request, or has been silent for long."""
+        """Refuse a device that takes too long for its request; cut off one that was refused, or has been silent for long."""
         if self._busy:
             return
-        limit = REQUEST_S if self._filled or self._body is not None else IDLE_S
-        limit = REFUSED_S if self._refused else limit
+        half = not self._refused and (self._filled > 0 or self._body is not None)
+        limit = REFUSED_S if self._refused else REQUEST_S if half else IDLE_S
         if now - self.since > limit:
-            self._transport.abort()
+            if half:
+                self._refuse(408, f"the request was not complete after {REQUEST_S:g} s")
+            else:
+                self._transport.abort()
 
 
 class Site:

@@ -72,8 +72,9 @@ def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool = Fal
             "requestBody": {"required": True, "content": content},
             "responses": {
                 "200": {"description": "The verdict is retcode.", "content": answers},
-                "413": refused,
                 "405": refused,
+                "408": refused,
+                "413": refused,
             },
         }
     }

@@ -23,7 +23,6 @@ MSGPACK: Final = "application/msgpack"
 SAFETENSORS: Final = "application/x-safetensors"
 WAIT_MAX_MS: Final = 60_000
 NOT_RUNNING: Final = "The server's training job is disabled or finished."
-SAFEMODE: Final = "The cluster is in safemode."
 
 DeviceName = Annotated[str, Meta(min_length=1, max_length=DEVICE_ID_MAX)]
 Wait = Annotated[int, Meta(ge=0, le=WAIT_MAX_MS, description="How long the server may wait for a better answer, in ms.")]

@@ -116,7 +116,12 @@ def cut(pid: int) -> int:
             copied = _copy(process, descriptor)
             if copied < 0:
                 continue  # closed meanwhile
-            with socket.socket(fileno=copied) as link, contextlib.suppress(OSError):
+            try:
+                link = socket.socket(fileno=copied)
+            except OSError:  # its number is another file's by now
+                os.close(copied)
+                continue
+            with link, contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count

@@ -8,6 +8,7 @@ import logging.handlers
 import os
 import queue
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from covey.settings import Settings
 
 log = logging.getLogger("covey")
 WAITING_MAX = 10_000
+LAST_S = 2.0  # for the last lines, where nobody reads them
 
 _LEVELS = {Level.DETAIL: logging.DEBUG, Level.NOTE: logging.INFO, Level.WARNING: logging.WARNING}
 _GLOG = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
@@ -58,6 +60,14 @@ def aside() -> Iterator[None]:
         yield
     finally:
         log.handlers[:] = written
+        last = threading.Thread(target=_finish, args=(writer,), name="covey-log", daemon=True)
+        last.start()
+        last.join(LAST_S)
+
+
+def _finish(writer: logging.handlers.QueueListener) -> None:
+    """Let it write what waits."""
+    with contextlib.suppress(queue.Full):
         writer.stop()
 
 

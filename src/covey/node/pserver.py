@@ -46,7 +46,8 @@ def serve(node: Node, settings: Settings) -> NoReturn:
     server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node), place.sharing)
     server.on_settled = lambda version: node.say(Settled(version))
     threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
-    log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, serving.copies)
+    copies = serving.copies if place.world > 1 else 0  # one server alone has nobody to hold its copy
+    log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, copies)
     while True:
         news = node.inbox.get()
         if isinstance(news, PeerError):

@@ -126,7 +126,7 @@ class Scheduler:
         self._term = term or Term()
         self._pulsed_at = 0.0
         self._lines = Lines()
-        self._logs: dict[int, asyncio.Future[LogTold]] = {}  # questions under way, by number
+        self._logs: dict[int, tuple[Link, asyncio.Future[LogTold]]] = {}  # questions under way: whom, and for the answer
         self._log_number = 0
         self._followers: dict[int, bytes] = {}
         self._teller = Storyteller()
@@ -185,6 +185,7 @@ class Scheduler:
     async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
         """A visitor's wish; returns once a scheduler that takes over would grant it too. Raises `PeerError` with the reason
         where it is not granted, and `StoreError` where that is not certain."""
+        self._be_acting()
         self._step(Heard(wish))
         answered = self.machine.answered
         if isinstance(answered, Refused):
@@ -204,9 +205,10 @@ class Scheduler:
             raise PeerError(f"{LOGS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
         self._log_number += 1
         number, told = self._log_number, asyncio.get_running_loop().create_future()
-        self._logs[number] = told
+        link = self._lines.links[agent.link]
+        self._logs[number] = (link, told)
         try:
-            self._lines.links[agent.link].send(LogAsked(number, member.node_id, member.role, start, find))
+            link.send(LogAsked(number, member.node_id, member.role, start, find))
             async with asyncio.timeout(LOG_S):
                 answer: LogTold = await told
         except TimeoutError:
@@ -221,17 +223,22 @@ class Scheduler:
         """Wait until all that was decided is durable."""
         turn = self._turn
         if turn is None:
-            return
+            return self._be_acting()
         await asyncio.wait({turn}, timeout=COMMIT_S)
         if not turn.done():
             raise StoreError(
                 f"it is decided, but cannot be written down yet, and may be lost: {self._stuck or 'the store is slow'}"
             )
-        if turn.cancelled() or not self._acts:
+        return self._be_acting()
+
+    def _be_acting(self) -> None:
+        """Who acts no longer hears nobody, so it must not answer either."""
+        if not self._acts:
             raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
 
     async def host_gone(self, life: str, reason: str) -> None:
         """A life of a host is over: nobody of it is waited for, or let in again. Raises `StoreError` where that may be lost."""
+        self._be_acting()
         self._step(HostGone(life, reason))
         await self._committed()
 
@@ -288,8 +295,8 @@ class Scheduler:
         elif isinstance(message, AskStory):
             self._teller.answer(link, message)
         elif isinstance(message, LogTold):
-            waiting = self._logs.get(message.number)
-            if waiting is not None and not waiting.done():
+            asked, waiting = self._logs.get(message.number, (None, None))
+            if asked is link and waiting is not None and not waiting.done():
                 waiting.set_result(message)
         elif isinstance(message, Via | HungUp | Beats):
             for event in self._lines.unwrap(link, message):

@@ -136,6 +136,7 @@ class EtcdCells:
         return base64.b64encode(f"{self._prefix}/{key}".encode()).decode()
 
     async def _ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        known = self._newest  # answers to questions under way at once may come in any order
         try:
             reply = await self._client.post(f"/v3/kv/{what}", content=msgspec.json.encode(body))
             answer = msgspec.json.decode(reply.content)
@@ -144,20 +145,20 @@ class EtcdCells:
             raise StoreError(f"etcd at {self._url} does not answer as it should ({why}): check that it runs") from None
         if reply.status_code != 200 or not isinstance(answer, dict):
             raise StoreError(f"etcd at {self._url} refused: {str(answer)[:200]}")
-        self._look_back(int((answer.get("header") or {}).get("revision", 0)))
+        self._look_back(int((answer.get("header") or {}).get("revision", 0)), known)
         return answer
 
-    def _look_back(self, revision: int) -> None:
+    def _look_back(self, revision: int, known: int) -> None:
         """A store that was emptied, or set back to a copy, has forgotten who leads and what was promised. Whoever saw that it
         knew more believes it no longer, even when it has grown again."""
-        if revision < self._newest and not self._lost:
+        if revision < known and not self._lost:
             self._lost = (
-                f"etcd at {self._url} has lost data (it was at revision {self._newest}, and then at {revision}):"
+                f"etcd at {self._url} has lost data (it was at revision {known}, and then at {revision}):"
                 " put it back and start the schedulers again, or end the cluster"
             )
         if self._lost:
             raise StoreError(self._lost)
-        self._newest = revision
+        self._newest = max(self._newest, revision)
 
 
 def open_cells(where: str, *, folder: str, job: str) -> Cells:

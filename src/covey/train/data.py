@@ -63,7 +63,14 @@ class Data:
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, *, limit: int | None = None, shuffle: bool = True, **options: Any
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        limit: int | None = None,
+        shuffle: bool = True,
+        keeps_rest: bool = False,
+        **options: Any,
     ) -> None:
         for name in ("sampler", "batch_sampler", "drop_last"):
             if name in options:
@@ -79,6 +86,7 @@ class Data:
         self.batch_size = batch_size
         self.limit = limit
         self.shuffle = shuffle
+        self.keeps_rest = keeps_rest  # a DataLoader that was to give an epoch's last, smaller batch
         self.options = options
 
     def stream(self, *, seed: int, accumulate: int) -> Stream | None:
@@ -102,6 +110,16 @@ class Data:
             world=world,
             shuffle=self.shuffle,
             seed=seed,
+        )
+
+    def left_out(self, course: Course) -> str:
+        """What a DataLoader would have given and a course does not, in a sentence."""
+        rest = course.samples % course.size if self.keeps_rest else 0
+        if not rest:
+            return ""
+        return (
+            f"each epoch leaves out {rest} of {course.samples} samples, which do not fill a batch of all ranks"
+            f" ({course.size} samples): the DataLoader's last, smaller batch is not kept"
         )
 
     def batches(self, share: Share, first: int) -> Iterator[Any]:

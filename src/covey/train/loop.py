@@ -59,7 +59,7 @@ class Loop:
         self,
         model: Any,
         optimizer: Any,
-        data: Data,
+        data: Any,
         *,
         epochs: int = 1,
         steps: int | None = None,
@@ -74,15 +74,25 @@ class Loop:
         whole("Loop", "steps", 0 if steps is None else steps, 0)
         whole("Loop", "accumulate", accumulate, 1)
         whole("Loop", "seed", seed, 0)
+        from covey.train.loaders import as_data, is_loader  # these import torch: a program without a loop does without it
+        from covey.train.served import Served
+        from covey.train.sharded import ShardedOptimizer
+        from covey.train.wrapped import DistributedDataParallel
+
+        data = as_data(data) if is_loader(data) else data
         of_kind("Loop", "data", data, Data)
         of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
         of_kind("Loop", "schedulers", schedulers, list, tuple)
+        if isinstance(model, DistributedDataParallel):
+            model.trained_by(self)
+            model = model.module
         admit(model, optimizer)
-        self.model, self.optimizer, self.data = model, optimizer, data
+        self.model, self.optimizer = model, optimizer
+        self.data: Data = data
         self.seed = seed
         self.step, self.micro = 0, 0
         self.replaying = False
-        self._stream = data.stream(seed=seed, accumulate=accumulate)
+        self._stream = self.data.stream(seed=seed, accumulate=accumulate)
         if self._stream is not None and steps is None:
             raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
         self._epochs, self._steps = epochs, steps
@@ -94,18 +104,18 @@ class Loop:
         self._state = State(model, optimizer)
         self._stepping = self._applied = False  # the optimizer runs; has run in this step
         self._again, self._repeats = False, 0
+        self._loader: Iterator[Any] = iter(())
+        self._loaded: Share | None = None  # what the loader is for
+        self._open = False  # an epoch's batches are not at their end
         self._checkpoint = checkpoint
         self._group = group
-        from covey.train.served import Served  # these import torch: a program without a loop does without it
-        from covey.train.sharded import ShardedOptimizer
-
         self._served = Served(model, optimizer, group)
         follower = follow(group.meeting) if not self._served.any else None
         # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
         self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         known = follower.take() if follower is not None else NOTHING
-        self._course = self._until_the_end(data.course(seed=seed, world=group.world, accumulate=accumulate))
+        self._course = self._until_the_end(self.data.course(seed=seed, world=group.world, accumulate=accumulate))
         self._cut = self._course.cut(0, 0, self._limit)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         self._shared_at: Number | None = None  # the collective by which the parameters were shared last
@@ -143,6 +153,8 @@ class Loop:
             if self._sharded is not None:
                 self._sharded.sit(0, 1)
             self._resume()
+        if (left_out := self.data.left_out(self._course)) and self._group.rank == 0 and not self._received:
+            log.warning(left_out)
         if self._stream is not None:
             self._stream.sit(self._seat, self.step)
             if self._group.rank == 0 and not self._received:
@@ -194,34 +206,52 @@ class Loop:
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
-        batches: Iterator[Any] = iter(())
-        share: Share | None = None
+        for _, batches in self.epochs():
+            yield from batches
+
+    def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Each epoch's number and its micro-batches, from where this rank stands. What the program does after the last of them
+        belongs to the epoch's last step, and is healed with it."""
+        self._loaded = None
         while self.step < self.steps:
-            self._begin_step()
-            self.micro = 0
-            if share is not self._share:
-                batches, share = self._batches(), self._share
-            while self.micro < self.accumulate:
-                if self._collectives is not None:
-                    self._reducer.begin_micro_batch()
-                batch = next(batches)
-                seed_all(mix(self.seed, self.step, self.micro, self._index))
-                yield batch
-                if self._again:
-                    batches, self.micro, self._again = self._batches(), 0, False
-                else:
-                    self.micro += 1
+            self._open = True
+            yield self.epoch, self._of_epoch()
+            if self._open:
+                raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
             self._commit()
         if self._stream is not None:
             self._stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
+
+    def _of_epoch(self) -> Iterator[Any]:
+        """Steps up to the epoch's last, which is left uncommitted."""
+        while True:
+            self._begin_step()
+            self.micro = 0
+            if self._loaded is not self._share:
+                self._loader, self._loaded = self._batches(), self._share
+            while self.micro < self.accumulate:
+                if self._collectives is not None:
+                    self._reducer.begin_micro_batch()
+                batch = next(self._loader)
+                seed_all(mix(self.seed, self.step, self.micro, self._index))
+                yield batch
+                if self._again:
+                    self._loader, self.micro, self._again = self._batches(), 0, False
+                else:
+                    self.micro += 1
+            if self.ends_epoch or self.step + 1 >= self.steps:
+                self._open = False
+                return
+            self._commit()
 
     def _waited(self) -> float:
         return self._collectives.waited_s if self._collectives is not None else 0.0
 
     def _batches(self) -> Iterator[Any]:
         if self._stream is not None:
-            return self._stream.batches(self.step)
+            found: Iterator[Any] = self._stream.batches(self.step)
+            return found
         assert self._share is not None
         return self.data.batches(self._share, self.step)
 
@@ -331,15 +361,23 @@ class Loop:
                 meeting.say(Dumped(*self.dump()))  # in case nobody is left to take this rank over
             meeting.depart()
 
-    def _optimizer_steps(self, *_: Any) -> None:
+    def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary."""
         if self._collectives is not None and not self.boundary:
             raise UsageError(
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
                 " rank's alone: step it where loop.boundary is true"
             )
+        given = None
+        closure = args[1] if len(args) > 1 else named.get("closure")
+        if closure is not None and not isinstance(optimizer, torch_module().optim.LBFGS):  # which calls it many times
+            with torch_module().enable_grad():
+                loss = closure()
+            given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
         if self._served.any:
             self._push_served()
         self._stepping = self._sharded is None  # one that is sharded changes nothing before all have its values
+        return given
 
     def _share_parameters(self, sharing: Sharing) -> None:
         if self._collectives is None:

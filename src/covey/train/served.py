@@ -29,7 +29,9 @@ from covey.train.gloo import Done, Gloo, torch_module
 from covey.train.group import Group
 from covey.train.reducer import SERVED as MARK
 
+IN_LOOP: Final = "covey_in_loop"  # marks a parameter whose loop is made: who serves it is settled
 GASP_S: Final = 10.0  # for writing rows down when the run is about to end
+TOO_LATE: Final = "set_param_ps comes too late for a model whose covey.Loop is made: call it before Loop(...)"
 
 log = logging.getLogger("covey")
 
@@ -40,12 +42,16 @@ def mark(target: Any, *, recurse: bool, init_in_server: bool, optimizer: Rule | 
     if optimizer is not None:
         of_kind("set_param_ps", "optimizer", optimizer, Rule)
     if isinstance(target, torch.nn.Module):
+        if _in_loop(target):
+            raise UsageError(TOO_LATE)
         if init_in_server:
             for module in list(target.modules()) if recurse else [target]:
                 if type(module) is torch.nn.Embedding:
                     take_over(module, optimizer)
         found = [p for p in target.parameters(recurse) if p.requires_grad]
     elif isinstance(target, torch.nn.Parameter):
+        if hasattr(target, IN_LOOP):
+            raise UsageError(TOO_LATE)
         found = [target]
     else:
         raise UsageError(f"set_param_ps takes a torch module or parameter, not a {type(target).__name__}")
@@ -57,6 +63,11 @@ def mark(target: Any, *, recurse: bool, init_in_server: bool, optimizer: Rule | 
                 " torch.nn.Embedding does without, with init_in_server=True"
             )
         setattr(parameter, MARK, (optimizer, init_in_server))
+
+
+def _in_loop(module: Any) -> bool:
+    tables = [m for m in module.modules() if isinstance(m, Embedding)]
+    return any(table.source is not None for table in tables) or any(hasattr(p, IN_LOOP) for p in module.parameters())
 
 
 def take_over(module: Any, optimizer: Rule | None) -> None:
@@ -87,6 +98,9 @@ class Served:
         self.pushed = True
         self._caches: dict[str, Cache] = {}
         self._ahead: dict[str, Callable[[], Array]] = {}  # by table: what was asked for in the step before
+        if group.serving is not None:
+            for parameter in model.parameters():
+                setattr(parameter, IN_LOOP, True)
         if self.any:
             self.client: Client = group.client
             self.sync = self.client.serving.mode is Mode.SYNC
@@ -194,6 +208,7 @@ class Served:
 
     def forget(self) -> None:
         """The step is repeated, or was not taken: what it gathered is not needed."""
+        self.pushed = not self.any
         for parameter in self.whole.values():
             parameter.grad = None
         for table in self.tables.values():
@@ -201,6 +216,11 @@ class Served:
 
     def push(self) -> Push:
         """This step's gradients, as a collective."""
+        if self.pushed:  # the servers know gradients by (step, rank) and take them once: a second push would be lost
+            raise UsageError(
+                "where parameters are served the optimizer may step once in each step of the loop: take its next batch before"
+                " step() is called again"
+            )
         self.pushed = True
         return Push(self.client, self.step, self.gradients(), self._news)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from covey.core.job import paths
 from covey.core.job.clock import seconds
+from covey.core.recovery import Strategy
 from covey.errors import UsageError
 
 GROUP = "mindspore.gitee.com"
@@ -30,8 +31,6 @@ LOST = "covey/node-lost-seconds"
 LOST_S = 60.0
 WAIT_S = 270.0  # wait-reschedule-timeout
 FORCE_AFTER_S = 900.0  # a graceful deletion that does not end
-ELASTIC = "elastic-training"
-STRATEGIES = ("retry", "recover-in-place", "recover", ELASTIC, "dump", "exit")
 UNWELL = ("ignore", "graceExit", "forceExit", "hotSwitch")
 PROCESSES_MAX = 4096
 
@@ -126,7 +125,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
     @property
     def elastic(self) -> bool:
-        return ELASTIC in self.strategies
+        return Strategy.ELASTIC in self.strategies
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,13 +366,13 @@ def _recovery(metadata: Mapping[str, Any], problems: list[Problem]) -> Recovery:
     given = {**labels, **notes}  # either place will do
     asked = [word.strip() for word in str(given.get("recover-strategy", "")).split(",") if word.strip()]
     for word in asked:
-        if word not in STRATEGIES:
+        if word not in tuple(Strategy):
             path = "metadata.annotations[recover-strategy]"
-            problems.append(Problem(path, f"{word!r} is no strategy: {', '.join(STRATEGIES)} are"))
+            problems.append(Problem(path, f"{word!r} is no strategy: {', '.join(Strategy)} are"))
     scheduling = given.get("fault-scheduling", "")
     scheduling = scheduling if scheduling in ("grace", "force") else ""
     switch = given.get("process-recover-enable", "on")
-    strategies = tuple(strategy for strategy in STRATEGIES if strategy in asked)
+    strategies = tuple(strategy for strategy in Strategy if strategy in asked)
     remarks = []
     if strategies and not scheduling:
         remarks.append("recover-strategy has no effect without the label fault-scheduling: grace")

@@ -1,0 +1,136 @@
+"""The doors: existing scripts with covey's lines in them heal, and end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.healing import LADDER, LONG_S, WORLD
+
+DOORS = Path(__file__).parents[2] / "examples" / "doors"
+
+# Runs an example as it is. DEATHS="1:5:forward" has rank 1 killed in the forward pass of the sixth step of its life, once.
+WITH_DEATHS = """
+import hashlib, os, pathlib, runpy, signal, sys
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+folder, rank, steps, last = pathlib.Path(sys.argv[2]), os.environ["RANK"], 0, None
+
+def die(phase):
+    mark = folder / f"{rank}-{steps}-{phase}"
+    if f"{rank}:{steps}:{phase}" in os.environ.get("DEATHS", "").split() and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def stepped(optimizer, *_):
+    global steps, last
+    last = optimizer
+    die("stepped")
+    steps += 1
+
+def forward(module, *_):
+    if torch.is_grad_enabled():
+        die("forward")
+
+register_module_forward_pre_hook(forward)
+register_optimizer_step_pre_hook(lambda *_: die("stepping"))
+register_optimizer_step_post_hook(stepped)
+runpy.run_path(sys.argv[1], run_name="__main__")
+bits = hashlib.sha256()
+for group in last.param_groups:
+    for parameter in group["params"]:
+        bits.update(parameter.detach().numpy().tobytes())
+        bits.update(last.state[parameter]["momentum_buffer"].numpy().tobytes())
+print("BITS", bits.hexdigest(), group["lr"], flush=True)
+"""
+
+# Fourteen steps an epoch: rank 0 dies in the last of its first.
+DEATHS = "1:5:forward 0:13:stepped 2:30:stepping"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
+    """What all ranks of an example end with, and the last line it printed."""
+    marks = shell.folder / name
+    marks.mkdir()
+    shell.logs = shell.folder / f"logs-{name}"
+    shell.script(WITH_DEATHS, "with_deaths.py")
+    preload = ",".join(["torch", *(word for word in ("lightning", "accelerate") if example.startswith(word))])
+    words: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", DOORS / example, marks]
+    run = shell.covey(*words, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
+    assert run.wait(LONG_S) == 0, f"{run.tail()}\n{[shell.log(rank) for rank in range(WORLD)]}"
+    assert {mark.name for mark in marks.iterdir()} == {death.replace(":", "-") for death in deaths.split()}
+    found = {match for rank in range(WORLD) for match in re.findall("BITS .*", shell.log(rank))}
+    assert len(found) == 1, found
+    said = re.findall("test accuracy .*", shell.log(0))
+    assert len(said) == 1
+    return f"{found.pop()} {said[0]}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("example", "deaths"),
+    [
+        ("ddp.py", DEATHS),
+        ("lightning_trainer.py", DEATHS),
+        ("accelerate_script.py", DEATHS),
+    ],
+)
+def test_an_example_ends_with_the_same_bits_whoever_dies(shell: Shell, example: str, deaths: str) -> None:
+    undisturbed = bits(shell, example, "calm")
+    assert bits(shell, example, "disturbed", deaths) == undisturbed
+
+
+# What a MindSpore script is, in its networking: the same program as scheduler and as worker, by MS_* variables.
+STAND_IN = """
+import os, socket, sys, time
+
+place = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"])
+world, role, life = int(os.environ["MS_WORKER_NUM"]), os.environ["MS_ROLE"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if role == "MS_SCHED":
+    with socket.create_server(place) as server:
+        members = [server.accept()[0] for _ in range(world)]
+        for member in members:
+            member.send(b"!")
+        for member in members:
+            member.recv(1)
+    print(f"life {life}: the scheduler has ended in order", flush=True)
+    sys.exit()
+while True:
+    try:
+        scheduler = socket.create_connection(place)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.02)
+assert scheduler.recv(1) == b"!"
+print(f"life {life}: node {os.environ['MS_NODE_ID']} of {world} on device {os.environ['DEVICE_ID']}", flush=True)
+if life == "0" and os.environ["MS_NODE_ID"] == sys.argv[1]:
+    sys.exit("the operator failed")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_mindspores_own_scheduler_and_workers_are_started_and_restarted(shell: Shell) -> None:
+    shell.script(STAND_IN, "train.py")
+    words = ["run", "-n", "2", "--framework", "mindspore"]
+    ends = shell.covey(*words, "train.py", "1")
+    assert ends.wait(LONG_S) == 1 and "first failure: rank 1" in ends.text() and "the operator failed" in ends.text(), (
+        ends.tail()
+    )
+    for failing in ("0", "1"):
+        shell.logs = shell.folder / f"logs-{failing}"
+        again = shell.covey(*words, "--max-restarts", "1", "train.py", failing, name=f"again-{failing}")
+        assert again.wait(LONG_S) == 0, again.tail()
+        for rank in (0, 1):
+            assert f"life 1: node {rank} of 2 on device {rank}" in shell.log(rank)
+        assert "life 1: the scheduler has ended in order" in shell.log(0)
+    shell.nobody()

@@ -1,0 +1,97 @@
+"""The device port's patience, over real sockets: half a request, silence, another protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+
+import pytest
+
+from covey.federated.http import IDLE_S, REFUSED_S, REQUEST_S, Connection, Request, Site
+
+WAIT_S = 60.0
+HALF = {"a head": b"POST /updateModel HT", "a body": b"POST /updateModel HTTP/1.1\r\ncontent-length: 10\r\n\r\n12345"}
+
+
+class Port:
+    """A site, one connection to it, and what came back."""
+
+    def __init__(self) -> None:
+        self.site = Site(self._receive, lambda status, sentence: sentence.encode(), body_max=100)
+
+    def _receive(self, request: Request) -> None:
+        request.reply([b"well"])
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        sock = socket.create_server(("127.0.0.1", 0))
+        await self.site.open([sock], None)
+        return await asyncio.open_connection(*sock.getsockname())
+
+    async def connection(self, received: int) -> Connection:
+        """The server's end, once it has got so many bytes."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                for found in self.site.connections:
+                    if found._filled + found._received == received:
+                        return found
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_half_a_request_is_refused_after_its_time(half: str) -> None:
+    async def play() -> None:
+        port = Port()
+        reader, writer = await port.open()
+        writer.write(HALF[half])
+        connection = await port.connection(len(HALF[half]) if half == "a head" else 5)
+        connection.sweep(connection.since + REQUEST_S)
+        assert not connection._refused
+        connection.sweep(connection.since + REQUEST_S + 1)
+        async with asyncio.timeout(WAIT_S):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert answer.endswith(b"the request was not complete after 60 s")
+        assert port.site.receiving == 0
+        connection.sweep(time.monotonic() + REFUSED_S + 1)
+        async with asyncio.timeout(WAIT_S):
+            while port.site.connections:
+                await asyncio.sleep(0)
+        writer.close()
+        port.site.close()
+
+    asyncio.run(play())
+
+
+def test_a_silent_connection_is_closed_after_its_time() -> None:
+    async def play() -> None:
+        port = Port()
+        reader, writer = await port.open()
+        connection = await port.connection(0)
+        connection.sweep(connection.since + IDLE_S)
+        assert not connection._transport.is_closing()
+        connection.sweep(connection.since + IDLE_S + 1)
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.read() == b""
+        writer.close()
+        port.site.close()
+
+    asyncio.run(play())
+
+
+def test_a_tls_handshake_at_a_plain_port_is_refused_at_once() -> None:
+    async def play() -> None:
+        port = Port()
+        reader, writer = await port.open()
+        hello = ssl.MemoryBIO()
+        with pytest.raises(ssl.SSLWantReadError):
+            ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="covey").do_handshake()
+        writer.write(hello.read())
+        async with asyncio.timeout(WAIT_S):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"speaks plain HTTP and a TLS handshake came" in answer
+        writer.close()
+        port.site.close()
+
+    asyncio.run(play())

@@ -1,0 +1,116 @@
+"""What DistributedDataParallel's stand-in and a DataLoader become, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from covey.errors import UsageError
+from covey.train.group import Group
+from covey.train.loop import Loop
+from covey.train.wrapped import DistributedDataParallel
+
+SAMPLES = TensorDataset(torch.arange(10.0).reshape(10, 1))
+
+
+def loop(model: Any, loader: Any, **options: Any) -> Loop:
+    return Loop(model, torch.optim.SGD(model.parameters(), 0.1), loader, group=Group(None), **options)
+
+
+def gather(samples: list[Any]) -> list[float]:
+    return [value.item() for (value,) in samples]
+
+
+def test_a_loader_becomes_data() -> None:
+    ordered = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather), epochs=2)
+    assert list(ordered) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    sampler: Any = DistributedSampler(SAMPLES, num_replicas=2, rank=1)
+    for loader in (
+        DataLoader(SAMPLES, 5, shuffle=True, collate_fn=gather),
+        DataLoader(SAMPLES, 5, sampler=sampler, collate_fn=gather),
+    ):
+        batches = list(loop(nn.Linear(1, 1), loader))
+        assert sorted(batches[0] + batches[1]) == list(range(10)) != batches[0] + batches[1]
+
+
+def test_what_a_loader_would_have_given_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, drop_last=True))
+    assert not caplog.records
+    loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4))
+    assert "each epoch leaves out 2 of 10 samples" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("loader", "sentence"),
+    [
+        (DataLoader(SAMPLES, batch_size=None), "batch_size=None"),
+        (
+            DataLoader(SAMPLES, batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(SAMPLES), 2, False)),
+            "batch_sampler=",
+        ),
+        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a WeightedRandomSampler of the program"),
+    ],
+)
+def test_a_loader_that_cannot_be_kept_is_refused(loader: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        loop(nn.Linear(1, 1), loader)
+
+
+def test_the_stand_in_looks_like_torchs() -> None:
+    inner = nn.Linear(1, 1)
+    model = DistributedDataParallel(inner, find_unused_parameters=True, device_ids=None)
+    assert model.module is inner and list(model.state_dict()) == ["module.weight", "module.bias"]
+    with pytest.raises(UsageError, match="nobody would average its gradients"):
+        model(torch.ones(1))
+    with torch.no_grad():
+        model(torch.ones(1))
+    training = loop(model, DataLoader(SAMPLES, batch_size=2), accumulate=2)
+    assert training.model is inner
+    for (batch,) in training:
+        if training.boundary:
+            with pytest.raises(UsageError, match="last micro-batch"), model.no_sync():
+                pass
+        else:
+            with model.no_sync():
+                model(batch).sum().backward()
+    with pytest.raises(UsageError, match="process_group"):
+        DistributedDataParallel(inner, process_group=3)
+
+
+def test_epochs_are_taken_one_by_one_and_to_their_end() -> None:
+    training = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather), epochs=3)
+    seen = [(epoch, len(list(batches)), training.step) for epoch, batches in training.epochs()]
+    assert seen == [(0, 2, 1), (1, 2, 3), (2, 2, 5)], "after an epoch's last batch its last step is still open"
+    assert training.step == 6
+    with pytest.raises(UsageError, match="taken to their end"):
+        for _, batches in loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4), epochs=2).epochs():
+            next(batches)
+
+
+def test_a_closure_is_run_once_and_before_the_optimizer() -> None:
+    model = nn.Linear(1, 1)
+    training = loop(model, DataLoader(SAMPLES, batch_size=5))
+    states = []
+    for (batch,) in training:
+
+        def closure(batch: Any = batch) -> Any:
+            states.append(training.whole)
+            training.optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        before = model.weight.item()
+        assert training.optimizer.step(closure) > 0 and model.weight.item() != before
+    assert states == [True, True]
