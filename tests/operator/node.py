@@ -106,7 +106,7 @@ class Node:
     """One node, and the parts of the control plane that pods need to get there. In place of the kubelet of processes."""
 
     def __init__(self, server: Server, api: Api, namespace: str, folder: Path) -> None:
-        self.nodes = ["node-0"]
+        self.nodes = [GATEWAY]  # named by its address: the API server asks for logs by that name
         self._api = api
         self._namespace = namespace
         self._folder = folder
