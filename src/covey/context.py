@@ -1,7 +1,7 @@
-"""The seeds' `set_ps_context`: what a training script may say before `covey.init()`.
+"""MindSpore's `set_ps_context`: what a training script may say before `covey.init()`.
 
-The names are the original's. Nothing is acted on here: what was said is kept, checked, until `init()` asks for it. Unlike
-the original's, a reset forgets everything, TLS included.
+The names are MindSpore's. Nothing is acted on here: what was said is kept, checked, until `init()` asks for it. Unlike
+MindSpore's, a reset forgets everything, TLS included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, Value] = {
     "enable_ssl": False,
     "client_password": "",
     "server_password": "",
-    # Not in the seeds, but taken by the original.
+    # Not in MindSpore's pages, but taken by it.
     "ms_role": "",
     "worker_num": 0,
     "server_num": 0,

@@ -486,7 +486,7 @@ def rows(loaded: Loaded) -> list[tuple[str, str, str, str]]:
     return table
 
 
-# What the original has and covey does not read: no typing errors, however close they look.
+# What MindSpore has and covey does not read: no typing errors, however close they look.
 ORIGINAL_ONLY = {
     *("MS_RECOVERY_INTERVAL", "MS_COMM_TYPE", "MS_INTERFACE", "MS_SIMULATION_LEVEL", "MS_ENABLE_TFT", "MS_TFT_IP"),
     *("MS_TFT_PORT", "MS_ENABLE_GRACEFUL_EXIT", "MS_EMBEDDING_REMOTE_STORAGE_PATH", "GLOG_max_log_size"),

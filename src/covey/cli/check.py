@@ -1,4 +1,4 @@
-"""`covey check HOST:PORT`: what the seeds use telnet for, with an answer."""
+"""`covey check HOST:PORT`: what MindSpore's pages use telnet for, with an answer."""
 
 from __future__ import annotations
 

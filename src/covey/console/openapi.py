@@ -61,8 +61,8 @@ AFTER = Parameter("after", "query", "number", "Only what came after this moment,
 LIMIT = Parameter("limit", "query", "integer", "At most so many, the newest.", (("minimum", 1), ("maximum", TOLD_MAX)))
 
 COMMON = (  # to every kind of cluster
-    Operation("nodes", "GET", "/nodes", "The nodes, in the seeds' JSON.", NodesReply),
-    Operation("state", "GET", "/state", "The state of the cluster, in the seeds' JSON.", StateReply),
+    Operation("nodes", "GET", "/nodes", "The nodes, in MindSpore's JSON.", NodesReply),
+    Operation("state", "GET", "/state", "The state of the cluster, in MindSpore's JSON.", StateReply),
     Operation("view", "GET", "/view", "All there is to know about the cluster.", ClusterView),
     Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
     Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),

@@ -1,4 +1,4 @@
-"""What the management port says and hears, as types: the seeds' JSON, where every value is a string, and the errors.
+"""What the management port says and hears, as types: MindSpore's JSON, where every value is a string, and the errors.
 
 Pure: a `ClusterView` goes in, a reply comes out. The OpenAPI document is made from these types, so it cannot differ.
 """
@@ -44,7 +44,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class NodeReply(msgspec.Struct, frozen=True, rename="camel"):
-    """One node, in the seeds' words."""
+    """One node, in MindSpore's words."""
 
     node_id: str
     rank_id: Annotated[str, Meta(description="A number; -1 before the cluster has formed.")]
@@ -61,7 +61,7 @@ class NodesReply(msgspec.Struct, frozen=True, rename={"node_ids": "nodeIds"}):
 
 
 class StateReply(msgspec.Struct, frozen=True):
-    """Where the cluster as a whole stands, in the seeds' words."""
+    """Where the cluster as a whole stands, in MindSpore's words."""
 
     message: str
     cluster_state: Annotated[str, Meta(description="One of " + ", ".join((*SEED_STATES.values(), *_RESIZING.values())) + ".")]
@@ -177,7 +177,7 @@ def nodes(view: ClusterView) -> NodesReply:
 
 
 def _node(node: NodeView) -> NodeReply:
-    # The seeds give the scheduler rank 0; here it has none.
+    # MindSpore gives the scheduler rank 0; here it has none.
     rank = 0 if node.role is Role.SCHEDULER else node.rank
     return NodeReply(node.node_id, str(rank), _ROLES[node.role], "true" if node.alive else "false")
 
@@ -198,7 +198,7 @@ def operation(kept: list[Incident], number: str) -> Incident | None:
 
 
 def scale_out(body: bytes) -> ScaleAsked:
-    """The wish in the body of POST /scaleout, with the seeds' words where it is none."""
+    """The wish in the body of POST /scaleout, with MindSpore's words where it is none."""
     asked = _decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
     return ScaleAsked(more=int(asked.worker_num), more_servers=int(asked.server_num), start=asked.start)
 
@@ -259,7 +259,7 @@ def _printable(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-_SEEDS = {  # what the seeds say where a body is wrong, by what msgspec says
+_MINDSPORE = {  # what MindSpore says where a body is wrong, by what msgspec says
     "missing required field": "The json is not contain the key:{}. ",
     "`float` >= 0": "The value should not be less than 0. ",
     "`array` of length >= 1": "The node ids should not be empty. ",
@@ -274,7 +274,7 @@ def _decoded(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
         raise UsageError(f"the body of POST {path} is not UTF-8 (byte {bad.start}): send JSON in UTF-8") from bad
     except msgspec.ValidationError as bad:
         key = str(bad).partition("field `")[2].partition("`")[0]
-        seed = next((words.format(key) for mark, words in _SEEDS.items() if mark in str(bad)), "")
+        seed = next((words.format(key) for mark, words in _MINDSPORE.items() if mark in str(bad)), "")
         raise UsageError(f"{seed}the body of POST {path} is not {shape}: {_lower(str(bad))}") from bad
     except msgspec.DecodeError as bad:
         where = "" if "(byte " in str(bad) else f" (byte {len(body)})"

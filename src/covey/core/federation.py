@@ -135,7 +135,7 @@ class Enlist(Message, frozen=True):
     round: int = 0
     wish: int = -1  # without an id: the number it would like, if nobody has it
     fl_name: str = ""
-    plan: Plan | None = None  # the seeds give it to servers, not to the scheduler
+    plan: Plan | None = None  # MindSpore gives it to servers, not to the scheduler
     joined: Ids = ()  # whom it saw admitted in this round: a restarted scheduler asks no device twice
 
 

@@ -96,7 +96,7 @@ class Managed(Masked):
 
     @property
     def state(self) -> str:
-        """The seeds' word for the whole."""
+        """MindSpore's word for the whole."""
         if self.stage is Stage.FORMING:
             return "CLUSTER_STARTING"
         if self.operation:

@@ -16,7 +16,7 @@ Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the
 
 
 class Role(StrEnum):
-    """What a node is for. The seeds' spellings (MS_WORKER, ...) live in `covey.settings`."""
+    """What a node is for. MindSpore's spellings (MS_WORKER, ...) live in `covey.settings`."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"

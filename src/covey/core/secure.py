@@ -1,6 +1,6 @@
 """What is said in a secure round: by devices, by the server that relays it, by the scheduler; and what is kept of it.
 
-The fields' names are the original's. Bytes are base64 in JSON and themselves in msgpack.
+The fields' names are MindSpore's. Bytes are base64 in JSON and themselves in msgpack.
 """
 
 from __future__ import annotations

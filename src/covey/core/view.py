@@ -74,7 +74,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     trains: bool = False  # a covey.Loop has finished a step, so the others can go on without one that is lost
 
 
-# The seeds' words for the phases, as GET /state says them.
+# MindSpore's words for the phases, as GET /state says them.
 SEED_STATES: dict[Phase, str] = {
     Phase.FORMING: "CLUSTER_STARTING",
     Phase.READY: "CLUSTER_READY",

@@ -2,7 +2,7 @@
 
 QUANT              every value in 8 bits, with a scale for each block of values: about a quarter
 TOP_K              the `rate` of values that are greatest, 8 bits each and where they are
-DIFF_SPARSE_QUANT  the original's: a random `rate` of values, which both sides know by the iteration's number, 8 bits each
+DIFF_SPARSE_QUANT  MindSpore's: a random `rate` of values, which both sides know by the iteration's number, 8 bits each
 
 What is not sent is kept by the device and added to its next difference (error feedback), so nothing is lost for good.
 """

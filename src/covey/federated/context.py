@@ -1,7 +1,7 @@
-"""The seeds' `set_fl_context`: every setting of a federated cluster, once, with what is allowed.
+"""MindSpore's `set_fl_context`: every setting of a federated cluster, once, with what is allowed.
 
-The names and documented defaults are the original's; a few of our own follow them. What `covey federated up` was told comes
-through the environment and wins over the script, as options win over files. Unlike the original, a bad value is never
+The names and documented defaults are MindSpore's; a few of our own follow them. What `covey federated up` was told comes
+through the environment and wins over the script, as options win over files. Unlike there, a bad value is never
 replaced in silence.
 """
 
@@ -38,7 +38,7 @@ class Key(NamedTuple):
     default: Value
     fits: Callable[[Any], bool]
     allowed: str
-    later: tuple[str, ...] = ()  # values of the original that are not built yet
+    later: tuple[str, ...] = ()  # values of MindSpore's that are not built yet
 
 
 def _number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Callable[[Any], bool]:
@@ -293,7 +293,7 @@ def recovery() -> Path | None:
     if not isinstance(where, str) or not where:
         raise UsageError(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
     path = Path(config).absolute().parent / where
-    # The seeds name config.json itself: state lies beside a file of that name, never in it.
+    # MindSpore's scripts name config.json itself: state lies beside a file of that name, never in it.
     return path if path.is_dir() or where.endswith("/") else path.with_name(f"{path.name}.state")
 
 

@@ -1,6 +1,6 @@
 """The device port: its paths, and those that give a device a model, startFLJob and getModel. updateModel is in `intake`.
 
-Every request is checked in the original's order and answered with a code and a reason.
+Every request is checked in MindSpore's order and answered with a code and a reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The management port of a federated cluster: the seeds' JSON and paths over the console's own.
+"""The management port of a federated cluster: MindSpore's JSON and paths over the console's own.
 
-Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, and mean what the original's mean.
+Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, and mean what MindSpore's mean.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def _check_spool(strategy: Strategy, layout: model.Layout) -> None:
 
 
 async def _say_started(server: Server) -> None:
-    """The line that the seeds look for."""
+    """The line that MindSpore's scripts look for."""
     while server.orders is None or server.orders.stage is Stage.FORMING or not server.claims.is_member:
         changed = server.changed
         with contextlib.suppress(TimeoutError):

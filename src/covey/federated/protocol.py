@@ -1,6 +1,6 @@
 """What devices and servers say: paths, codes, fields. The OpenAPI document is made from these types.
 
-The original's paths and codes. A request without tensors is JSON or msgpack (by Content-Type); an answer without tensors
+MindSpore's paths and codes. A request without tensors is JSON or msgpack (by Content-Type); an answer without tensors
 comes in the same way; whatever carries tensors is safetensors, its other fields in the header's metadata, each as text. HTTP
 says 200 also for a refusal: the verdict is `retcode`.
 """

@@ -300,7 +300,7 @@ HYPER: Final = {
 
 
 def hyper(plan: Plan) -> dict[str, Any]:
-    """A plan in the seeds' words."""
+    """A plan in MindSpore's words."""
     found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPER.items()}
     return {key: int(value) if HYPER[key][1] == 1000 else value for key, value in found.items()}
 

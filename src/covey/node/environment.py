@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables and the seeds', both complete, so that either kind of script is at home."""
+"""The environment of a worker: torchrun's variables and MindSpore's, both complete, so either kind of script is at home."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worker_environment(
         TORCHELASTIC_ERROR_FILE=f"{folder}/attempt_{start.restarts}/{local}/error.json",
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         TORCH_NCCL_ASYNC_ERROR_HANDLING=found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        # the seeds'
+        # MindSpore's
         MS_ROLE="MS_PSERVER" if assignment.role is Role.PSERVER else "MS_WORKER",
         MS_SCHED_HOST=door.name if door.others else door.host,
         MS_SCHED_PORT=str(door.port),

@@ -36,7 +36,7 @@ from covey.store.shared_journal import SharedJournal, open_shared
 from covey.wire import address
 
 PORT_S = 10.0  # the kernel has to let go of a port whose holder was killed
-REPLACEMENTS_MAX = 32767  # per host, as the seeds' max_restarts
+REPLACEMENTS_MAX = 32767  # per host, as MindSpore's max_restarts
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -1,9 +1,9 @@
 """A small authority of one's own: certificates to start with, and a list to revoke them by.
 
-`covey tls init DIR` calls `make_authority`. What it writes is what the seeds' `config.json` names, so the folder can be
+`covey tls init DIR` calls `make_authority`. What it writes is what MindSpore's `config.json` names, so the folder can be
 copied to every host as it stands, without `ca.key`: only who revokes or issues needs that one.
 
-The PKCS#12 files carry no chain, and every certificate says who issued it, because the original insists on both.
+The PKCS#12 files carry no chain, and every certificate says who issued it, because MindSpore insists on both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 from covey.errors import ExitCode, StoreError, UsageError
 
 DAYS_MAX = 36500
-PASSWORD_MAX = 1024  # bytes, exclusive: the original's limit
+PASSWORD_MAX = 1024  # bytes, exclusive: MindSpore's limit
 # Clocks of hosts differ; what was made a moment ago must be valid on all of them.
 BACKDATE = timedelta(days=1)
 
@@ -144,7 +144,7 @@ def _revocation_list(
 
 
 def _config() -> bytes:
-    """The seeds' keys. No cipher list: one would hold the connection at TLS 1.2."""
+    """MindSpore's keys. No cipher list: one would hold the connection at TLS 1.2."""
     keys = {
         "server_cert_path": "server.p12",
         "crl_path": "crl.pem",

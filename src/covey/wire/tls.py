@@ -1,6 +1,6 @@
-"""From the seeds' `config.json` to contexts for TLS, and from a failed handshake to a sentence.
+"""From MindSpore's `config.json` to contexts for TLS, and from a failed handshake to a sentence.
 
-Both sides show a certificate and both check it against one authority; host names are not checked, as in the original: a
+Both sides show a certificate and both check it against one authority; host names are not checked, as in MindSpore: a
 peer is known by who issued its certificate. Everything that can be found wrong at start is found at start, where one
 process can say it, and not at the first handshake, where two processes see half of it each.
 
@@ -84,7 +84,7 @@ def read_limited(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def read_config(path: str | os.PathLike[str]) -> TlsFiles:
-    """Read the seeds' `config.json`. Relative paths in it start at its own folder."""
+    """Read MindSpore's `config.json`. Relative paths in it start at its own folder."""
     name = os.fspath(path)
     if not name:
         raise bad_tls("TLS is on but its settings are not named: set config_file_path, or write them by covey tls init")
