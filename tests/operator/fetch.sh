@@ -8,6 +8,8 @@ cd "$(dirname "$0")/../.."
 cache=$PWD/.kubernetes
 shared=$(dirname "$PWD")/shared/kubernetes
 mkdir -p "$cache"
+unpacked=$(mktemp -d)
+trap 'rm -rf "$unpacked"' EXIT
 
 from_assets() {
     local name=$1 path=${KUBEBUILDER_ASSETS:-}/$1
@@ -16,7 +18,7 @@ from_assets() {
 
 debian() { # download a package of the configured suite and unpack it: no installation
     local folder
-    folder=$(mktemp -d)
+    folder=$(mktemp -d -p "$unpacked")
     (cd "$folder" && { apt-get download -qq "$1" || { apt-get update -qq && apt-get download -qq "$1"; }; } && dpkg-deb -x ./*.deb out)
     echo "$folder/out"
 }
