@@ -8,7 +8,7 @@ MINUTES ?= 10
 SEEDS ?= 100000
 
 IMG ?= covey-operator:latest
-.PHONY: run test docs check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes operator-run docker-build deploy manifests
+.PHONY: run test docs check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes test-kubelet operator-run docker-build deploy manifests
 
 install: $(STAMP)
 
@@ -97,6 +97,11 @@ kubernetes:
 
 test-kubernetes: $(STAMP) kubernetes
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/operator
+
+# needs root; everything runs in namespaces of its own and ends with them
+test-kubelet: $(STAMP)
+	@tests/operator/fetch.sh node
+	tests/operator/whole.sh $(BIN)/python -m pytest tests/operator/whole.py
 
 operator-run: $(STAMP)
 	$(BIN)/covey operator run --no-leader-elect

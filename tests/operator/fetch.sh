@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Brings etcd and kube-apiserver into the folder .kubernetes: `make kubernetes`.
+# Brings etcd and kube-apiserver into the folder .kubernetes: `make kubernetes`. With the word `node` also what a real node needs:
+# kubelet, kube-scheduler and kube-controller-manager (from the first two places only), containerd, runc and network plugins.
 # From $KUBEBUILDER_ASSETS if it has them (any version), else from ../shared/kubernetes if that is there, else built from Debian's
 # source package (about 20 minutes on two cores, 4 GB). The system's packages and apt's configuration are not touched.
 set -euo pipefail
@@ -7,6 +8,8 @@ cd "$(dirname "$0")/../.."
 cache=$PWD/.kubernetes
 shared=$(dirname "$PWD")/shared/kubernetes
 mkdir -p "$cache"
+unpacked=$(mktemp -d)
+trap 'rm -rf "$unpacked"' EXIT
 
 from_assets() {
     local name=$1 path=${KUBEBUILDER_ASSETS:-}/$1
@@ -15,7 +18,7 @@ from_assets() {
 
 debian() { # download a package of the configured suite and unpack it: no installation
     local folder
-    folder=$(mktemp -d)
+    folder=$(mktemp -d -p "$unpacked")
     (cd "$folder" && { apt-get download -qq "$1" || { apt-get update -qq && apt-get download -qq "$1"; }; } && dpkg-deb -x ./*.deb out)
     echo "$folder/out"
 }
@@ -31,14 +34,34 @@ get_etcd() {
 
 get_api_server() {
     from_assets kube-apiserver && return
-    if [ -f "$shared/kube-apiserver.xz" ]; then
-        python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
-            "$shared/kube-apiserver.xz" "$cache/kube-apiserver.partial"
-        chmod +x "$cache/kube-apiserver.partial"
-        mv "$cache/kube-apiserver.partial" "$cache/kube-apiserver"
-    else
-        build_api_server
+    from_shared kube-apiserver || build_api_server
+}
+
+from_shared() {
+    [ -f "$shared/$1.xz" ] || return 1
+    python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+        "$shared/$1.xz" "$cache/$1.partial"
+    chmod +x "$cache/$1.partial"
+    mv "$cache/$1.partial" "$cache/$1"
+}
+
+get_node() {
+    local name folder
+    for name in kubelet kube-scheduler kube-controller-manager; do
+        [ -x "$cache/$name" ] || from_assets "$name" || from_shared "$name" ||
+            { echo "$name is neither in \$KUBEBUILDER_ASSETS nor in $shared: put that of Kubernetes 1.20 there" >&2; exit 2; }
+    done
+    if [ ! -x "$cache/containerd" ]; then
+        echo "unpacking containerd, runc and network plugins of Debian" >&2
+        cp "$(debian runc)/usr/sbin/runc" "$(debian busybox-static)/bin/busybox" "$cache/"
+        folder=$(debian containernetworking-plugins)
+        mkdir -p "$cache/cni"
+        cp "$folder"/usr/lib/cni/{bridge,host-local,loopback} "$cache/cni/"
+        folder=$(debian containerd)
+        cp "$folder"/usr/bin/{containerd-shim-runc-v2,ctr,containerd} "$cache/"
     fi
+    "$cache/kubelet" --version
+    "$cache/containerd" --version
 }
 
 build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two repairs it needs on a newer Go
@@ -77,3 +100,4 @@ build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two repairs it ne
 [ -x "$cache/kube-apiserver" ] || get_api_server
 "$cache/etcd" --version | sed -n 1p
 "$cache/kube-apiserver" --version
+[ "${1:-}" != node ] || get_node
