@@ -91,8 +91,13 @@ def bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, 
         archive.add_json("versions.json", _versions())
         archive.add_json("settings.json", [dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in _rows()])
         problems = _ask(archive, door) if door is not None else []
-        for name, content in _files(log_dir or (entry.log_dir if entry else ""), journal or (entry.journal if entry else "")):
-            archive.add(name, content)
+        for name, found, limit in _files(
+            log_dir or (entry.log_dir if entry else ""), journal or (entry.journal if entry else "")
+        ):
+            try:
+                archive.add(name, _end(found, limit))
+            except (PermissionError, FileNotFoundError) as error:
+                problems.append(f"{name}: {error.strerror}")
         archive.close()
     except OSError as error:
         raise StoreError(f"the bundle {path} cannot be written: {error.strerror}: choose another --output") from None
@@ -121,14 +126,14 @@ def _ask(archive: Archive, door: Door) -> list[str]:
     return []
 
 
-def _files(log_dir: str, journal: str) -> Iterator[tuple[str, bytes]]:
+def _files(log_dir: str, journal: str) -> Iterator[tuple[str, Path, int]]:
     if log_dir:
         found = sorted({path for pattern in LOGS for path in Path(log_dir).glob(pattern) if path.is_file()})
         for path in found[:FILES_MAX]:
-            yield f"logs/{path.relative_to(log_dir)}", _end(path, LOG_MAX)
+            yield f"logs/{path.relative_to(log_dir)}", path, LOG_MAX
     for path in [Path(journal) / "scheduler.journal"] if journal else []:
         if path.is_file():
-            yield "scheduler.journal", _end(path, TOTAL_MAX)
+            yield "scheduler.journal", path, TOTAL_MAX
 
 
 def _end(path: Path, limit: int) -> bytes:
