@@ -30,7 +30,7 @@ def test_a_training_under_chaos_ends_with_the_same_bits(tmp_path: Path) -> None:
         "kill,slow,cut,clock,scheduler,template",
     ]
     found, _ = trained.prove(tmp_path, 60, *words)
-    assert found["strikes"] == 6 and found["story"][0]["fault"] == "kill"
+    assert found["strikes"] == 6 and {"kill", "scheduler"} <= {struck["fault"] for struck in found["story"]}
     assert found["recoveries"] and all(incident["outcome"] == "resumed" for incident in found["recoveries"])
 
 
