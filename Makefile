@@ -95,8 +95,10 @@ mutation: $(STAMP)
 kubernetes:
 	@tests/operator/fetch.sh
 
+# the operator against a real API server, then on a whole Kubernetes with a real kubelet: the second part needs root
 test-kubernetes: $(STAMP) kubernetes
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/operator
+	@$(MAKE) test-kubelet
 
 # needs root; everything runs in namespaces of its own and ends with them
 test-kubelet: $(STAMP)
