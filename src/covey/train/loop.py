@@ -102,7 +102,6 @@ class Loop:
         self._index = 0
         self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
         self._state = State(model, optimizer)
-        self._stepping = self._applied = False  # the optimizer runs; has run in this step
         self._again, self._repeats = False, 0
         self._loader: Iterator[Any] = iter(())
         self._loaded: Share | None = None  # what the loader is for
@@ -297,7 +296,7 @@ class Loop:
             yield
         except kinds as error:
             meeting = self._group.meeting
-            if self._applied or self._repeats >= times or (meeting is not None and not meeting.retries):
+            if self._state.applied or self._repeats >= times or (meeting is not None and not meeting.retries):
                 raise
             self._repeats += 1
             sentence = "step %d is repeated in place (%d of at most %d times): %s: %s"
@@ -334,12 +333,12 @@ class Loop:
     def _commit(self) -> None:
         if not self._served.pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
             self._served.forget()
-            self._push_served()
+            self._served.push(self._collectives)
         self._catch_up()
         self._course = self._following or self._course.after(self.step, self._course.seats)
         self._following = None
         self.step += 1
-        self._applied, self._repeats = False, 0
+        self._repeats = 0
         self._state.end_step()
         meeting = self._group.meeting
         if meeting is not None:
@@ -375,8 +374,8 @@ class Loop:
                 loss = closure()
             given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
         if self._served.any:
-            self._push_served()
-        self._stepping = self._sharded is None  # one that is sharded changes nothing before all have its values
+            self._served.push(self._collectives)
+        self._state.stepping = self._sharded is None  # one that is sharded changes nothing before all have its values
         return given
 
     def _share_parameters(self, sharing: Sharing) -> None:
@@ -386,16 +385,8 @@ class Loop:
         self._shared_at = self._collectives.completed
         return None
 
-    def _push_served(self) -> None:
-        push = self._served.push()
-        if self._collectives is not None and self._served.sync:
-            self._collectives.run(push)
-        else:
-            push.run_alone()
-        self._served.fetch_ahead()
-
     def _optimizer_stepped(self, *_: Any) -> None:
-        self._stepping, self._applied = False, True
+        self._state.stepping, self._state.applied = False, True
         if self.replaying:
             self._restore_given()
 
@@ -403,8 +394,7 @@ class Loop:
 
     @property
     def whole(self) -> bool:
-        """Whether this rank's state is that of a boundary, or that after the optimizer, and nothing in between."""
-        return not self._stepping and (self._applied or self._state.intact)
+        return self._state.whole
 
     @property
     def spoiled(self) -> bool:
@@ -418,10 +408,10 @@ class Loop:
         state = self._at_rest()
         if self._sharded is not None:
             state[OPTIMIZER] = self._sharded.frame()  # each place has its own slots, from who has them
-        return Donation(step=self.step, applied=self._applied, before=self._before, state=state)
+        return Donation(step=self.step, applied=self._state.applied, before=self._before, state=state)
 
     def _at_rest(self) -> dict[str, Any]:
-        return self._about() | (self._state.now() if self._applied else self._state.at_boundary())
+        return self._about() | self._state.at_rest()
 
     def state(self) -> dict[str, Any]:
         """Everything a replacement or a checkpoint must have, as it is now."""
@@ -439,8 +429,8 @@ class Loop:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
         gasp = self._checkpoint or Checkpoint("covey_dump")
         meeting = self._group.meeting
-        state = self._at_rest() | {"step": self.step + self._applied}
-        if self._applied and self._following is not None:
+        state = self._at_rest() | {"step": self.step + self._state.applied}
+        if self._state.applied and self._following is not None:
             state["course"] = self._following.state()
         if self._served.any:
             self._served.gasp(state["step"], str(gasp.folder.absolute()))
