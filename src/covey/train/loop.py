@@ -23,18 +23,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from covey.core.messages import Dumped, Number, Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.train import resume
 from covey.train.admission import admit
 from covey.train.arguments import of_kind, whole
-from covey.train.chance import mix, seed_all
 from covey.train.checkpoint import Checkpoint
 from covey.train.collectives import Collectives
-from covey.train.course import Course, Share
 from covey.train.data import Data
 from covey.train.following import Offered, follow
 from covey.train.gloo import torch_module
@@ -45,6 +41,7 @@ from covey.train.reducer import Reducer
 from covey.train.state import OPTIMIZER, State
 from covey.train.transfer import NOTHING, Donation, Known
 from covey.train.tree import pack
+from covey.train.walk import Walk
 
 if TYPE_CHECKING:
     from covey.train.sharded import Sharing
@@ -53,7 +50,7 @@ log = logging.getLogger("covey")
 
 
 class Loop:
-    """Iterate over it to train. `step` counts optimizer steps from 0, `micro` the micro-batches within one."""
+    """Iterate over it to train."""
 
     def __init__(
         self,
@@ -88,23 +85,11 @@ class Loop:
             model = model.module
         admit(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self.data: Data = data
-        self.seed = seed
-        self.step, self.micro = 0, 0
+        self.data, self.seed = data, seed
         self.replaying = False
-        self._stream = self.data.stream(seed=seed, accumulate=accumulate)
-        if self._stream is not None and steps is None:
-            raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
-        self._epochs, self._steps = epochs, steps
-        self._following: Course | None = None  # the course after this step, once its reduction is complete
-        self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
-        self._share: Share | None = None  # of the course, for this rank
-        self._index = 0
-        self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
+        self._walk = Walk(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
         self._state = State(model, optimizer)
         self._again, self._repeats = False, 0
-        self._loader: Iterator[Any] = iter(())
-        self._loaded: Share | None = None  # what the loader is for
         self._open = False  # an epoch's batches are not at their end
         self._checkpoint = checkpoint
         self._group = group
@@ -112,10 +97,8 @@ class Loop:
         follower = follow(group.meeting) if not self._served.any else None
         # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
-        self._seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
         known = follower.take() if follower is not None else NOTHING
-        self._course = self._until_the_end(self.data.course(seed=seed, world=group.world, accumulate=accumulate))
-        self._cut = self._course.cut(0, 0, self._limit)
+        self._walk.set_out(group, self._collectives)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         self._shared_at: Number | None = None  # the collective by which the parameters were shared last
         if self._sharded is not None:
@@ -135,9 +118,8 @@ class Loop:
         """What changes with the training, beside model and optimizer."""
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
-        if self._stream is not None:
-            self._stream.expect(self._course.seats)
-            self.register("stream", self._stream.known, self._stream.put)
+        if (stream := self._walk.stream) is not None:
+            self.register("stream", stream.known, stream.put)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
@@ -146,62 +128,68 @@ class Loop:
         if self._collectives is not None:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
-            self._reducer = Reducer(self.model, self._collectives, shares=self, active=lambda: self.boundary)
+            self._reducer = Reducer(self.model, self._collectives, shares=self._walk, active=lambda: self._walk.boundary)
             self._attach(self._collectives, known)
         else:
             if self._sharded is not None:
                 self._sharded.sit(0, 1)
             self._resume()
-        if (left_out := self.data.left_out(self._course)) and self._group.rank == 0 and not self._received:
-            log.warning(left_out)
-        if self._stream is not None:
-            self._stream.sit(self._seat, self.step)
-            if self._group.rank == 0 and not self._received:
-                self._stream.say()
+        self._walk.begin(aloud=self._group.rank == 0 and not self._received)
         if self._served.any:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
-            self.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
+            self._walk.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
         self._state.register(name, get, put)
 
     @property
+    def step(self) -> int:
+        """Which step this is, from 0."""
+        return self._walk.step
+
+    @property
+    def micro(self) -> int:
+        """Which micro-batch of the step this is, from 0."""
+        return self._walk.micro
+
+    @property
     def steps(self) -> int:
         """How many steps this training has. Where the world shrinks in an epoch's last step, one more than planned."""
-        return (self._following or self._course).end
+        return self._walk.ahead.end
 
     @property
     def steps_per_epoch(self) -> int:
-        return self._course.steps_per_epoch
+        return self._walk.course.steps_per_epoch
 
     @property
     def epoch(self) -> int:
-        return self._course.place(self.step)[0]
+        return self._walk.course.place(self.step)[0]
 
     @property
     def step_of_epoch(self) -> int:
-        return self._course.place(self.step)[1]
+        return self._walk.course.place(self.step)[1]
 
     @property
     def ends_epoch(self) -> bool:
         """Whether this step is its epoch's last. Certain once the step's gradients are there."""
-        return (self._following or self._course).place(self.step + 1)[0] != self.epoch
+        return self._walk.ends_epoch
 
     @property
     def accumulate(self) -> int:
         """How many micro-batches this step has on this rank."""
-        return len(self._cut)
+        return len(self._walk.cut)
 
     @property
     def boundary(self) -> bool:
         """Whether this micro-batch is its step's last: the one after which the optimizer steps."""
-        return self.micro == self.accumulate - 1
+        return self._walk.boundary
 
     @property
     def weight(self) -> float:
         """What this micro-batch's mean loss counts for in this rank's: multiply by it where a step has several."""
-        return len(self._cut[self.micro]) / sum(len(part) for part in self._cut)
+        cut = self._walk.cut
+        return len(cut[self.micro]) / sum(len(part) for part in cut)
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches, from where this rank stands to the end."""
@@ -211,34 +199,32 @@ class Loop:
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """Each epoch's number and its micro-batches, from where this rank stands. What the program does after the last of them
         belongs to the epoch's last step, and is healed with it."""
-        self._loaded = None
+        self._walk.unload()
         while self.step < self.steps:
             self._open = True
             yield self.epoch, self._of_epoch()
             if self._open:
                 raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
             self._commit()
-        if self._stream is not None:
-            self._stream.close()
+        if self._walk.stream is not None:
+            self._walk.stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
 
     def _of_epoch(self) -> Iterator[Any]:
         """Steps up to the epoch's last, which is left uncommitted."""
+        walk = self._walk
         while True:
             self._begin_step()
-            self.micro = 0
-            if self._loaded is not self._share:
-                self._loader, self._loaded = self._batches(), self._share
-            while self.micro < self.accumulate:
+            walk.load()
+            while walk.micro < self.accumulate:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
-                batch = next(self._loader)
-                seed_all(mix(self.seed, self.step, self.micro, self._index))
-                yield batch
+                yield walk.take()
                 if self._again:
-                    self._loader, self.micro, self._again = self._batches(), 0, False
+                    self._again = False
+                    walk.load(anew=True)
                 else:
-                    self.micro += 1
+                    walk.micro += 1
             if self.ends_epoch or self.step + 1 >= self.steps:
                 self._open = False
                 return
@@ -246,45 +232,6 @@ class Loop:
 
     def _waited(self) -> float:
         return self._collectives.waited_s if self._collectives is not None else 0.0
-
-    def _batches(self) -> Iterator[Any]:
-        if self._stream is not None:
-            found: Iterator[Any] = self._stream.batches(self.step)
-            return found
-        assert self._share is not None
-        return self.data.batches(self._share, self.step)
-
-    # -- what this rank's samples count for (reducer.Shares) -----------------------------------------------------------
-
-    def _here(self) -> tuple[int, ...]:
-        """Who takes part in a reduction that begins now."""
-        assert self._collectives is not None
-        seating = self._collectives.seating
-        return (
-            tuple(seating.seats) if seating is not None and seating.version > self._collectives.seated else self._course.seats
-        )
-
-    def scale(self) -> float:
-        """What this rank's gradients count for among those of all who take part now."""
-        return self._course.weight(self.step, self._index, self._here())
-
-    def present(self) -> Any:
-        """The seating by which a reduction was made, if it is not the one of the course."""
-        assert self._collectives is not None
-        here, seating = self._here(), self._collectives.seating
-        if here is self._course.seats or seating is None:
-            return self._as_seated
-        return torch_module().tensor([seating.version, *here], dtype=torch_module().int64)
-
-    def counted(self, present: Any) -> None:
-        """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
-        assert self._collectives is not None
-        if self._following is None:
-            if not present.numel():
-                self._following = self._course.after(self.step, self._course.seats)
-            else:
-                self._collectives.seated, *seats = present.tolist()
-                self._following = self._course.after(self.step, tuple(seats))
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -313,11 +260,7 @@ class Loop:
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        if self._share is None or self._share.course != self._course:
-            seats = self._course.seats
-            self._index = seats.index(self._seat) if self._seat in seats else len(seats)
-            self._share = Share(self._course, self._index, self._limit)
-        self._cut = self._share.cut(self.step)
+        self._walk.begin_step()
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
@@ -326,8 +269,8 @@ class Loop:
                 self._checked = True
         if self._served.any:
             self._served.refresh(self.step)
-        if self._stream is not None:
-            self._stream.mark_boundary(self.step, self._group)
+        if self._walk.stream is not None:
+            self._walk.stream.mark_boundary(self.step, self._group)
         self._state.mark_boundary()
 
     def _commit(self) -> None:
@@ -335,9 +278,7 @@ class Loop:
             self._served.forget()
             self._served.push(self._collectives)
         self._catch_up()
-        self._course = self._following or self._course.after(self.step, self._course.seats)
-        self._following = None
-        self.step += 1
+        self._walk.end_step()
         self._repeats = 0
         self._state.end_step()
         meeting = self._group.meeting
@@ -421,7 +362,7 @@ class Loop:
         place = self._group.place
         return {
             "step": self.step,
-            "course": self._course.state(),
+            "course": self._walk.course.state(),
             "made_in": [place.generation, place.world] if place is not None else [0, 1],
         }
 
@@ -430,8 +371,8 @@ class Loop:
         gasp = self._checkpoint or Checkpoint("covey_dump")
         meeting = self._group.meeting
         state = self._at_rest() | {"step": self.step + self._state.applied}
-        if self._state.applied and self._following is not None:
-            state["course"] = self._following.state()
+        if self._state.applied:
+            state["course"] = self._walk.ahead.state()
         if self._served.any:
             self._served.gasp(state["step"], str(gasp.folder.absolute()))
         generation = meeting.place.generation if meeting is not None else 0
@@ -460,7 +401,7 @@ class Loop:
         else:
             self._received = True
             collectives.skip_to(given.before)
-            self.step, self.replaying = given.step, given.applied
+            self._walk.step, self.replaying = given.step, given.applied
             if self._sharded is not None:
                 self._sharded.sit(self._group.rank, self._group.world)
                 given.state[OPTIMIZER] = self._sharded.given(given.state[OPTIMIZER], collectives.collected)
@@ -482,7 +423,7 @@ class Loop:
             return
         state = resume.newest(self._checkpoint, self._group, self._sharded, together=self._collectives is not None)
         if state is not None:
-            self.step = state["step"]
+            self._walk.step = state["step"]
             try:
                 self._restore(state)
             except (RuntimeError, ValueError, KeyError) as error:
@@ -490,19 +431,14 @@ class Loop:
                     f"the checkpoint of step {self.step} in {self._checkpoint.folder} does not fit this model and optimizer"
                     f" ({_first_line(error)}): make them as they were, or train in another folder"
                 ) from None
-            world = self._group.world
-            if len(self._course.seats) != world:
-                log.info("resumed in a world of %d, after one of %d", world, len(self._course.seats))
-            self._course = self._course.seated(tuple(range(world)))
+            world, before = self._group.world, len(self._walk.course.seats)
+            if before != world:
+                log.info("resumed in a world of %d, after one of %d", world, before)
+            self._walk.course = self._walk.course.seated(tuple(range(world)))
 
     def _restore(self, state: Any) -> None:
-        self._course = self._until_the_end(self._course.restored(state["course"]))
+        self._walk.restore(state["course"])
         self._state.put(state, again=self.replaying)
-
-    def _until_the_end(self, course: Course) -> Course:
-        """With the number of steps that was asked for: an epoch has as many as the first world's batches fill."""
-        steps = self._steps if self._steps is not None else self._epochs * course.steps_per_epoch
-        return msgspec.structs.replace(course, steps=steps)
 
     def _restore_given(self) -> None:
         assert self._collectives is not None and self._collectives.donation is not None
