@@ -21,30 +21,24 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from covey.core.messages import Dumped, Number, Resumed
+from covey.core.messages import Dumped, Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
-from covey.train import resume
-from covey.train.admission import admit
-from covey.train.arguments import of_kind, whole
+from covey.train import admission
+from covey.train.arguments import of_kind
 from covey.train.checkpoint import Checkpoint
-from covey.train.collectives import Collectives
-from covey.train.data import Data
-from covey.train.following import Offered, follow
+from covey.train.following import follow
 from covey.train.gloo import torch_module
 from covey.train.group import Group
-from covey.train.operations import Broadcast
+from covey.train.handover import Handover
 from covey.train.pace import Pace
 from covey.train.reducer import Reducer
-from covey.train.state import OPTIMIZER, State
-from covey.train.transfer import NOTHING, Donation, Known
+from covey.train.state import State
+from covey.train.transfer import NOTHING, Known
 from covey.train.tree import pack
 from covey.train.walk import Walk
-
-if TYPE_CHECKING:
-    from covey.train.sharded import Sharing
 
 log = logging.getLogger("covey")
 
@@ -67,48 +61,37 @@ class Loop:
         seed: int = 0,
         group: Group,
     ) -> None:
-        whole("Loop", "epochs", epochs, 0)
-        whole("Loop", "steps", 0 if steps is None else steps, 0)
-        whole("Loop", "accumulate", accumulate, 1)
-        whole("Loop", "seed", seed, 0)
-        from covey.train.loaders import as_data, is_loader  # these import torch: a program without a loop does without it
-        from covey.train.served import Served
+        from covey.train.served import Served  # these import torch: a program without a loop does without it
         from covey.train.sharded import ShardedOptimizer
-        from covey.train.wrapped import DistributedDataParallel
 
-        data = as_data(data) if is_loader(data) else data
-        of_kind("Loop", "data", data, Data)
+        admission.numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
+        data = admission.data_of(data)
         of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
         of_kind("Loop", "schedulers", schedulers, list, tuple)
-        if isinstance(model, DistributedDataParallel):
-            model.trained_by(self)
-            model = model.module
-        admit(model, optimizer)
+        model = admission.model_of(model, self)
+        admission.admit(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self.data, self.seed = data, seed
-        self.replaying = False
+        self._group, self._checkpoint = group, checkpoint
         self._walk = Walk(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
         self._state = State(model, optimizer)
-        self._again, self._repeats = False, 0
+        self._again, self._repeats = False, 0  # this step is to be repeated; was, so often
         self._open = False  # an epoch's batches are not at their end
-        self._checkpoint = checkpoint
-        self._group = group
+        self._checked = False  # that the state can be given
         self._served = Served(model, optimizer, group)
+        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        if self._sharded is not None and self._served.any:
+            raise UsageError("ShardedOptimizer cannot train parameters that are served: give it a model without them")
         follower = follow(group.meeting) if not self._served.any else None
         # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
         known = follower.take() if follower is not None else NOTHING
         self._walk.set_out(group, self._collectives)
-        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
-        self._shared_at: Number | None = None  # the collective by which the parameters were shared last
+        self._handover = Handover(self._state, self._walk, self._served, self._sharded, group, self._collectives, checkpoint)
         if self._sharded is not None:
-            if self._served.any:
-                raise UsageError("ShardedOptimizer cannot train parameters that are served: give it a model without them")
-            self._sharded.begin(self._share_parameters)
-        self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0
-        self._before = 0
-        self._checked = self._received = False
+            self._sharded.begin(self._handover.share)
         self._pace = Pace()
+        self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0  # the generation
         self._register_parts(schedulers, scaler)
         optimizer.register_step_pre_hook(self._optimizer_steps)
         optimizer.register_step_post_hook(self._optimizer_stepped)
@@ -124,24 +107,29 @@ class Loop:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
     def _begin(self, known: Known) -> None:
-        """Where this rank's training begins: at the start, at a checkpoint, or where the others are."""
+        """Take up the training, at its start or wherever it is."""
         if self._collectives is not None:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
             self._reducer = Reducer(self.model, self._collectives, shares=self._walk, active=lambda: self._walk.boundary)
-            self._attach(self._collectives, known)
-        else:
-            if self._sharded is not None:
-                self._sharded.sit(0, 1)
-            self._resume()
-        self._walk.begin(aloud=self._group.rank == 0 and not self._received)
+        self._handover.begin(known)
+        self._walk.begin(aloud=self._group.rank == 0 and not self._handover.received)
         if self._served.any:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
-            self._walk.step = self._served.begin(self._group.rank, self.step, folder, given=self._received)
+            self._walk.step = self._served.begin(self._group.rank, self.step, folder, given=self._handover.received)
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
         self._state.register(name, get, put)
+
+    def state(self) -> dict[str, Any]:
+        """Everything a replacement or a checkpoint must have, as it is now."""
+        return self._handover.now()
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the others have run this step's optimizer already: what this rank computes before its own is not used."""
+        return self._handover.replaying
 
     @property
     def step(self) -> int:
@@ -230,9 +218,6 @@ class Loop:
                 return
             self._commit()
 
-    def _waited(self) -> float:
-        return self._collectives.waited_s if self._collectives is not None else 0.0
-
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
         """Around the loop's body: an exception of these kinds repeats the step in place, from its first micro-batch, while the
@@ -277,7 +262,7 @@ class Loop:
         if not self._served.pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
             self._served.forget()
             self._served.push(self._collectives)
-        self._catch_up()
+        self._handover.catch_up()
         self._walk.end_step()
         self._repeats = 0
         self._state.end_step()
@@ -287,18 +272,13 @@ class Loop:
                 self._said_resumed = meeting.place.generation
                 meeting.say(Resumed(self._said_resumed, self.step))
             together = self._sharded.copies if self._sharded is not None else 0
-            busy_s = self._pace.lap(self._waited())
+            busy_s = self._pace.lap(self._collectives.waited_s if self._collectives is not None else 0.0)
             meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together))
         if self._checkpoint is not None and self._checkpoint.due(self.step):
-            if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
-                self._served.save(self.step, str(self._checkpoint.folder.absolute()), self._checkpoint.keep)
-            generation = meeting.place.generation if meeting is not None else 0
-            self._checkpoint.save(
-                self.step, self.state(), rank=self._group.rank, world=self._group.world, generation=generation
-            )
+            self._handover.save(self._checkpoint)
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
-                meeting.say(Dumped(*self.dump()))  # in case nobody is left to take this rank over
+                meeting.say(Dumped(*self._handover.dump()))  # in case nobody is left to take this rank over
             meeting.depart()
 
     def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -319,139 +299,6 @@ class Loop:
         self._state.stepping = self._sharded is None  # one that is sharded changes nothing before all have its values
         return given
 
-    def _share_parameters(self, sharing: Sharing) -> None:
-        if self._collectives is None:
-            return sharing.run_alone()
-        self._collectives.run(sharing, limited=False)
-        self._shared_at = self._collectives.completed
-        return None
-
     def _optimizer_stepped(self, *_: Any) -> None:
         self._state.stepping, self._state.applied = False, True
-        if self.replaying:
-            self._restore_given()
-
-    # -- giving and taking state -------------------------------------------------------------------------------------
-
-    @property
-    def whole(self) -> bool:
-        return self._state.whole
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether the last collective shared the parameters, and the program has changed them since."""
-        assert self._collectives is not None
-        last = self._sharded is not None and self._shared_at == self._collectives.completed
-        return last and self._sharded is not None and self._sharded.changed
-
-    def donate(self) -> Donation:
-        """This rank's state at a safe point: that of the step's boundary, or that after the optimizer ran."""
-        state = self._at_rest()
-        if self._sharded is not None:
-            state[OPTIMIZER] = self._sharded.frame()  # each place has its own slots, from who has them
-        return Donation(step=self.step, applied=self._state.applied, before=self._before, state=state)
-
-    def _at_rest(self) -> dict[str, Any]:
-        return self._about() | self._state.at_rest()
-
-    def state(self) -> dict[str, Any]:
-        """Everything a replacement or a checkpoint must have, as it is now."""
-        return self._about() | self._state.now()
-
-    def _about(self) -> dict[str, Any]:
-        place = self._group.place
-        return {
-            "step": self.step,
-            "course": self._walk.course.state(),
-            "made_in": [place.generation, place.world] if place is not None else [0, 1],
-        }
-
-    def dump(self) -> tuple[int, str]:
-        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
-        gasp = self._checkpoint or Checkpoint("covey_dump")
-        meeting = self._group.meeting
-        state = self._at_rest() | {"step": self.step + self._state.applied}
-        if self._state.applied:
-            state["course"] = self._walk.ahead.state()
-        if self._served.any:
-            self._served.gasp(state["step"], str(gasp.folder.absolute()))
-        generation = meeting.place.generation if meeting is not None else 0
-        path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
-        return state["step"], str(path)
-
-    def _attach(self, collectives: Collectives, known: Known) -> None:
-        """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
-        collectives.homes, collectives.slots, collectives.known = self._state.homes, self._sharded, known
-        meeting = self._group.meeting
-        assert meeting is not None
-        if meeting.follow_every and not self._served.any:
-            followed = self._state.tensors if self._sharded is None else self._state.homes
-            collectives.offered = Offered(followed, meeting.inbox.put)
-        if collectives.needs_state:
-            collectives.agree()
-        elif collectives.donation is not None:
-            collectives.collect()
-        given = collectives.donation
-        if given is None or given.state is None:
-            if self._sharded is not None:
-                self._sharded.sit(self._group.rank, self._group.world)
-            tensors = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
-            collectives.run(Broadcast(tensors, 0, self._group.rank), passing=True)
-            self._resume()
-        else:
-            self._received = True
-            collectives.skip_to(given.before)
-            self._walk.step, self.replaying = given.step, given.applied
-            if self._sharded is not None:
-                self._sharded.sit(self._group.rank, self._group.world)
-                given.state[OPTIMIZER] = self._sharded.given(given.state[OPTIMIZER], collectives.collected)
-                collectives.collected = None
-            self._restore(given.state)
-            collectives.on_live = self._catch_up
-            if not self.replaying:
-                collectives.donation = None
-        collectives.known = NOTHING  # its memory is the state's now, or nobody's
-        self._before = collectives.count
-        collectives.source = self
-        meeting.finishes_steps = True
-        if self._checkpoint is not None:
-            self._checkpoint.confirm = meeting.confirm
-
-    def _resume(self) -> None:
-        """From the newest checkpoint that any rank has whole, on a fresh start."""
-        if self._checkpoint is None:
-            return
-        state = resume.newest(self._checkpoint, self._group, self._sharded, together=self._collectives is not None)
-        if state is not None:
-            self._walk.step = state["step"]
-            try:
-                self._restore(state)
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise UsageError(
-                    f"the checkpoint of step {self.step} in {self._checkpoint.folder} does not fit this model and optimizer"
-                    f" ({_first_line(error)}): make them as they were, or train in another folder"
-                ) from None
-            world, before = self._group.world, len(self._walk.course.seats)
-            if before != world:
-                log.info("resumed in a world of %d, after one of %d", world, before)
-            self._walk.course = self._walk.course.seated(tuple(range(world)))
-
-    def _restore(self, state: Any) -> None:
-        self._walk.restore(state["course"])
-        self._state.put(state, again=self.replaying)
-
-    def _restore_given(self) -> None:
-        assert self._collectives is not None and self._collectives.donation is not None
-        self._restore(self._collectives.donation.state)
-
-    def _catch_up(self) -> None:
-        """The replacement joins the others: from here on its state is the one they have."""
-        if self.replaying:
-            self._restore_given()
-            self.replaying = False
-            assert self._collectives is not None
-            self._collectives.donation = None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        self._handover.optimizer_stepped()

@@ -125,6 +125,10 @@ class State:
             if name in self._given:
                 self._put_part(name)
 
+    def values(self) -> list[Any]:
+        """The model's parameters and buffers: what all ranks begin with alike."""
+        return [tensor.detach() for tensor in (*self._parameters, *self._model.buffers())]
+
     def homes(self) -> dict[str, Any]:
         """Where in this process each tensor of the model's state belongs."""
         state, tensor = self._model.state_dict(), torch_module().Tensor
