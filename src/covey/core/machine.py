@@ -146,7 +146,7 @@ class Machine(Watch):
         self._speak(link, member)
         self._publish(member.name, "joined", reason, Level.DETAIL)
         self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._form_at = self._now + self.cluster.settings.last_call_s
+        self._deadlines.form = self._now + self.cluster.settings.last_call_s
         if forming:
             self._form()
         else:
@@ -223,7 +223,7 @@ class Machine(Watch):
                     self._add_child(agent, Role.PSERVER, place)
             else:
                 self._persist(AgentRecord.of(agent))
-            self._form_at = self._now + self.cluster.settings.last_call_s
+            self._deadlines.form = self._now + self.cluster.settings.last_call_s
             self._publish(who, "joined", answer.reason)
         self._speak(link, agent)
         self._send(link, Welcome(self.cluster.cluster_id))
