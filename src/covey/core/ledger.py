@@ -6,7 +6,8 @@ RETURNING until its members have re-attached or are overdue. The table `PHASES` 
 
 The machine is one object, cut into rooms that each know only those before them: the `Ledger` here, `resizing` (the world
 changes its size), `sharing` (parameter servers come and go), `spares` (who waits to stand in), `lifecycle` (forming, dying,
-healing, coming back, ending), `watch` (what follows from time alone) and `machine` (who says what over which link).
+healing, coming back, ending), `watch` (what follows from time alone), `joining` (who comes, and as whom), `asking` (what
+visitors want) and `machine` (what members say, and the door to it all).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incidents, Outcome
-from covey.core.messages import Regrouped, Stop
+from covey.core.messages import Agreed, Refused, Regrouped, Scaling, Stop
 from covey.core.model import (
     Agent,
     ClusterSettings,
@@ -70,6 +71,7 @@ class Ledger:
         self.cluster = Cluster(cluster_id=cluster_id, settings=settings, job=job)
         self.counters: dict[str, float] = {}
         self.incidents = Incidents(wall - now)
+        self.answered: Scaling | Agreed | Refused = Refused("nothing was asked for")  # to a visitor's last wish
         self.first_failure: Failure | None = None
         self._started = self._ticked = self._now = now
         self._deadlines = Deadlines()

@@ -60,6 +60,20 @@ class Lifecycle(Spared):
 
     # -- dying -------------------------------------------------------------------------------------------------------
 
+    def _link_lost(self, link: int, reason: str) -> None:
+        speaker = self._speakers.pop(link, None)
+        if speaker is None:
+            return
+        speaker.link = 0
+        if isinstance(speaker, Member):
+            if not speaker.agent:
+                self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
+        elif self.cluster.settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
+            speaker.beat_at = self._now
+            self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
+        else:
+            self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
+
     def _agent_gone(self, agent: Agent, code: int, reason: str, since: float | None = None) -> None:
         """With its agent a child's life is over, and nobody is left to start the next."""
         children = self.cluster.children(agent.id)
