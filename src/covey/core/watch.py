@@ -82,11 +82,7 @@ class Watch(Lifecycle):
         for member in late:
             if self._now - member.changed_at > limit:
                 self._count("stuck")
-                reason = f"stuck: all others wait for it {where}"
-                link = member.link
-                self._over(member, ExitCode.PEER_FAILED, reason, since=member.changed_at)
-                self._silence(link)
-                member.link = 0
+                self._lose(member, f"stuck: all others wait for it {where}", since=member.changed_at)
 
     def _retry(self) -> None:
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""
@@ -120,8 +116,7 @@ class Watch(Lifecycle):
         for agent in list(self.cluster.agents.values()):
             silent = self._now - agent.beat_at
             if silent > limit:
-                self._silence(agent.link)
-                agent.link = 0
+                self._hang_up(agent)
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
         since = self._now - limit / 2
         for member in [member for member in self.cluster.members.values() if member.beat_at < since]:
@@ -132,10 +127,7 @@ class Watch(Lifecycle):
                 continue
             if silent > limit:
                 self._count("silent_deaths")
-                link = member.link
-                self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit), since=member.beat_at)
-                self._silence(link)  # after the end was told: if it can still hear, it should hear why
-                member.link = 0
+                self._lose(member, _silent(silent, limit), since=member.beat_at)
             elif member.state is NodeState.ALIVE:
                 member.state = NodeState.SUSPECT
                 self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)
