@@ -61,7 +61,8 @@ peers: $(STAMP)
 
 # Each part takes MINUTES. FROM is the first seed of the simulation.
 soak: $(STAMP)
-	$(BIN)/python -m tests.simulation.soak --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES)
+	for game in cluster resizing servers federation; do \
+		$(BIN)/python -m tests.simulation.soak $$game --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES) || exit 1; done
 	$(BIN)/python -m tests.soak.trained --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.federated_load --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.fuzz --seconds $$(( 60 * $(MINUTES) ))
