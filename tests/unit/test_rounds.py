@@ -21,9 +21,11 @@ from covey.core.federation import (
     Joining,
     Numbers,
     Orders,
+    Peer,
     Plan,
     Stage,
     Standing,
+    keeper,
 )
 from covey.core.managed import Managed
 from covey.core.messages import Goodbye, Refused, Stop, StopAsked
@@ -136,6 +138,31 @@ def test_a_missed_window_costs_no_number_and_no_work_and_takes_others() -> None:
     assert (bench.machine.round, bench.machine.counted, bench.machine.missed) == (1, 1, 1)
     assert bench.machine._join(Joining(1, ("e",))).admitted == ("e",)
     assert "1 of 2 updates came within 2 s" in bench.said("missed")[0]
+
+
+def test_a_sample_that_too_few_devices_are_in_is_drawn_anew() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=1, ratio=1.0, sample=0.2)).form()
+    for window in range(1, 50):
+        (sent,) = [effect for effect in bench.hear(1, Joining(1, ("a", "b"))) if isinstance(effect, Send)][:1]
+        assert isinstance(sent.message, Joined)
+        if sent.message.admitted:
+            break
+        assert "samples 0.2 of the devices" in sent.message.reason
+        bench.tick(PLAN.start_window_s)
+        assert bench.machine.missed == window and bench.machine.round == 1
+    assert window > 1 and sent.message.admitted, "the first draw has neither, and a later one must have one"
+
+
+def test_copies_are_kept_on_another_host_where_there_is_one() -> None:
+    near = [Peer(str(rank), rank, host="left") for rank in range(3)]
+    far = [*near, Peer("3", 3, host="right"), Peer("4", 4, host="right")]
+
+    def keepers(members: list[Peer]) -> dict[str, str]:
+        return {peer.node_id: found.node_id for peer in members if (found := keeper(peer.node_id, members))}
+
+    assert keepers(near) == {"0": "1", "1": "2", "2": "0"}
+    assert keepers(far) == {"0": "3", "1": "3", "2": "3", "3": "0", "4": "0"}
+    assert keeper("0", near[:1]) is None
 
 
 def test_at_the_end_of_a_window_fewer_are_enough_where_that_was_said() -> None:
