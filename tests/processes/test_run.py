@@ -79,6 +79,12 @@ def test_what_an_earlier_run_left_in_a_log_is_not_echoed(shell: Shell) -> None:
     assert "of an earlier run" not in run.text(), run.text()
 
 
+def test_closed_streams_are_open_to_nowhere(shell: Shell) -> None:
+    shell.script("print('hello')", "t.py")
+    closed = shell.ask("run", "-n", "2", "t.py", before=["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-"])
+    assert (closed.code, shell.log(0)) == (0, "hello\n")
+
+
 def test_a_terminal_gets_a_table(shell: Shell) -> None:
     shell.script(REPORTS, "t.py")
     terminal = Terminal()
