@@ -1,6 +1,7 @@
 """The examples, run as their README says: as shipped, from a copy, since some write beside themselves.
 
-Those that README.md and the tutorials type are run by test_walkthrough.py: 02, 07, 08, 10, 11, and the seeds' own scripts.
+Those that README.md and the tutorials type are run by test_walkthrough.py: 02 (`make run`), 07, 08, 11, and the seeds' own
+scripts. 04 is run by test_elastic.py, 10 by test_taskd.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.documents import PAGES, blocks
 from tests.processes.harness import Process, Processes
 from tests.processes.network import hosts_possible
 
@@ -104,11 +106,15 @@ def test_an_msjob(examples: Examples) -> None:
     assert script["data"]["02_healing.py"] == (EXAMPLES / "02_healing.py").read_text()
 
 
-def test_every_example_is_in_the_table() -> None:
+def test_every_example_is_in_the_table_and_is_run() -> None:
     table = (EXAMPLES / "README.md").read_text()
-    numbered = {path.name for path in EXAMPLES.iterdir() if path.name[:2].isdigit()}
-    assert {name[:2] for name in numbered} == {f"{number:02}" for number in range(1, 12)}
-    assert [name for name in numbered if f"`{name}" not in table] == []
+    numbered = {path for path in EXAMPLES.iterdir() if path.name[:2].isdigit()}
+    assert {path.name[:2] for path in numbered} == {f"{number:02}" for number in range(1, 12)}
+    assert [path.name for path in numbered if f"`{path.name}" not in table] == []
+    typed = [block.text for page in PAGES for block in blocks(page) if block.language == "console"]
+    tests = [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
+    run = "\n".join([*typed, *tests])
+    assert [path.name for path in numbered if not re.search(rf"examples/\S*{path.stem}|\"{path.stem}", run)] == []
 
 
 def test_a_startup_script_wants_the_address_of_node_1(examples: Examples) -> None:
