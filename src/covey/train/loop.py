@@ -27,7 +27,7 @@ import msgspec
 
 from covey.core.messages import Dumped, Number, Resumed
 from covey.core.model import Progress
-from covey.errors import UsageError
+from covey.errors import StoreError, UsageError
 from covey.train import resume
 from covey.train.admission import admit
 from covey.train.arguments import of_kind, whole
@@ -39,6 +39,7 @@ from covey.train.data import Data
 from covey.train.following import Offered, follow
 from covey.train.gloo import torch_module
 from covey.train.group import Group
+from covey.train.keeping import Keeping
 from covey.train.operations import Broadcast
 from covey.train.pace import Pace
 from covey.train.reducer import Reducer
@@ -110,6 +111,7 @@ class Loop:
         self._checkpoint = checkpoint
         self._group = group
         self._served = Served(model, optimizer, group)
+        self._keeping = Keeping(checkpoint, group, self._served) if checkpoint is not None else None
         follower = follow(group.meeting) if not self._served.any else None
         # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
         self._collectives = None if self._served.independent else group.collectives
@@ -213,12 +215,18 @@ class Loop:
         """Each epoch's number and its micro-batches, from where this rank stands. What the program does after the last of them
         belongs to the epoch's last step, and is healed with it."""
         self._loaded = None
-        while self.step < self.steps:
-            self._open = True
-            yield self.epoch, self._of_epoch()
-            if self._open:
-                raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
-            self._commit()
+        try:
+            while self.step < self.steps:
+                self._open = True
+                yield self.epoch, self._of_epoch()
+                if self._open:
+                    raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
+                self._commit()
+            if self._keeping is not None:
+                self._keeping.finish(self.step, self.state())
+        finally:  # also where the program leaves it early
+            if self._keeping is not None:
+                self._keeping.close()
         if self._stream is not None:
             self._stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
@@ -349,13 +357,8 @@ class Loop:
             together = self._sharded.copies if self._sharded is not None else 0
             busy_s = self._pace.lap(self._waited())
             meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together))
-        if self._checkpoint is not None and self._checkpoint.due(self.step):
-            if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
-                self._served.save(self.step, str(self._checkpoint.folder.absolute()), self._checkpoint.keep)
-            generation = meeting.place.generation if meeting is not None else 0
-            self._checkpoint.save(
-                self.step, self.state(), rank=self._group.rank, world=self._group.world, generation=generation
-            )
+        if self._keeping is not None and self._keeping.due(self.step):
+            self._keeping.save(self.step, self.state())
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
                 meeting.say(Dumped(*self.dump()))  # in case nobody is left to take this rank over
@@ -436,7 +439,8 @@ class Loop:
         }
 
     def dump(self) -> tuple[int, str]:
-        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
+        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path; no path where
+        the disk refuses, which is said: the others' may do."""
         gasp = self._checkpoint or Checkpoint("covey_dump")
         meeting = self._group.meeting
         state = self._at_rest() | {"step": self.step + self._applied}
@@ -445,7 +449,11 @@ class Loop:
         if self._served.any:
             self._served.gasp(state["step"], str(gasp.folder.absolute()))
         generation = meeting.place.generation if meeting is not None else 0
-        path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
+        try:
+            path = gasp.dump(state["step"], state, rank=self._group.rank, world=self._group.world, generation=generation)
+        except StoreError as error:
+            log.error("%s", error)
+            return state["step"], ""
         return state["step"], str(path)
 
     def _attach(self, collectives: Collectives, known: Known) -> None:
