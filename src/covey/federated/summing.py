@@ -6,6 +6,7 @@ Every number is whole until the last division, so whoever is chosen makes the sa
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from covey.federated.part import Part, Sum
 from covey.federated.peers import Peers
 from covey.federated.privacy import ring
 from covey.federated.privacy.session import unmask
-from covey.federated.store import State
+from covey.federated.store import State, Unstored
 from covey.federated.strategies import Strategy
 from covey.federated.updates import Update, read, unpack
 from covey.node.log import log
@@ -120,7 +121,8 @@ async def columns(
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
-        rows = np.memmap(path, np.float32, "w+", shape=(count, size))
+        _reserve(path, 4 * size * count)
+        rows = np.memmap(path, np.float32, "r+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
             seen: set[str] = set()  # copies may have been sent twice
@@ -138,6 +140,15 @@ async def columns(
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Room on the disk, before it is mapped: a map of a file that has none is a signal, not an error. Raises `Unstored`."""
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+    except OSError as error:
+        raise Unstored(f"{path} has no room for {size} bytes of updates ({error.strerror}): free the disk") from None
 
 
 async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIterator[tuple[Update, Floats]]:
