@@ -5,31 +5,27 @@ Pictures go to the test's folder, or, with COVEY_PICTURES=docs/images, to where 
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.http.chromium import Tab, browsers, picture
 from tests.http.serving import TOKEN, Shown, a_view, serving
 from tests.processes.command import Shell, shells
-from tests.processes.harness import until
 
 from covey.console import jobs
 from covey.core.effects import Publish
 from covey.core.model import NodeState, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
-from covey.errors import ExitCode
+from covey.errors import ExitCode, PeerError
 
 pytestmark = pytest.mark.timeout(240)
-CHROMIUM = shutil.which("chromium") or ""
-WAIT_MS = 60_000
 SCRIPT = """
 import pathlib, sys, time
 import torch
@@ -62,37 +58,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM:
-        pytest.skip("chromium is not installed here")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Tab:
-    """A tab, what went wrong in it, and whom it asked for anything."""
-
-    def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(viewport={"width": 1280, "height": 860}, **options)
-        self.context.set_default_timeout(WAIT_MS)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def row(self, node: str, state: str = "alive") -> Any:
-        return self.page.locator(f'.scroller .row[id="row-{node}"][data-state="{state}"]')
-
-    def view(self, name: str) -> None:
-        self.page.click(f'#tabs a[data-view="{name.partition("/")[0]}"]')
-
-    def until(self, script: str) -> None:
-        """Asked from outside: what playwright has for this evaluates a text in the page, and the page's policy forbids that."""
-        until(lambda: self.page.evaluate(script), script, WAIT_MS / 1000, lambda: f"{self.page.content()}\n{self.complaints}")
+    yield from browsers()
 
 
 @pytest.fixture
@@ -100,10 +66,6 @@ def tab(browser: Any) -> Iterator[Tab]:
     made = Tab(browser)
     yield made
     made.context.close()
-
-
-def picture(page: Any, folder: Path, name: str) -> None:
-    page.screenshot(path=Path(os.environ.get("COVEY_PICTURES") or folder) / f"{name}.png", animations="disabled")
 
 
 def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tmp_path: Path) -> None:
@@ -279,6 +241,17 @@ class Jobs:
     def __init__(self) -> None:
         self.story = Story()
         self.story.add(Publish("team/digits", "Recovered", "worker-1 runs again"), 1.0)
+
+    async def ask(self, key: tuple[str, str], method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        raise PeerError(f"{'/'.join(key)} has no scheduler here")
+
+    def stream(self, key: tuple[str, str]) -> AsyncIterator[bytes]:
+        raise PeerError(f"{'/'.join(key)} has no scheduler here")
+
+    async def scale(self, key: tuple[str, str], workers: int) -> str:
+        raise PeerError("not here")
+
+    suspend = scale
 
     def jobs(self) -> list[dict[str, Any]]:
         progress = {"phase": "ready", "step": 1200, "world": 4, "recovery": "recover of worker:1, 140 ms"}

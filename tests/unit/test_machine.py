@@ -22,6 +22,7 @@ from covey.core.messages import (
     Formed,
     Get,
     Goodbye,
+    HealPlan,
     Kill,
     KillAsked,
     Leave,
@@ -729,6 +730,58 @@ def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
     made.step(Heard(Dumped(5, "dump-5"), 10), 6.0)
     end = ended(made.step(Heard(Dumped(5, "dump-5"), 11), 6.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED and end.reason.endswith("; step 5 is in dump-5")
+
+
+def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> None:
+    made = ready_agents(strategies=("recover-in-place",))
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Report(1, Number(-1, 6), finished=True), 12), 0.0)
+    for rank, waits in enumerate(("-1.5", "-1.6")):  # a beat is older than what followed it
+        made.step(Heard(Beat(Progress(5, "train", waits=waits)), 10 + rank), 0.0)
+    assert not ended(tick(made, 0.3))
+    made.step(Heard(Beat(Progress(5, "train", waits="-1.7")), 11), 0.4)
+    end = ended(tick(made, 0.6, since=0.4))
+    assert end is not None and end.code == ExitCode.PEER_FAILED
+    assert end.reason == (
+        "rank 2 has come to the end of its program, but rank 1 waits for it in collective -1.7: do all ranks call the same"
+        " ones, in one order?"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "5", "5.-1", "a.b", "٣.٣", "1.2.3", "9" * 30 + ".0"])
+def test_what_is_no_number_of_a_collective_is_read_as_none(text: str) -> None:
+    assert Number.read(text) is None and Number.read(str(Number(-1, 7))) == Number(-1, 7)
+
+
+def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> None:
+    """Without beats nobody would ever be found to wait."""
+    made = ready_agents(strategies=("recover-in-place",), beats=False, stuck_s=-1.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+    made.step(Heard(Exited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
+    made.step(Heard(register("1", "second life", incarnation=2), 21), 1.0)
+    made.step(Heard(Report(2, completed=Number(5, 0), waits=Number(6, 0)), 10), 1.0)
+    assert not ended(tick(made, 1.5, since=1.0)), "the other has not said a word"
+    made.step(Heard(Report(2, needs_state=True), 21), 1.5)
+    end = ended(tick(made, 2.0, since=1.5))
+    assert end is not None and end.code == ExitCode.PEER_FAILED
+    assert end.reason == "worker:2 left before the work was done: all others wait to go on"
+
+
+def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:
+    made = ready_agents(strategies=("recover-in-place",))
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+    for rank in range(2):
+        assert not sent(made.step(Heard(Report(1, completed=Number(9, 0), finished=True), 10 + rank), 0.0), HealPlan)
+    assert sent(tick(made, 0.5), HealPlan) == dict.fromkeys((10, 11), HealPlan(1, done=True))
+    assert not sent(tick(made, 1.0, since=0.5), HealPlan), "once"
+    assert not ended(made.step(Heard(Exited("0", 1, 0), 1), 0.4))
+    end = ended(made.step(Heard(Exited("1", 1, 1), 1), 0.4))
+    assert end is not None and end.code == 0, "all had come to their end: nothing is left to repeat"
 
 
 def test_a_replacement_that_never_calls_is_waited_for_as_long_as_for_any_other() -> None:

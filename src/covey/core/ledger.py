@@ -130,6 +130,10 @@ class Ledger:
             self._speakers.pop(link, None)
             self._out.append(Close(link))
 
+    def _hang_up(self, agent: Agent) -> None:
+        self._silence(agent.link)
+        agent.link = 0
+
     def _regroup(self, reason: str, *changed: Member) -> None:
         """A new generation: durable first, then whoever changed, then told to the members that were there before."""
         self._next_generation(*changed)

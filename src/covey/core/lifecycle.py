@@ -71,6 +71,14 @@ class Lifecycle(Spared):
         for member in [m for m in children if m.present]:
             self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})", since=since)
 
+    def _lose(self, member: Member, reason: str, since: float | None = None) -> None:
+        """A life is over that may still hear: it is told why, where the others are told, before its link is closed."""
+        link = member.link
+        self._over(member, ExitCode.PEER_FAILED, reason, since=since)
+        self._silence(link)
+        if member.link == link:  # else the place is another's already, a spare's
+            member.link = 0
+
     def _over(
         self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
     ) -> None:

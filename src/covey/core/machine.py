@@ -440,14 +440,10 @@ class Machine(Watch):
         self.cluster.gone = (*self.cluster.gone, said.life)[-GONE_MAX:]
         self._persist(self.cluster.record())
         for agent in [agent for agent in self.cluster.agents.values() if agent.host.life == said.life]:
-            self._silence(agent.link)
-            agent.link = 0
+            self._hang_up(agent)
             self._agent_gone(agent, ExitCode.PEER_FAILED, said.reason)
         for member in [m for m in self.cluster.members.values() if m.host.life == said.life and not m.agent]:
-            link = member.link
-            self._over(member, ExitCode.PEER_FAILED, said.reason)
-            self._silence(link)
-            member.link = 0
+            self._lose(member, said.reason)
 
     def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
         self._answer(link, self._answer_scale(asked))

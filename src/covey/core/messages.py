@@ -7,6 +7,7 @@ limit: what exceeds it is refused where bytes become messages.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -330,6 +331,15 @@ class Number(msgspec.Struct, frozen=True, order=True):
 
     step: int
     n: int
+
+    def __str__(self) -> str:
+        return f"{self.step}.{self.n}"
+
+    @staticmethod
+    def read(text: str) -> Number | None:
+        """What `str` wrote; None for any other text."""
+        found = re.fullmatch(r"(-?\d{1,12})\.(\d{1,12})", text, re.ASCII)
+        return Number(int(found[1]), int(found[2])) if found else None
 
 
 class Report(Message, frozen=True):

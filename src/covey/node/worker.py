@@ -208,7 +208,7 @@ class Node:
 
     def _beat(self) -> Beat:
         waits = self.waits
-        return Beat(msgspec.structs.replace(self._progress, waits=f"{waits.step}.{waits.n}" if waits is not None else ""))
+        return Beat(msgspec.structs.replace(self._progress, waits=str(waits) if waits is not None else ""))
 
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""

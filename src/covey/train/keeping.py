@@ -8,36 +8,33 @@ steps.) A training that has none yet ends: nobody would know that it never had o
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 from covey.core.messages import Unsaved
 from covey.errors import StoreError
 from covey.train.checkpoint import Checkpoint
-from covey.train.group import Group
-
-if TYPE_CHECKING:
-    from covey.train.served import Served  # which imports torch
+from covey.train.meeting import Meeting
 
 log = logging.getLogger("covey")
 
 
 class Keeping:
-    """One rank's checkpoints."""
+    """One rank's checkpoints. `write` makes one of the state as it is, and raises `StoreError`."""
 
-    def __init__(self, checkpoint: Checkpoint, group: Group, served: Served) -> None:
-        self._checkpoint, self._group, self._served = checkpoint, group, served
+    def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], meeting: Meeting | None) -> None:
+        self._checkpoint, self._write, self._meeting = checkpoint, write, meeting
         self._newest: int | None = None  # of those this process has written
         self._missing: int | None = None  # the newest that was due and could not be written
 
     def due(self, step: int) -> bool:
         return self._checkpoint.due(step)
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int) -> None:
         """Write a checkpoint, or say why not. Raises `StoreError` where there is no earlier one."""
         try:
-            self._write(step, state)
+            self._write(self._checkpoint)
         except StoreError as error:
-            newest = self._newest if self._newest is not None else self._checkpoint.newest_step()
+            newest = self._last()
             if newest is None:
                 raise
             self._missing = step
@@ -45,30 +42,25 @@ class Keeping:
         else:
             self._newest, self._missing = step, None
 
-    def finish(self, step: int, state: Any) -> None:
+    def try_again(self, step: int) -> None:
         """The training is complete: what is missing is tried once more, as it is now."""
-        if self._missing is not None and not self._served.any:
-            self.save(step, state)
+        if self._missing is not None:
+            self.save(step)
 
     def close(self) -> None:
         """The training ends here: who looks for its last checkpoint must know that it is not there."""
         if self._missing is not None:
-            newest = self._newest if self._newest is not None else self._checkpoint.newest_step()
+            missing, self._missing = self._missing, None
             self._say(
-                self._missing,
-                f"this training ends without the checkpoint of step {self._missing}, which could not be"
-                f" written to {self._checkpoint.folder}: the newest is that of step {newest}",
+                missing,
+                f"this training ends without the checkpoint of step {missing}, which could not be written to"
+                f" {self._checkpoint.folder}: the newest is that of step {self._last()}",
             )
-            self._missing = None
 
-    def _write(self, step: int, state: Any) -> None:
-        checkpoint, group = self._checkpoint, self._group
-        if self._served.any and (group.rank == 0 or not self._served.independent):  # by all: any may die
-            self._served.save(step, str(checkpoint.folder.absolute()), checkpoint.keep)
-        generation = group.meeting.place.generation if group.meeting is not None else 0
-        checkpoint.save(step, state, rank=group.rank, world=group.world, generation=generation)
+    def _last(self) -> int | None:
+        return self._newest if self._newest is not None else self._checkpoint.newest_step()
 
     def _say(self, step: int, sentence: str) -> None:
         log.warning("%s", sentence)
-        if self._group.meeting is not None:
-            self._group.meeting.say(Unsaved(step, sentence))
+        if self._meeting is not None:
+            self._meeting.say(Unsaved(step, sentence))
