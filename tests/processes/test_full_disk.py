@@ -58,7 +58,7 @@ def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
         with full_disk(state):
             until(lambda: federation.ask("/disableFLS", {}).get("code") != "0", "a refusal", story=federation.tails)
             refused = federation.ask("/enableFLS", {})
-            assert "cannot be written down yet" in refused["message"], refused
+            assert "cannot be written down yet" in refused["error_message"], refused
         rounds = max(crowd.rounds)
         crowd.until_round(rounds + 2)
         assert {process.pid for process in federation.shell.mine()} == before, "nobody died"
