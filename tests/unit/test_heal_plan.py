@@ -36,6 +36,21 @@ def test_a_giver_on_the_same_host_is_preferred_and_askers_take_turns() -> None:
     assert {plans[4].giver, plans[5].giver} == {giver(1, FAR).giver, giver(2, FAR).giver}
 
 
+def test_an_asker_takes_the_giver_on_its_own_host_though_another_comes_first() -> None:
+    reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (5, 0), (6, 0)), 2: report(2, None, needs_state=True)}
+    assert plan(2, reports, {0: FAR, 1: NEAR, 2: NEAR})[2] == giver(1)
+
+
+def test_who_has_completed_nothing_is_behind_who_has_completed_the_first() -> None:
+    reports = {0: report(0, None, (0, 0)), 1: report(1, (0, 0), (0, 1))}
+    assert plan(2, reports, dict.fromkeys(range(2), NEAR)) == {0: giver(1), 1: HealPlan(2)}
+
+
+def test_where_all_are_new_nobody_fetches_anything() -> None:
+    reports = {n: report(n, None, needs_state=True) for n in range(2)}
+    assert plan(2, reports, dict.fromkeys(range(2), NEAR)) == dict.fromkeys(range(2), HealPlan(2))
+
+
 def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (3, 0), (4, 0))}
     plans = plan(2, reports, {0: NEAR, 1: NEAR})
@@ -66,9 +81,16 @@ def test_a_part_of_the_state_that_nobody_has_ends_the_way_forward() -> None:
     }
 
 
+def test_slots_are_bits_from_the_lowest_of_the_first_byte_on_and_none_counts_beyond_the_last() -> None:
+    """Of nine slots the first and the last are nobody's; a tenth does not exist."""
+    plans = plan(2, {0: report(0, (5, 0), (5, 1), slots=9, holds=b"\xfe\x02")}, {0: NEAR})
+    assert plans[0].generation == 2 and plans[0].failure.startswith("the optimizer's state of 2 of 9 parameters was on no rank")
+
+
 def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
     reports = {0: report(0, (5, 1), (5, 2), spoiled=True), 1: report(1, (5, 0), (5, 1)), 2: report(2, None, needs_state=True)}
-    assert "changed them since" in plan(2, reports, dict.fromkeys(range(3), NEAR))[1].failure
+    failed = plan(2, reports, dict.fromkeys(range(3), NEAR))[1]
+    assert "changed them since" in failed.failure and failed.generation == 2
     assert not plan(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "nobody needs it"
 
 
@@ -76,7 +98,9 @@ def test_who_is_new_cannot_join_a_step_whose_results_were_not_kept() -> None:
     """A rank that is only behind can: it has all but the last."""
     reports = {0: report(0, (5, 0), (6, 0), whole=False), 1: report(1, None, needs_state=True)}
     plans = plan(2, reports, dict.fromkeys(range(2), NEAR))
-    assert {p.failure.split(":")[0] for p in plans.values()} == {"rank 1 cannot join the others in their step"}
+    assert {(p.generation, p.failure.split(":")[0]) for p in plans.values()} == {
+        (2, "rank 1 cannot join the others in their step")
+    }
     behind = {0: reports[0], 1: report(1, (4, 0), (5, 0))}
     assert plan(2, behind, dict.fromkeys(range(2), NEAR))[1] == giver(0)
 
