@@ -21,7 +21,7 @@ TESTS = {  # of each module: those that are about it
     "ranks": ("test_ranks", "test_formation"),
     "formation": ("test_formation", "test_machine"),
     "membership": ("test_membership", "test_machine"),
-    "recovery": ("test_ladder", "test_machine", "test_spare_decisions"),
+    "recovery": ("test_ladder", "test_scaling", "test_machine", "test_spare_decisions"),
     "healing": ("test_heal_plan", "test_machine"),
     "incidents": ("test_incidents",),
     "lifecycle": ("test_machine", "test_scaling", "test_spare_decisions"),

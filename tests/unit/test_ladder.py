@@ -11,7 +11,7 @@ from covey.core.cluster import Cluster
 from covey.core.messages import ScaleAsked
 from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
 from covey.core.recovery import After, Strategy
-from covey.errors import ExitCode
+from covey.errors import ExitCode, UsageError
 
 HERE, THERE = Host("a", "host-a", "10.0.0.1"), Host("b", "host-b", "10.0.0.2")
 ALL = (Strategy.RETRY, Strategy.IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC, Strategy.DUMP, Strategy.EXIT)
@@ -208,3 +208,38 @@ def test_a_newcomer_gets_no_name_that_somebody_chose() -> None:
     made.next_seat = 4
     made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, state=NodeState.ALIVE))
     assert scaling.child(made, "b", 0.0).node_id == "5"
+
+
+def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
+    assert recovery.ladder([" dump", "retry", ""]) == (Strategy.RETRY, Strategy.DUMP, Strategy.EXIT)
+    with pytest.raises(UsageError) as refused:
+        recovery.ladder(["hope"])
+    assert str(refused.value) == f"the strategy hope is not known: {', '.join(Strategy)} are"
+
+
+def test_a_refuge_is_the_host_with_the_fewest_extra_ranks_that_stays() -> None:
+    made = cluster(Strategy.RECOVER, extra_ranks=2)
+    for name, link, slots in (("c", 3, 0), ("d", 4, 0), ("e", 5, 0)):
+        made.agents[name] = Agent(name, f"life of {name}", HERE, slots, link=link)
+    made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, agent="c", state=NodeState.ALIVE))
+    made.agents["a"].leaving, made.agents["d"].link = True, 0
+    assert recovery.refuge(made, dies(made)) is made.agents["e"], "a leaves, d is not heard, c has one already"
+    made.agents["e"].leaving = True
+    assert recovery.refuge(made, dies(made)) is made.agents["c"]
+    made.agents["c"].leaving = True
+    assert recovery.refuge(made, dies(made)) is None, "never the host it died on"
+
+
+def test_why_nobody_starts_it_again() -> None:
+    made = cluster()
+    made.heals = False
+    assert recovery.decide(made, dies(made))[1] == (
+        "no restarts were asked for (--max-restarts), and none can be replaced alone, for no worker has called covey.init()"
+    )
+    raw = cluster()
+    member = dies(raw)
+    member.agent = ""
+    assert recovery.decide(raw, member) == (After.END, "recovery is off")
+    never = cluster(Strategy.IN_PLACE)
+    never.agents["b"].max_restarts = 0
+    assert recovery.decide(never, dies(never))[1] == "0 replacements on host-b are used up (--max-restarts)"
