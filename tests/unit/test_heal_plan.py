@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.core.healing import Gathering, plan
+from covey.core.healing import Gathering, left_alone, plan
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
 
 NEAR, FAR = "10.0.0.1", "10.0.0.2"
@@ -121,3 +121,13 @@ def test_the_last_results_may_come_from_one_who_waits_at_the_end() -> None:
     assert not gathering.done
     assert gathering.add(1, report(1, (9, 0), finished=True), addresses) == dict.fromkeys((0, 1), HealPlan(2, done=True))
     assert gathering.done
+
+
+def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> None:
+    reports = {2: report(2, (9, 1), finished=True), 1: report(1, (9, 0), finished=True), 0: report(0, (8, 0), (9, 0))}
+    assert left_alone(reports, {0: Number(9, 0)}) == "", "both have taken part in that one"
+    assert left_alone(reports, {}) == left_alone({0: reports[0]}, {0: Number(9, 0)}) == ""
+    assert left_alone(reports, {3: Number(10, 0), 4: Number(9, 0)}) == (
+        "rank 1 has come to the end of its program, but rank 3 waits for it in collective 10.0:"
+        " do all ranks call the same ones, in one order?"
+    )
