@@ -1,7 +1,7 @@
 """All mutants of one module in one process: `python -m tests.soak.mutant_loop MODULE SECONDS TEST...`, in a copy of the tree.
 
 mutmut makes the mutants, all into one file, where a word says which one is meant. Collecting the tests once and running them
-again for each mutant costs a hundredth of a process for each: the core has no state but what a test makes.
+again for each mutant costs far less than a process for each: the core has no state but what a test makes.
 """
 
 from __future__ import annotations
