@@ -295,8 +295,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="a fifth of the jobs, once: to see that it works")
     quick = parser.parse_args().quick
-    if binaries() is None:
-        sys.exit(HOW)
+    if binaries() is None:  # no failure: the other benchmarks go on
+        print(f"the operator's benchmark is left out: {HOW}", file=sys.stderr)
+        return
     about = machine()
     with tempfile.TemporaryDirectory() as folder:
         server, processes = start(Path(folder) / "server")
