@@ -5,7 +5,9 @@ Pictures go to the test's folder, or, with COVEY_PICTURES=docs/images, to where 
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -120,6 +122,30 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     tab.until("document.querySelector('#phase').textContent === 'ready'")
     tab.close_notes()
     picture(page, tmp_path, "console")
+
+    tab.row("worker:0").click()
+    page.click(".panel >> text=Drain host…")
+    page.click("dialog button.primary")
+    page.locator("dialog .trouble", has_text="not all workers can go").wait_for()
+    page.keyboard.press("Escape")
+    tab.row("worker:3").click()
+    page.click(".panel >> text=Drain…")
+    page.click("dialog button.primary")
+    tab.until("document.querySelector('[data-of=\"workers\"]').textContent.startsWith('3 /')")
+    page.keyboard.press("Escape")
+    page.click("#actions >> text=Scale…")
+    page.click("dialog button.primary")
+    page.locator("dialog .trouble", has_text="there are 3 workers already").wait_for()
+
+    scheduler = next(node["pid"] for node in shell.nodes() if node["role"] == "scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+    page.fill('dialog input[name="wanted"]', "2")
+    page.click("dialog button.primary")  # heard by the next scheduler, or by nobody: both are said
+    page.locator("dialog .trouble:not(:empty)").or_(page.locator(".note", has_text="begin to scale in")).first.wait_for()
+    page.keyboard.press("Escape")
+    shell.listening(port)
+    tab.until("document.querySelector('#line').textContent === 'live'")
+    tab.until("document.querySelector('#phase').textContent === 'ready'")
 
     page.goto(f"http://127.0.0.1:{port}/#logs/worker:0")
     tab.until("document.querySelector('.log')?.childElementCount > 5")
