@@ -45,6 +45,9 @@ class Tab:
     def view(self, name: str) -> None:
         self.page.click(f'#tabs a[data-view="{name.partition("/")[0]}"]')
 
+    def close_notes(self) -> None:
+        self.page.locator(".note button").evaluate_all("(all) => all.forEach((button) => button.click())")
+
     def until(self, script: str) -> None:
         """Asked from outside: what playwright has for this evaluates a text in the page, and the page's policy forbids that."""
         until(lambda: self.page.evaluate(script), script, WAIT_MS / 1000, lambda: f"{self.page.content()}\n{self.complaints}")

@@ -47,6 +47,15 @@ def test_a_page_gets_everything_and_then_only_what_changed() -> None:
         assert [incident["number"] for incident in news["recoveries"]] == [2]
         assert [event["what"] for event in news["events"]] == ["died"]
 
+        scheduler, first, second = changed.nodes
+        further = [scheduler, msgspec.structs.replace(first, step=8, loss=0.5), msgspec.structs.replace(second, restarts=1)]
+        source.cluster = msgspec.structs.replace(changed, nodes=further)
+        live._turn()
+        _, news = await piece(pieces)
+        heard = round(changed.now - first.beat_age_s, 1)
+        assert news["moved"] == [["worker:worker-0", 8, "train", heard, 0.0, 0.0, 0.5]], "a step needs no whole row"
+        assert [row[0] for row in news["nodes"]] == ["worker:worker-1"]
+
         source.cluster = nodes(NodeState.ALIVE).cluster
         live._turn()
         assert (await piece(pieces))[1]["gone"] == ["worker:worker-1"]

@@ -24,6 +24,7 @@ export function confirm({ title, says, fields = [], button, danger = false, act 
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     yes.disabled = true;
+    trouble.textContent = "";
     try {
       const answer = await act(form);
       dialog.close();
@@ -36,6 +37,7 @@ export function confirm({ title, says, fields = [], button, danger = false, act 
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
+  form.querySelector("input")?.select();
 }
 
 export function askToken(why) {

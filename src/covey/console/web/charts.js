@@ -1,6 +1,6 @@
 // A line over time, drawn as SVG in pixels. Nothing but what is in the data: no smoothing, and the zero line where it is near.
 
-import { h, number, put, svg, time } from "/console/dom.js";
+import { h, number, plural, put, svg, time } from "/console/dom.js";
 
 const EDGE = { left: 44, right: 10, top: 8, bottom: 18 };
 
@@ -35,7 +35,7 @@ export class Chart {
     this.faults = faults;
     const last = points.at(-1);
     put(this.value, last ? `${number(last.value)}${this.unit}` : "–");
-    this.picture.setAttribute("aria-label", last ? `${this.title}: ${number(last.value)}${this.unit} now` : `${this.title}: nothing yet`);
+    this.picture.setAttribute("aria-label", last ? `${this.title}: ${number(last.value)}${this.unit} now, ${this.spread()}` : `${this.title}: nothing yet`);
     if (!this.width) return;
     const shown = thin(points, this.width);
     const height = 132;
@@ -55,6 +55,13 @@ export class Chart {
     const floor = height - EDGE.bottom;
     this.area.setAttribute("d", shown.length ? `${line}L${x(shown.at(-1).at).toFixed(1)} ${floor}L${x(from).toFixed(1)} ${floor}Z` : "");
     this.cursor.setAttribute("y2", floor);
+  }
+
+  /** What the eye takes in of the curve, in words. */
+  spread() {
+    let [low, high] = [Infinity, -Infinity];
+    for (const { value } of this.points) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    return `between ${number(low)} and ${number(high)} since ${time(this.points[0].at)}, ${plural(this.faults.length, "fault")}`;
   }
 
   point(offset) {

@@ -5,6 +5,7 @@ import { bytes, h, put } from "/console/dom.js";
 const TAIL = 64 * 1024; // bytes shown first
 const LINES_MAX = 5000;
 const LOOK_MS = 1000;
+const AGAIN_MS = 2000;
 const FOUND_MAX = 2000; // lines of a search
 const ESCAPES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 
@@ -38,7 +39,9 @@ export class Logs {
       if (this.find.value) await this.search(turn, this.find.value);
       else await this.tail(turn);
     } catch (error) {
-      if (turn === this.turn) put(this.state, error.message);
+      if (turn !== this.turn) return;
+      put(this.state, error.message);
+      if (!error.status) this.timer = setTimeout(() => this.element.isConnected && void this.open(this.node), AGAIN_MS); // nobody was there
     }
   }
 
