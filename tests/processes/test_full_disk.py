@@ -1,4 +1,4 @@
-"""A disk fills up, and has room again: nobody dies of it, and the bits are the same."""
+"""The disk of a training fills up, and has room again: nobody dies of it, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from tests.processes import healing
 from tests.processes.command import Shell, shells
-from tests.processes.federation import Crowd, Federation
-from tests.processes.harness import until
 from tests.soak.trained import small_disk
 
 from covey.node.faults import full_disk
@@ -42,24 +40,3 @@ def test_a_training_outlasts_a_full_disk(shell: Shell, undisturbed: str) -> None
             kept = {path.name for path in (shell.folder / "marks" / "ckpt" / str(rank)).iterdir()}
             assert {"train-15.json", "train-20.json"} <= kept and "train-10.json" not in kept
         assert "training goes on, the newest is that of step 5" in shell.log("scheduler")
-
-
-@pytest.mark.timeout(300)
-def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
-    """Meanwhile nothing new is promised: devices are told to try again, and each model is the exact sum of what was sent."""
-    state = shell.folder / "state"
-    with small_disk(state) as mounted:
-        if not mounted:
-            pytest.skip("a file system of its own needs root")
-        federation = Federation(shell, 2, 4, fl_iteration_num=10**6, update_model_time_window=600_000)
-        crowd = Crowd(federation)
-        crowd.until_round(2)
-        before = {process.pid for process in federation.shell.mine()}
-        with full_disk(state):
-            until(lambda: federation.ask("/disableFLS", {}).get("code") != "0", "a refusal", story=federation.tails)
-            refused = federation.ask("/enableFLS", {})
-            assert "cannot be written down yet" in refused["error_message"], refused
-        rounds = max(crowd.rounds)
-        crowd.until_round(rounds + 2)
-        assert {process.pid for process in federation.shell.mine()} == before, "nobody died"
-        crowd.end()
