@@ -326,13 +326,17 @@ def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> N
         (["--servers", "3", "--server-num", "2"], 10, "more than the whole cluster has"),
         (["--port", "65535", "--servers", "2"], 10, "not 65536"),
         (["--set", "enable_ssl=maybe"], 10, "True or False"),
+        (["--set", "colour=red"], 10, "no key colour"),
+        (["--dir", "/proc/nowhere"], 41, "choose another --dir"),
         ([], 13, "does not call covey.federated.run"),
+        (["error"], 13, "failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_up_that_cannot_be_is_refused(shell: Shell, words: list[str], code: int, sentence: str) -> None:
-    script = shell.script("print('nothing')", "model.py")
+    script = shell.script("1 / 0" if words == ["error"] else "print('nothing')", "model.py")
+    words = [word for word in words if word != "error"]
     more = ["--scheduler-port", str(free_port()), "--manage-port", "0"]
-    found = shell.ask("federated", "up", *more, *words, "--dir", shell.folder, script)
+    found = shell.ask("federated", "up", *more, "--dir", shell.folder, *words, script)
     assert found.code == code and sentence in " ".join(found.text().split()), found.text()
 
 

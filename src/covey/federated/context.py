@@ -183,8 +183,9 @@ def _given() -> dict[str, Value]:
 
 def _key(key: str) -> Key:
     if key not in KEYS:
-        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
-        raise UsageError(f"fl_context has no key {key}: did you mean {near}?")
+        near = difflib.get_close_matches(key, KEYS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
+        raise UsageError(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 
