@@ -53,7 +53,7 @@ def launch(role, folder, log, options, node_id=None, index=0):
     return process, path, before
 
 
-def says(started, sentence, limit_s=15.0):
+def says(started, sentence, limit_s=30.0):
     """Whether every process of this call has said it within a limit; one that ended is a sentence and the end."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
