@@ -301,6 +301,29 @@ def test_management_errors(managed: Federation, path: str, body: Any, sentence: 
     assert answer["code"] == "1" and sentence in answer["error_message"]
 
 
+MANY = """
+import numpy as np
+import covey.federated
+
+class Fails(covey.federated.Strategy):
+    def for_devices(self, iteration):
+        return {"rate": 1.0 if iteration == 1 else object()}
+
+covey.federated.run({f"a_layer_with_a_long_name.{n}": np.zeros((), np.float32) for n in range(3000)}, Fails())
+"""
+
+
+def test_many_tensors_fit_and_a_strategy_that_fails_is_answered(shell: Shell) -> None:
+    federation = Federation(shell, 1, 1, script=MANY)
+    device = federation.device(0)
+    task = device.join()
+    assert task is not None and task.plan.settings == {"rate": 1.0} and task.send(np.ones(3000)), "their names take 300 kB"
+    assert device.model(1)[0] == 1
+    asked = {"fl_id": "device-0", "timestamp": int(1000 * time.time()), "data_size": 1, "wait": 60_000}
+    answer = httpx2.post(f"{federation.urls()[0]}/startFLJob", json=asked, timeout=120).json()
+    assert answer["retcode"] == 500 and "its log says more" in answer["reason"], "and no device waits in vain"
+
+
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     for shell in shells(tmp_path_factory.mktemp("managed")):
@@ -326,13 +349,17 @@ def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> N
         (["--servers", "3", "--server-num", "2"], 10, "more than the whole cluster has"),
         (["--port", "65535", "--servers", "2"], 10, "not 65536"),
         (["--set", "enable_ssl=maybe"], 10, "True or False"),
+        (["--set", "colour=red"], 10, "no key colour"),
+        (["--dir", "/proc/nowhere"], 41, "choose another --dir"),
         ([], 13, "does not call covey.federated.run"),
+        (["error"], 13, "failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_up_that_cannot_be_is_refused(shell: Shell, words: list[str], code: int, sentence: str) -> None:
-    script = shell.script("print('nothing')", "model.py")
+    script = shell.script("1 / 0" if words == ["error"] else "print('nothing')", "model.py")
+    words = [word for word in words if word != "error"]
     more = ["--scheduler-port", str(free_port()), "--manage-port", "0"]
-    found = shell.ask("federated", "up", *more, *words, "--dir", shell.folder, script)
+    found = shell.ask("federated", "up", *more, "--dir", shell.folder, *words, script)
     assert found.code == code and sentence in " ".join(found.text().split()), found.text()
 
 

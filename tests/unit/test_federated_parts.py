@@ -385,11 +385,17 @@ def test_the_digits_are_dealt_out_unevenly_and_all() -> None:
     assert np.mean([len(set(labels[hand])) for hand in hands if len(hand) > 3]) < CLASSES / 2
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "Median"])
+@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedBuff", "Median"])
 def test_a_federation_learns(name: str) -> None:
     rounds = list(simulate(30, 15, strategies.named(name), alpha=1.0, epochs=5, rate=0.2))
     assert rounds[-1].accuracy > 0.6 > rounds[0].accuracy
     assert rounds[-1].loss < rounds[0].loss
+
+
+def test_a_simulation_that_runs_away_is_a_sentence_and_devices_of_one_label_are_not() -> None:
+    with pytest.raises(UsageError, match="the training ran away"):
+        list(simulate(3, 3, strategies.FedAvg(), rate=1e6))
+    assert next(simulate(3, 1, strategies.FedAvg(), alpha=1e-9)).devices == 3
 
 
 def test_the_document_describes_every_field() -> None:

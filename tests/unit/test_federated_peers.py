@@ -12,6 +12,7 @@ import pytest
 from covey.core.federation import Copy, Peer
 from covey.errors import PeerError
 from covey.federated.peers import PIECE_MAX, Bytes, Peers
+from covey.federated.upstream import Upstream
 from covey.node.security import Security
 from covey.wire.frames import FRAME_MAX
 from covey.wire.link import UNREAD_MAX
@@ -78,3 +79,28 @@ def test_a_log_comes_in_pieces() -> None:
                 await sender.fetch("b", "log1", 1)
 
     asyncio.run(play())
+
+
+def test_a_scheduler_that_was_never_there_is_called_again_whatever_patience_there_is_for_a_lost_one() -> None:
+    async def live() -> None:
+        calls, count = asyncio.Event(), 0
+        ends: list[str] = []
+
+        def turn_away(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal count
+            count += 1
+            writer.transport.abort()
+            if count == 3:
+                calls.set()
+
+        door = await asyncio.start_server(turn_away, "127.0.0.1", 0)
+        where = ("127.0.0.1", int(door.sockets[0].getsockname()[1]))
+        guard = Security("", None, None)
+        upstream = Upstream(where, guard, 0.0, opened=calls.clear, heard=print, end=lambda code, reason: ends.append(reason))
+        calling = asyncio.get_running_loop().create_task(upstream.keep())
+        await asyncio.wait_for(calls.wait(), 60)
+        assert not ends
+        calling.cancel()
+        door.close()
+
+    asyncio.run(live())

@@ -64,6 +64,7 @@ def test_the_seeds_call() -> None:
         ("update_model_ratio", float("nan"), "update_model_ratio"),
         ("dp_delta", 1.0, "below 1, not 1.0"),
         ("sign_k", 0.3, "up to 0.25"),
+        ("scheduler_ip", "a host\n", "scheduler_ip must be a host"),
         ("http_url_prefix", "x", 'begins with "/"'),
         ("http_url_prefix", "/x/", "does not end with it"),
         ("client_epoch_num", 10**30, "client_epoch_num must be at most"),

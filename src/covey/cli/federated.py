@@ -273,13 +273,15 @@ def simulate(
         ("--epochs", epochs),
         ("--alpha", alpha),
         ("--lr", lr),
-        ("--sparse-rate", sparse_rate),
         ("--clip", clip),
     ):
         if not value > 0:
             raise UsageError(f"{name} {value} is not possible: give a number above 0")
-    if not 0 < sample <= 1:
-        raise UsageError(f"--sample {sample} is not possible: give a number above 0, up to 1")
+    for name, share in (("--sample", sample), ("--sparse-rate", sparse_rate)):
+        if not 0 < share <= 1:
+            raise UsageError(f"{name} {share} is not possible: give a number above 0, up to 1")
+    if seed < 0:
+        raise UsageError(f"--seed {seed} is not possible: give a whole number, 0 or more")
     gauss = Noise(False, clip, noise, SIMULATED_DELTA) if noise else None
     plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
     private.check(plan, named(strategy))

@@ -53,6 +53,10 @@ def _one_of(*words: str) -> Callable[[Any], bool]:
     return lambda value: value in words
 
 
+def _host(value: str) -> bool:
+    return 0 < len(value) <= HOST_MAX and value.isprintable() and " " not in value
+
+
 def _prefix(value: str) -> bool:
     plain = value.isascii() and value.isprintable() and not set(value) & set(" ?#%")
     return value == "" or (value.startswith("/") and not value.endswith("/") and plain)
@@ -79,7 +83,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "worker_num": Key(0, _number(0, 0), "0: cloud workers belong to HYBRID_TRAINING"),
     "server_num": Key(0, _number(0, SERVERS_MAX), f"a whole number up to {SERVERS_MAX}"),
-    "scheduler_ip": Key("0.0.0.0", lambda v: 0 < len(v) <= HOST_MAX, f"a host of at most {HOST_MAX} characters"),
+    "scheduler_ip": Key("0.0.0.0", _host, f"a host of at most {HOST_MAX} characters"),
     "scheduler_port": Key(6667, _number(1, PORT_MAX), _PORT),
     "fl_server_port": Key(6668, _number(1, PORT_MAX), _PORT),
     "scheduler_manage_port": Key(11202, _number(0, PORT_MAX), f"0 (none) or {_PORT}"),
@@ -183,8 +187,9 @@ def _given() -> dict[str, Value]:
 
 def _key(key: str) -> Key:
     if key not in KEYS:
-        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
-        raise UsageError(f"fl_context has no key {key}: did you mean {near}?")
+        near = difflib.get_close_matches(key, KEYS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
+        raise UsageError(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 

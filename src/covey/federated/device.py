@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated import compress, masked_device
@@ -70,7 +71,9 @@ class Task:
         if accuracy is not None:
             self._evaluation["eval_accuracy"] = repr(float(accuracy))
 
-    def send(self, weights: Mapping[str, Any] | Floats, *, loss: float | None = None, accuracy: float | None = None) -> bool:
+    def send(
+        self, weights: Mapping[str, Any] | NDArray[Any], *, loss: float | None = None, accuracy: float | None = None
+    ) -> bool:
         """Send the update until a server has counted it; False if the round closed before."""
         flat = self._layout.one_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise

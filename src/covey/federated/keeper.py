@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from covey.errors import ExitCode
+from covey.errors import ExitCode, StoreError
 from covey.federated.context import VARIABLE, Value
 from covey.federated.process import CLUSTER_VARIABLE, RAN_VARIABLE
 from covey.node import kernel
@@ -27,6 +27,7 @@ QUICK_MAX: Final = 5  # deaths in a row, each within a moment of its start
 STEADY_S: Final = 2.0
 GRACE_S: Final = 10.0
 RESTART_S: Final = 0.1
+LINE_MAX: Final = 2000
 
 
 class Role(msgspec.Struct, frozen=True):
@@ -56,7 +57,10 @@ class Keeper:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.end)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self._folder} cannot be made ({error.strerror}): choose another --dir") from None
         keeping = [loop.create_task(self._keep(role)) for role in self._roles]
         await self._over.wait()
         await self._stop()
@@ -72,15 +76,16 @@ class Keeper:
     async def _keep(self, role: Role) -> None:
         """Start it, again and again, until the cluster is over or it cannot be kept."""
         loop = asyncio.get_running_loop()
-        quick = 0
+        quick = 0  # deaths in a row; none yet: this is the first start
         while not self._over.is_set():
             started = loop.time()
             process = await self._spawn(role)
             code = await process.wait()
             if self._over.is_set():
                 return None
-            if code == 0 and not self._ran(role).exists():
-                log.error("%s ended at once: %s does not call covey.federated.run", role.name, self._command[0])
+            if (code == 0 or (code > 0 and not quick)) and not self._ran(role).exists():
+                said = f"failed: {self._last_line(role)}" if code else "does not call covey.federated.run"
+                log.error("%s ended at once, because %s %s", role.name, self._command[-1], said)
                 return self.end(int(ExitCode.BAD_SCRIPT))
             if code == 0 and "scheduler" in role.name:
                 return self.end()
@@ -88,7 +93,7 @@ class Keeper:
                 return None  # scaled in, or told to stop
             lived = loop.time() - started >= STEADY_S
             if code > 0 and code in list(ExitCode) and not (lived and code == ExitCode.DISK):  # it said why it cannot run
-                log.error("%s ended with code %d: see %s", role.name, code, self._log(role))
+                log.error("%s ended with code %d: %s (%s)", role.name, code, self._last_line(role), self._log(role))
                 return self.end(code)
             quick = 1 if lived else quick + 1
             if quick > QUICK_MAX:
@@ -100,6 +105,10 @@ class Keeper:
 
     def _log(self, role: Role) -> Path:
         return self._folder / f"{role.name}.log"
+
+    def _last_line(self, role: Role) -> str:
+        lines = self._log(role).read_bytes()[-LINE_MAX:].decode(errors="replace").splitlines() or ["it said nothing"]
+        return lines[-1].removeprefix("covey: ")
 
     def _ran(self, role: Role) -> Path:
         return self._folder / f"{role.name}.ran"

@@ -72,7 +72,8 @@ def deal(labels: NDArray[np.int64], devices: int, alpha: float, draw: np.random.
     liking = draw.dirichlet(np.full(CLASSES, alpha), devices)  # of each device, for each label
     for label in range(CLASSES):
         samples = draw.permutation(np.flatnonzero(labels == label))
-        weights = liking[:, label] / liking[:, label].sum()
+        weights = np.maximum(np.nan_to_num(liking[:, label]), 1e-300)  # a very small alpha leaves labels nobody likes
+        weights /= weights.sum()
         for sample, device in zip(samples, draw.choice(devices, len(samples), p=weights), strict=True):
             hands[device].append(int(sample))
     rich = sorted(range(devices), key=lambda device: -len(hands[device]))
@@ -172,7 +173,9 @@ def simulate(
                 if treatment is not None:
                     weight = 1 if treatment.noise is not None else weight
                     packed[row] = flat + journey.arrives(device, packed[row] - flat, number)
-                total.check(packed[row], weight)
+                if strategy.staleness:
+                    packed[row] = strategy.contribution(packed[row], flat, 0)
+                _check(total, packed[row], weight)
                 size, loss, _ = weighed(weight, float(losses[row]), None)
                 total.add(packed[row], weight, Numbers(loss=loss, told=size))
             rows += list(packed) if strategy.sees_all or journey.treatment.secure else []
@@ -192,6 +195,13 @@ def simulate(
         right = accuracy(layout.tensors(flat), judges)
         yield Round(number, len(chosen), right, told["loss"], framework, journey.sent_bytes / len(chosen))
         journey.sent_bytes = 0
+
+
+def _check(total: Accumulator, values: Floats, weight: int) -> None:
+    try:
+        total.check(values, weight)
+    except ValueError as error:
+        raise UsageError(f"the training ran away ({error}): lower --lr") from None
 
 
 def plot(found: list[Round], path: Path) -> None:

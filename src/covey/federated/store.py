@@ -71,11 +71,10 @@ class ModelStore:
             for name in gone:
                 (self._folder / name).unlink(missing_ok=True)
                 (self._folder / f"{name}.state").unlink(missing_ok=True)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
+        except OSError as error:
             raise Unstored(
-                f"the model of round {round_number} cannot be stored in {self._folder} ({reason}): free the disk or make it"
-                " writable, it is tried again"
+                f"the model of round {round_number} cannot be stored in {self._folder} ({error.strerror}): free the disk"
+                " or make it writable, it is tried again"
             ) from None
         return found
 

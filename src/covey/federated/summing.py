@@ -148,7 +148,7 @@ async def columns(
                 raise PeerError(f"server {node_id} gave {len(seen)} updates, and {expected.count} were sealed")
         return await asyncio.to_thread(_by_columns, strategy, rows, weights)
     except OSError as error:
-        raise StoreError(f"{count} updates cannot be spooled to {path} ({error.strerror}): free the disk") from None
+        raise Unstored(f"{count} updates cannot be spooled to {path} ({error.strerror}): free the disk") from None
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
