@@ -33,6 +33,7 @@ NONE_RUNS = (
     " a standby"
 )
 WIDE = 1000  # columns of a pipe
+SERIAL_DIGITS = 48  # at most, of a certificate's serial number
 
 
 def find(master: str) -> Door:
@@ -183,13 +184,27 @@ def make_tls(folder: str, names: tuple[str, ...], days: int, password: str, *, a
     """The files of `covey tls init`."""
     from covey.wire.certificates import make_authority
 
-    password = password or os.environ.get("COVEY_TLS_PASSWORD", "")
-    if not password:
-        if not sys.stdin.isatty():
-            raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
-        password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=True)
+    password = _tls_password(password, new=True)
     everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
     made = [str(path) for path in make_authority(Path(folder), names=everyone, days=days, password=password)]
     for path in [] if as_json else made:
         click.echo(path)
     say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
+
+
+def revoke_tls(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
+    """`covey tls revoke`: by the file, or by the serial number where that is lost."""
+    from covey.wire.certificates import revoke
+
+    what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS else Path(certificate)
+    path = revoke(Path(folder), what, password=_tls_password(password, new=False))
+    say(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
+
+
+def _tls_password(given: str, *, new: bool) -> str:
+    password = given or os.environ.get("COVEY_TLS_PASSWORD", "")
+    if not password:
+        if not sys.stdin.isatty():
+            raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
+        password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=new)
+    return password
