@@ -28,8 +28,7 @@ from covey.federated.summing import SPOOL_MAX, Evaluate
 from covey.node import host as hosts
 from covey.node import security
 from covey.node.log import configure, log
-from covey.node.scheduler import raise_file_limit
-from covey.node.sockets import bind_manage
+from covey.node.sockets import bind_manage, raise_file_limit
 from covey.settings import Settings, load
 from covey.store import registry
 from covey.wire import address
