@@ -9,8 +9,8 @@
     ```
 
 A command must print what is shown and nothing else, and end with 0. Where the next block is typed elsewhere it is left running,
-and may end with any code. `console second` is another terminal of the same host, `console host 2` one of another. Hosts are
-network namespaces, so every port and address is the one in the text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has
+and may end with any code. `console second` is another terminal of the same host, `console host 2` one of another. The hosts
+are network namespaces, so every port and address is the one in the text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has
 what a clone has, and both have one home folder.
 """
 

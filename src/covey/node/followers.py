@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -12,6 +13,7 @@ from covey.core.view import ClusterView
 from covey.wire.link import Link
 
 FOLLOWERS_MAX: Final = 64
+SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster
 
 
 class Followers:
@@ -20,6 +22,7 @@ class Followers:
     def __init__(self, view: Callable[[], ClusterView]) -> None:
         self.links: dict[int, Link] = {}  # of those who follow
         self._view = view
+        self._again_at = 0.0  # not before this are they told again, unless there is news
 
     def answer(self, link: Link, ask: Ask) -> None:
         """Show the cluster; and from now on again."""
@@ -31,11 +34,18 @@ class Followers:
             self.links[link.id] = link
 
     def tell(self) -> None:
-        """Those who follow see how it is now."""
+        """There is news: those who follow see it now."""
         if self.links:
+            began = time.monotonic()
             told = self._told()
             for link in list(self.links.values()):
                 link.send(told)
+            self._again_at = time.monotonic() + (time.monotonic() - began) / SHARE
+
+    def tell_again(self) -> None:
+        """Without news: as often as the time allows that may be spent on it."""
+        if time.monotonic() >= self._again_at:
+            self.tell()
 
     def gone(self, link: Link) -> None:
         self.links.pop(link.id, None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import os
 import signal
 import socket
@@ -298,7 +299,7 @@ class Scheduler:
             await asyncio.sleep(TICK_S)
             self._pulse()
             self._step(Ticked())
-            self._followers.tell()
+            self._followers.tell_again()
 
     def _pulse(self) -> None:
         if not self._term.leads():
@@ -439,8 +440,9 @@ class Scheduler:
 
 def exit_now(code: int) -> None:
     """End this process without returning to the program: it must never run training code in the scheduler's place."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
