@@ -13,7 +13,6 @@ import click
 import msgspec
 
 from covey.cli.live import follow_file, heading, row, table
-from covey.cli.parts import say
 from covey.cli.patience import waiting
 from covey.cli.visit import Visit
 from covey.cli.visit import look as ask_view
@@ -33,7 +32,6 @@ NONE_RUNS = (
     " a standby"
 )
 WIDE = 1000  # columns of a pipe
-SERIAL_DIGITS = 48  # at most, of a certificate's serial number
 
 
 def find(master: str) -> Door:
@@ -178,33 +176,3 @@ def settings(as_json: bool) -> None:
     width = max(len(name) for name, *_ in found)
     for name, value, origin, what in found:
         click.echo(f"{name:<{width}}  {value or '-':<12}  {origin:<24}  {what}")
-
-
-def make_tls(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
-    """The files of `covey tls init`."""
-    from covey.wire.certificates import make_authority
-
-    password = _tls_password(password, new=True)
-    everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
-    made = [str(path) for path in make_authority(Path(folder), names=everyone, days=days, password=password)]
-    for path in [] if as_json else made:
-        click.echo(path)
-    say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
-
-
-def revoke_tls(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
-    """`covey tls revoke`: by the file, or by the serial number where that is lost."""
-    from covey.wire.certificates import revoke
-
-    what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS else Path(certificate)
-    path = revoke(Path(folder), what, password=_tls_password(password, new=False))
-    say(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
-
-
-def _tls_password(given: str, *, new: bool) -> str:
-    password = given or os.environ.get("COVEY_TLS_PASSWORD", "")
-    if not password:
-        if not sys.stdin.isatty():
-            raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
-        password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=new)
-    return password

@@ -296,9 +296,9 @@ def tls() -> None:
 @JSON
 def init(as_json: bool, **wish: Any) -> None:
     """Make a CA, certificates and a config.json for `covey run --tls FOLDER/config.json`."""
-    from covey.cli import look
+    from covey.cli import tls as certificates
 
-    look.make_tls(as_json=as_json, **wish)
+    certificates.init(as_json=as_json, **wish)
 
 
 @tls.command(epilog=examples("covey tls revoke certs lost/client.p12", "covey tls revoke certs 4711"))
@@ -308,9 +308,9 @@ def init(as_json: bool, **wish: Any) -> None:
 @JSON
 def revoke(as_json: bool, **wish: Any) -> None:
     """Add a certificate, a p12 file or its serial number, to FOLDER/crl.pem: nobody lets it in any more who has that list."""
-    from covey.cli import look
+    from covey.cli import tls as certificates
 
-    look.revoke_tls(as_json=as_json, **wish)
+    certificates.revoke(as_json=as_json, **wish)
 
 
 if __name__ == "__main__":
