@@ -21,7 +21,7 @@ from covey.console.replies import ASKED, REASON_MAX
 from covey.core.incidents import Incident
 from covey.core.messages import KillAsked, ScaleAsked, StopAsked
 from covey.core.model import NodeState, Phase, Role
-from covey.core.view import SEED_STATES, ClusterView
+from covey.core.view import MINDSPORE_STATES, ClusterView
 from covey.errors import UsageError
 
 WORKERS = (a_node(Role.WORKER, 0), a_node(Role.WORKER, 1, NodeState.DEAD, beat_age_s=99.0))
@@ -84,7 +84,7 @@ def test_state_is_told_in_the_seeds_words(source: Shown, http: httpx2.Client, ph
     assert http.get("/state").json() == {
         "message": "Get cluster state successful.",
         "code": "0",
-        "cluster_state": SEED_STATES[phase],
+        "cluster_state": MINDSPORE_STATES[phase],
     }
 
 

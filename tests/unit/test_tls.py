@@ -731,8 +731,11 @@ def test_what_cannot_be_made_is_one_sentence(tmp_path: Path, change: dict[str, o
     assert not (tmp_path / "new").exists()
 
 
-def test_revoking_needs_the_right_password(folder: Path) -> None:
+def test_revoking_needs_the_right_password_and_a_serial_number(folder: Path) -> None:
     before = (folder / "crl.pem").read_bytes()
+    for number in (0, 1 << 159):
+        with pytest.raises(CoveyError, match="not a certificate's serial number"):
+            revoke(folder, number, password=PASSWORD)
     with pytest.raises(CoveyError, match="does not open with the password given"):
         revoke(folder, 1, password="hunter2")
     assert (folder / "crl.pem").read_bytes() == before

@@ -13,7 +13,6 @@ import click
 import msgspec
 
 from covey.cli.live import follow_file, heading, row, table
-from covey.cli.parts import say
 from covey.cli.patience import waiting
 from covey.cli.visit import Visit
 from covey.cli.visit import look as ask_view
@@ -177,19 +176,3 @@ def settings(as_json: bool) -> None:
     width = max(len(name) for name, *_ in found)
     for name, value, origin, what in found:
         click.echo(f"{name:<{width}}  {value or '-':<12}  {origin:<24}  {what}")
-
-
-def make_tls(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
-    """The files of `covey tls init`."""
-    from covey.wire.certificates import make_authority
-
-    password = password or os.environ.get("COVEY_TLS_PASSWORD", "")
-    if not password:
-        if not sys.stdin.isatty():
-            raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
-        password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=True)
-    everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
-    made = [str(path) for path in make_authority(Path(folder), names=everyone, days=days, password=password)]
-    for path in [] if as_json else made:
-        click.echo(path)
-    say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)

@@ -278,22 +278,39 @@ def completion(shell: str) -> None:
     click.echo(script(verbs, shell))
 
 
+PASSWORD = click.option(
+    "--password", default="", help="Of the p12 files; asked for when not given here or in COVEY_TLS_PASSWORD."
+)
+
+
 @verbs.group()
 def tls() -> None:
-    """Certificates to start with."""
+    """Certificates to start with, and a list to revoke them by."""
 
 
 @tls.command(epilog=examples("covey tls init certs", "covey tls init certs --name node1 --name 10.0.0.1 --days 90"))
 @click.argument("folder")
 @click.option("--name", "names", multiple=True, help="A host name or address of the scheduler; may be repeated.")
 @click.option("--days", default=825, show_default=True, help="How long the certificates are valid.")
-@click.option("--password", default="", help="Of the p12 files; asked for when not given here or in COVEY_TLS_PASSWORD.")
+@PASSWORD
 @JSON
 def init(as_json: bool, **wish: Any) -> None:
     """Make a CA, certificates and a config.json for `covey run --tls FOLDER/config.json`."""
-    from covey.cli import look
+    from covey.cli import tls as certificates
 
-    look.make_tls(as_json=as_json, **wish)
+    certificates.init(as_json=as_json, **wish)
+
+
+@tls.command(epilog=examples("covey tls revoke certs lost/client.p12", "covey tls revoke certs 4711"))
+@click.argument("folder")
+@click.argument("certificate")
+@PASSWORD
+@JSON
+def revoke(as_json: bool, **wish: Any) -> None:
+    """Add a certificate, a p12 file or its serial number, to FOLDER/crl.pem: nobody lets it in any more who has that list."""
+    from covey.cli import tls as certificates
+
+    certificates.revoke(as_json=as_json, **wish)
 
 
 if __name__ == "__main__":

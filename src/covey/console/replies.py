@@ -18,7 +18,7 @@ from covey.core.model import Role
 from covey.core.scaling import WORLD_MAX
 from covey.core.shards import SLOTS
 from covey.core.story import Event
-from covey.core.view import SEED_STATES, ClusterView, NodeView
+from covey.core.view import MINDSPORE_STATES, ClusterView, NodeView
 from covey.errors import UsageError
 
 REASON_MAX = 500
@@ -64,7 +64,9 @@ class StateReply(msgspec.Struct, frozen=True):
     """Where the cluster as a whole stands, in MindSpore's words."""
 
     message: str
-    cluster_state: Annotated[str, Meta(description="One of " + ", ".join((*SEED_STATES.values(), *_RESIZING.values())) + ".")]
+    cluster_state: Annotated[
+        str, Meta(description="One of " + ", ".join((*MINDSPORE_STATES.values(), *_RESIZING.values())) + ".")
+    ]
     code: Literal["0"] = "0"
 
 
@@ -184,7 +186,7 @@ def _node(node: NodeView) -> NodeReply:
 
 def state(view: ClusterView) -> StateReply:
     under_way = [_RESIZING[i.strategy] for i in view.recoveries if i.outcome is Outcome.OPEN and i.strategy in _RESIZING]
-    return StateReply("Get cluster state successful.", (under_way or [SEED_STATES[view.phase]])[-1])
+    return StateReply("Get cluster state successful.", (under_way or [MINDSPORE_STATES[view.phase]])[-1])
 
 
 def recoveries(kept: list[Incident]) -> RecoveriesReply:

@@ -56,8 +56,7 @@ LOGS = Operation(
     ),
 )
 GONE = Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody)
-MORE = (RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS, GONE)
-OPERATIONS = (*COMMON, *MORE)
+OPERATIONS = (*COMMON, RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS, GONE)
 
 
 class Source(api.Source, Protocol):
@@ -126,5 +125,15 @@ def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, s
             return refusal(503, str(uncertain))
         return as_json(Reply("Nobody waits for that host any longer."))
 
-    answers = (recoveries, scale_out, scale_in, roll_back, operation, kill, dump, logs, gone)
-    return api.make_app(source, token=token, settings=settings, more=dict(zip(MORE, answers, strict=True)))
+    more = {
+        RECOVERIES: recoveries,
+        SCALE_OUT: scale_out,
+        SCALE_IN: scale_in,
+        ROLL_BACK: roll_back,
+        OPERATION: operation,
+        KILL: kill,
+        DUMP: dump,
+        LOGS: logs,
+        GONE: gone,
+    }
+    return api.make_app(source, token=token, settings=settings, more=more)

@@ -105,9 +105,8 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     wanted = asked.workers if asked.workers >= 0 else world + asked.more
     if wanted == world:
         return None, f"there are {world} workers already"
-    most = cluster.settings.worker_max or WORLD_MAX
-    if not 1 <= wanted <= most:
-        return None, f"a world of {wanted} workers is not possible: 1 to {most} are"
+    if reason := _impossible(cluster, wanted):
+        return None, reason
     if wanted < world:
         return Resizing([], workers[wanted:]), f"the world shrinks from {world} to {wanted} workers, as asked"
     agents = emptiest(cluster, wanted - world)
@@ -130,10 +129,16 @@ def room(cluster: Cluster, more: int) -> tuple[int | None, str]:
     """How many workers there should be, if so many more may come by themselves."""
     if reason := why_not(cluster):
         return None, reason
-    wanted, most = cluster.size(Role.WORKER) + more, cluster.settings.worker_max or WORLD_MAX
-    if wanted > most:
-        return None, f"a world of {wanted} workers is not possible: 1 to {most} are"
+    wanted = cluster.size(Role.WORKER) + more
+    if reason := _impossible(cluster, wanted):
+        return None, reason
     return wanted, f"there is place for {wanted} workers, as asked"
+
+
+def _impossible(cluster: Cluster, wanted: int) -> str:
+    """Why there cannot be so many workers; "" where there can."""
+    most = cluster.settings.worker_max or WORLD_MAX
+    return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: 1 to {most} are"
 
 
 def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | None, str]:

@@ -9,7 +9,7 @@ pieces.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -76,9 +76,8 @@ def holder(server: int, servers: Collection[int]) -> int | None:
     return ring[(ring.index(server) + 1) % len(ring)] if len(ring) > 1 else None
 
 
-def slot_of(row: int, rows: int, striped: bool) -> int:
-    """The slot of a row of a parameter that has so many."""
-    assert 0 <= row < rows
+def slot_of(row: Any, rows: int, striped: bool) -> Any:
+    """The slot of a row of a parameter that has so many; of an array of rows, an array."""
     return row % SLOTS if striped else ((row + 1) * SLOTS - 1) // rows
 
 

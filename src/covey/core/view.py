@@ -76,7 +76,7 @@ class ClusterView(msgspec.Struct, frozen=True):
 
 
 # MindSpore's words for the phases, as GET /state says them.
-SEED_STATES: dict[Phase, str] = {
+MINDSPORE_STATES: dict[Phase, str] = {
     Phase.FORMING: "CLUSTER_STARTING",
     Phase.READY: "CLUSTER_READY",
     Phase.HEALING: "NODE_TIMEOUT",

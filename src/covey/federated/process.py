@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import uuid
 from pathlib import Path
@@ -28,8 +27,8 @@ from covey.federated.summing import SPOOL_MAX, Evaluate
 from covey.node import host as hosts
 from covey.node import security
 from covey.node.log import configure, log
-from covey.node.scheduler import raise_file_limit
-from covey.node.sockets import bind_manage
+from covey.node.managing import managed
+from covey.node.sockets import bind_manage, raise_file_limit
 from covey.settings import Settings, load
 from covey.store import registry
 from covey.wire import address
@@ -155,33 +154,17 @@ async def _schedule(settings: Settings) -> int:
         )
     )
     log.info("federated scheduler of cluster %s at %s, REST at port %d", cluster_id, here, port)
-    console = loop.create_task(_console(scheduler, manage, token, guard)) if manage else None
-    try:
-        return await scheduler.run(sockets, guard)
-    finally:
-        entry.unlink(missing_ok=True)
-        if console is not None:
-            console.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await console
+    async with managed(lambda: _console(scheduler, token), manage, guard):
+        try:
+            return await scheduler.run(sockets, guard)
+        finally:
+            entry.unlink(missing_ok=True)
 
 
-async def _console(scheduler: Scheduler, sockets: list[socket.socket], token: str, guard: security.Security) -> None:
-    manage, console = await asyncio.to_thread(_console_modules)
-    app = manage.make_app(scheduler, token=token, settings=context.rows())
-    server = console.Server(app, sockets, guard.server)
-    await server.start()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await server.stop()
-
-
-def _console_modules() -> tuple[Any, Any]:
-    from covey.console import server
+def _console(scheduler: Scheduler, token: str) -> Any:
     from covey.federated import manage
 
-    return manage, server
+    return manage.make_app(scheduler, token=token, settings=context.rows())
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------

@@ -21,13 +21,14 @@ from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
 from covey.core.managed import Managed
-from covey.core.messages import Ask, AskStory, Message, Stop, Told
+from covey.core.messages import Ask, AskStory, Message, Stop
 from covey.core.model import Phase, Role
 from covey.core.roster import Effect, Keep
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.store import write_file
+from covey.node.followers import Followers
 from covey.node.log import log
 from covey.node.security import Security
 from covey.node.storyteller import Storyteller
@@ -66,7 +67,7 @@ class Scheduler:
         self._wishes: deque[Effect] = deque()  # those that wait for the disk
         self._again: asyncio.TimerHandle | None = None
         self._stuck = ""  # why the disk refuses
-        self._followers: set[int] = set()
+        self._followers = Followers(self.view)
         self._teller = Storyteller()
         self._noted = rounds.round
         self._done: list[dict[str, float | None]] = []
@@ -103,9 +104,7 @@ class Scheduler:
 
     def _heard(self, link: Link, message: Message) -> None:
         if isinstance(message, Ask):
-            link.send(Told(msgspec.json.encode(self.view())))
-            if message.follow:
-                self._followers.add(link.id)
+            self._followers.answer(link, message)
         elif isinstance(message, AskStory):
             self._teller.answer(link, message)
         else:
@@ -116,7 +115,7 @@ class Scheduler:
             log.warning("a connection from %s was turned away: %s", link.peer, reason)
             return
         del self._links[link.id]
-        self._followers.discard(link.id)
+        self._followers.gone(link)
         self._teller.gone(link)
         if self._ended is not None and self._ended.done():
             return  # everyone was told to go: nobody's log is to be taken over
@@ -154,10 +153,8 @@ class Scheduler:
             self._carry_out(wish)
         self._note_rounds()
         self._teller.tell_on()
-        if self._followers and kept:
-            told = Told(msgspec.json.encode(self.view()))
-            for link_id in self._followers & self._links.keys():
-                self._links[link_id].send(told)
+        if kept:
+            self._followers.tell()
 
     def _carry_out(self, wish: Effect) -> None:
         if isinstance(wish, Send):

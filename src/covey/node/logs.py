@@ -1,13 +1,56 @@
-"""A piece of a log: whole lines from a byte on, or those of them that have a text. Bounded, whatever the file holds."""
+"""A piece of a log: whole lines from a byte on, or those of them that have a text. Bounded, whatever the file holds.
+
+The scheduler asks, the agent that keeps the file answers.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from covey.core.messages import LOG_MAX, LogAsked, LogTold
+from covey.errors import ExitCode, PeerError
+from covey.wire.link import Link
 
 SCAN_MAX: Final = 8 << 20  # bytes looked through for one answer
+QUESTIONS_MAX: Final = 32  # at once
+ANSWER_S: Final = 10.0
+
+
+class LogQuestions:
+    """Those of one scheduler that are under way."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[Link, asyncio.Future[LogTold]]] = {}  # whom, and for the answer
+        self._last = 0
+
+    async def ask(self, link: Link, host: str, question: LogAsked) -> LogTold:
+        """The answer of the agent on a host; the question's number is given here. Raises `PeerError` where there is none."""
+        if len(self._asked) >= QUESTIONS_MAX:
+            raise PeerError(f"{QUESTIONS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
+        self._last += 1
+        number, told = self._last, asyncio.get_running_loop().create_future()
+        self._asked[number] = (link, told)
+        try:
+            link.send(msgspec.structs.replace(question, number=number))
+            async with asyncio.timeout(ANSWER_S):
+                answer: LogTold = await told
+        except TimeoutError:
+            raise PeerError(f"the agent on {host} did not answer within {ANSWER_S:g} s", ExitCode.REFUSED) from None
+        finally:
+            del self._asked[number]
+        if answer.failure:
+            raise PeerError(answer.failure, ExitCode.REFUSED)
+        return answer
+
+    def told(self, link: Link, answer: LogTold) -> None:
+        """What an agent says; who was not asked is not believed."""
+        asked, waiting = self._asked.get(answer.number, (None, None))
+        if asked is link and waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
 
 def piece(path: str, asked: LogAsked) -> LogTold:

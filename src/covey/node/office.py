@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import security
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
+from covey.node.managing import managed
 from covey.node.scheduler import RETRY_DISK_S, HandedOver, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
 from covey.settings import Loaded, Settings, rows, serving_said
@@ -162,12 +163,8 @@ class Office:
             yield
             return
         guard = security.find(self._settings, listens_at=self._own_host())
-        console = asyncio.create_task(_serve_app(lambda: _standby_app(leading), _copies(manage), guard))
-        try:
+        async with managed(lambda: _standby_app(leading), _copies(manage), guard):
             yield
-        finally:
-            console.cancel()
-            await asyncio.gather(console, return_exceptions=True)
 
     async def _leaders_journal(self, cells: Cells, leading: Leading, token: int) -> Journal | SharedJournal:
         """A store that does not answer now is waited for as long as this one leads: it is no reason for a standby to end."""
@@ -230,15 +227,11 @@ class Office:
         manage = manage_words(sockets, tls=guard.encrypts)
         log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage)
         app = functools.partial(_training_app, scheduler, self._token, self._rows)
-        console = loop.create_task(_serve_app(app, sockets.manage, guard)) if sockets.manage else None
-        try:
-            return await serving
-        finally:
-            entry.unlink(missing_ok=True)
-            if console is not None:
-                console.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await console
+        async with managed(app, sockets.manage, guard):
+            try:
+                return await serving
+            finally:
+                entry.unlink(missing_ok=True)
 
     def _enter(self, scheduler: Scheduler, sockets: Sockets, guard: security.Security) -> Path:
         """Into the registry, where commands on this host find their cluster."""
@@ -303,27 +296,6 @@ def _rest_token(secret: str) -> str:
 def _signals() -> tuple[signal.Signals, ...]:
     """Those that end a scheduler; in a thread they belong to the program that runs it there."""
     return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-
-
-async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guard: security.Security) -> None:
-    """The REST port. Its imports take longer than forming a small cluster, so they happen beside the loop."""
-    app, console = await asyncio.to_thread(lambda: (make(), _console()))
-    server = console.Server(app, sockets, guard.server)
-    try:
-        await server.start()
-    except OSError as error:
-        log.error("the REST port cannot be served (%s): the cluster goes on without it", error)
-        return
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await server.stop()
-
-
-def _console() -> Any:
-    from covey.console import server
-
-    return server
 
 
 def _training_app(scheduler: Scheduler, token: str, settings: list[tuple[str, str, str, str]]) -> Any:

@@ -14,7 +14,6 @@ import asyncio
 import collections
 import contextlib
 import os
-import resource
 import signal
 import socket
 import sys
@@ -44,15 +43,16 @@ from covey.core.messages import (
     Scaling,
     Stop,
     StopAsked,
-    Told,
     Via,
 )
 from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
+from covey.node.followers import Followers
 from covey.node.lines import Lines
 from covey.node.log import log, tell
+from covey.node.logs import LogQuestions
 from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
 from covey.store.journal import Fenced, Journal
@@ -60,16 +60,12 @@ from covey.store.shared_journal import SharedJournal
 from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
-LOOK_SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster
 RETRY_DISK_S: Final = 1.0
 WAITING_EFFECTS_MAX: Final = 1_000_000
-FOLLOWERS_MAX: Final = 64
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
 TOO_LATE: Final = "the lease could not be renewed in time"
 PULSES: Final = 4  # in the silence after which nodes look for another leader
-LOGS_MAX: Final = 32  # questions about logs at once
-LOG_S: Final = 10.0
 COMMIT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
 
 
@@ -127,10 +123,8 @@ class Scheduler:
         self._term = term or Term()
         self._pulsed_at = 0.0
         self._lines = Lines()
-        self._logs: dict[int, tuple[Link, asyncio.Future[LogTold]]] = {}  # questions under way: whom, and for the answer
-        self._log_number = 0
-        self._followers: set[int] = set()  # links
-        self._look_at = 0.0  # not before this are they told again, unless there is news
+        self._logs = LogQuestions()
+        self._followers = Followers(self.view)
         self._teller = Storyteller()
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
@@ -203,23 +197,8 @@ class Scheduler:
             raise PeerError(f"there is no node {node[:100]!r}: GET /nodes lists them", ExitCode.REFUSED)
         if agent is None or agent.link not in self._lines.links:
             raise PeerError(f"no agent is there that keeps {node}, so its output is where you sent it", ExitCode.REFUSED)
-        if len(self._logs) >= LOGS_MAX:
-            raise PeerError(f"{LOGS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
-        self._log_number += 1
-        number, told = self._log_number, asyncio.get_running_loop().create_future()
-        link = self._lines.links[agent.link]
-        self._logs[number] = (link, told)
-        try:
-            link.send(LogAsked(number, member.node_id, member.role, start, find))
-            async with asyncio.timeout(LOG_S):
-                answer: LogTold = await told
-        except TimeoutError:
-            raise PeerError(f"the agent on {member.host.name} did not answer within {LOG_S:g} s", ExitCode.REFUSED) from None
-        finally:
-            del self._logs[number]
-        if answer.failure:
-            raise PeerError(answer.failure, ExitCode.REFUSED)
-        return answer
+        asked = LogAsked(0, member.node_id, member.role, start, find)
+        return await self._logs.ask(self._lines.links[agent.link], member.host.name, asked)
 
     async def _committed(self) -> None:
         """Wait until all that was decided is durable."""
@@ -293,13 +272,11 @@ class Scheduler:
         if not self._term.leads():  # it was stopped, and wakes up with this: even a look at it would be old
             self._fail(SteppedDown(TOO_LATE))
         elif isinstance(message, Ask):
-            self._show(link, message)
+            self._followers.answer(link, message)
         elif isinstance(message, AskStory):
             self._teller.answer(link, message)
         elif isinstance(message, LogTold):
-            asked, waiting = self._logs.get(message.number, (None, None))
-            if asked is link and waiting is not None and not waiting.done():
-                waiting.set_result(message)
+            self._logs.told(link, message)
         elif isinstance(message, Via | HungUp | Beats):
             for event in self._lines.unwrap(link, message):
                 self._step(event)
@@ -309,7 +286,7 @@ class Scheduler:
     def _closed(self, link: Link, reason: str) -> None:
         if not link.id:
             return self._stranger(link, reason)
-        self._followers.discard(link.id)
+        self._followers.gone(link)
         self._teller.gone(link)
         if link.misbehaved:
             self._stranger(link, reason)
@@ -322,8 +299,7 @@ class Scheduler:
             await asyncio.sleep(TICK_S)
             self._pulse()
             self._step(Ticked())
-            if time.monotonic() >= self._look_at:
-                self._tell_followers()
+            self._followers.tell_again()
 
     def _pulse(self) -> None:
         if not self._term.leads():
@@ -413,7 +389,7 @@ class Scheduler:
         news = (self.machine.cluster.phase, self.machine.cluster.generation)
         if news != self._told:
             self._told = news
-            self._tell_followers()
+            self._followers.tell()
 
     def _carry_out(self, wish: SchedulerEffect) -> None:
         if isinstance(wish, Send):
@@ -435,10 +411,10 @@ class Scheduler:
         if end.failure is not None:
             for line in failure_report(end.failure):
                 log.error("%s", line)
-        self._tell_followers()
+        self._followers.tell()
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
         while self._ending and asyncio.get_running_loop().time() < deadline:
-            for link in (*self._teller.listeners, *(self._lines.links[number] for number in self._followers)):
+            for link in (*self._teller.listeners, *self._followers.links.values()):
                 link.close("the cluster ended")
             await asyncio.sleep(0.01)
             self._ending = self._lines.open_among(self._ending)
@@ -454,38 +430,12 @@ class Scheduler:
         except StoreError as error:
             log.warning("%s", error)
 
-    # -- visitors and strangers --------------------------------------------------------------------------------------
-
-    def _show(self, link: Link, ask: Ask) -> None:
-        if ask.follow and len(self._followers) >= FOLLOWERS_MAX:
-            link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
-            return
-        link.send(Told(msgspec.json.encode(self.view())))
-        if ask.follow:
-            self._followers.add(link.id)
-
-    def _tell_followers(self) -> None:
-        if not self._followers:
-            return
-        began = time.monotonic()
-        view = msgspec.json.encode(self.view())
-        for link_id in list(self._followers):
-            self._lines.links[link_id].send(Told(view))
-        self._look_at = time.monotonic() + (time.monotonic() - began) / LOOK_SHARE
-
     def _stranger(self, link: Link, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""
         self.machine.counters["strangers"] = self.machine.counters.get("strangers", 0) + 1
         if (link.peer, reason) not in self._strangers and len(self._strangers) < STRANGERS_TOLD_MAX:
             self._strangers.add((link.peer, reason))
             tell(Publish(f"connection from {link.peer}", "turned away", reason, Level.WARNING))
-
-
-def raise_file_limit() -> None:
-    """One descriptor per node: take as many as the system allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def exit_now(code: int) -> None:

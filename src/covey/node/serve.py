@@ -15,8 +15,8 @@ from covey import context
 from covey.errors import CoveyError
 from covey.node.log import configure, log
 from covey.node.office import Kept, Office
-from covey.node.scheduler import exit_now, raise_file_limit
-from covey.node.sockets import Sockets
+from covey.node.scheduler import exit_now
+from covey.node.sockets import Sockets, raise_file_limit
 from covey.settings import Loaded, load, require_raw
 
 KEPT_VARIABLE = "COVEY_KEPT"

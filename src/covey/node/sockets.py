@@ -1,7 +1,9 @@
-"""Where a scheduler listens: the cluster's port and the REST port."""
+"""Where a scheduler listens, the cluster's port and the REST port, and how many it may hold open."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 
 import msgspec
@@ -75,3 +77,10 @@ def manage_words(sockets: Sockets, *, tls: bool) -> str:
     if not sockets.manage:
         return ""
     return f", REST at {'https' if tls else 'http'}://127.0.0.1:{sockets.manage_port}"
+
+
+def raise_file_limit() -> None:
+    """One descriptor per node: take as many as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

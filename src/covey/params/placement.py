@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from covey.core.shards import SLOTS, Owners, count, span
+from covey.core.shards import SLOTS, Owners, count, slot_of, span
 from covey.params.optimizers import Array
 
 
@@ -38,8 +38,7 @@ class Placement:
         return found
 
     def _slots(self, rows: Array) -> Array:
-        """`covey.core.shards.slot_of`."""
-        found: Array = rows % SLOTS if self.striped else ((rows + 1) * SLOTS - 1) // self.rows
+        found: Array = slot_of(rows, self.rows, self.striped)
         return found
 
     def runs(self, server: int) -> list[tuple[int, int]]:

@@ -1,1 +1,2 @@
-"""Inside a training process: the group and its collectives. The only room that imports torch, and only when used."""
+"""Inside a training process: the loop, its data and state, the group and its collectives. The only room that imports torch, and
+only when used."""

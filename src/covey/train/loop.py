@@ -1,4 +1,4 @@
-"""The loop: the one object that knows what a replacement must receive.
+"""The loop: a training, step by step, of which no step is lost with the process that ran it.
 
     loop = covey.Loop(model, optimizer, covey.Data(dataset, batch_size=32), epochs=3, schedulers=[schedule])
     for images, labels in loop:

@@ -1,7 +1,7 @@
 """A small authority of one's own: certificates to start with, and a list to revoke them by.
 
-`covey tls init DIR` calls `make_authority`. What it writes is what MindSpore's `config.json` names, so the folder can be
-copied to every host as it stands, without `ca.key`: only who revokes or issues needs that one.
+`covey tls init` and `covey tls revoke` lead here. What is written is what MindSpore's `config.json` names, so the folder can
+be copied to every host as it stands, without `ca.key`: only who revokes or issues needs that one.
 
 The PKCS#12 files carry no chain, and every certificate says who issued it, because MindSpore insists on both.
 """
@@ -25,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 from covey.errors import ExitCode, StoreError, UsageError
 
 DAYS_MAX = 36500
+SERIAL_END = 1 << 159  # what X.509 has for serial numbers, 20 bytes that are not negative, ends here
 PASSWORD_MAX = 1024  # bytes, exclusive: MindSpore's limit
 # Clocks of hosts differ; what was made a moment ago must be valid on all of them.
 BACKDATE = timedelta(days=1)
@@ -68,6 +69,8 @@ def make_authority(
 
 def revoke(folder: Path, what: int | Path, *, password: str, now: datetime | None = None) -> Path:
     """Add a certificate, by serial number or by its `.p12` file, to the folder's `crl.pem`; what was listed stays so."""
+    if isinstance(what, int) and not 0 < what < SERIAL_END:
+        raise UsageError(f"{what} is not a certificate's serial number: give the p12 file, or a number of 1 to 159 bits")
     moment = now or datetime.now(UTC)
     secret = _allowed_password(password)
     authority = _parse(folder / "ca.crt", x509.load_pem_x509_certificate, "is not a certificate in PEM form")

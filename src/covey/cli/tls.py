@@ -1,0 +1,45 @@
+"""The verbs about certificates: `covey tls init` and `covey tls revoke`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from covey.cli.parts import say
+from covey.errors import UsageError
+
+SERIAL_DIGITS = 48  # at most, of a certificate's serial number
+
+
+def init(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
+    """The files of `covey tls init`."""
+    from covey.wire import certificates
+
+    password = _password(password, new=True)
+    everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
+    made = [str(path) for path in certificates.make_authority(Path(folder), names=everyone, days=days, password=password)]
+    for path in [] if as_json else made:
+        click.echo(path)
+    say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
+
+
+def revoke(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
+    """`covey tls revoke`: by the file, or by the serial number where that is lost."""
+    from covey.wire import certificates
+
+    what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS else Path(certificate)
+    path = certificates.revoke(Path(folder), what, password=_password(password, new=False))
+    say(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
+
+
+def _password(given: str, *, new: bool) -> str:
+    password = given or os.environ.get("COVEY_TLS_PASSWORD", "")
+    if not password:
+        if not sys.stdin.isatty():
+            raise UsageError("no password for the p12 files: give --password or set COVEY_TLS_PASSWORD")
+        password = click.prompt("Password of the p12 files", hide_input=True, confirmation_prompt=new)
+    return password

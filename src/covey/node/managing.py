@@ -1,0 +1,48 @@
+"""The management port, beside whatever a process does. What it imports takes longer than forming a small cluster: a thread
+does that, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from covey.node.log import log
+from covey.node.security import Security
+
+
+@contextlib.asynccontextmanager
+async def managed(make: Callable[[], Any], sockets: list[socket.socket], guard: Security) -> AsyncIterator[None]:
+    """Serve what `make` returns, an application, while the body runs. Without sockets the port is off."""
+    if not sockets:
+        yield
+        return
+    serving = asyncio.create_task(_serve(make, sockets, guard))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+async def _serve(make: Callable[[], Any], sockets: list[socket.socket], guard: Security) -> None:
+    app, console = await asyncio.to_thread(lambda: (make(), _console()))
+    server = console.Server(app, sockets, guard.server)
+    try:
+        await server.start()
+    except OSError as error:
+        log.error("the REST port cannot be served (%s): the cluster goes on without it", error)
+        return
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()
+
+
+def _console() -> Any:
+    from covey.console import server
+
+    return server
