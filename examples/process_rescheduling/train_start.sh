@@ -1,6 +1,7 @@
 #!/bin/bash
 # Process-level rescheduling as with TaskD: bash train_start.sh
-# Then kill -9 any of the four workers, or manager.py, which you start again with: python manager.py
+# Then kill -9 any of the four workers, or manager.py, which you start again with
+#   MINDX_TASK_ID=digits PYTHONPATH=$(covey compat) python manager.py
 # On several hosts: the same NNODES, MASTER_ADDR and MINDX_TASK_ID everywhere, POD_IP and RANK (the host's number) of each.
 GPUS_PER_NODE=${GPUS_PER_NODE:-4}
 NNODES=${NNODES:-1}

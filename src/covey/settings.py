@@ -278,7 +278,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     standbys: Annotated[int, Var("COVEY_STANDBYS", COUNT_OR_NONE, "schedulers that stand by, beside the one that leads")] = 0
     lease: Annotated[str, Var("COVEY_LEASE", STORE, "where schedulers agree who leads: file, etcd or kubernetes")] = ""
     lease_s: Annotated[float, Var("COVEY_LEASE_TIME", LEASE, "seconds without a sign until a leader is replaced")] = 5.0
-    job: Annotated[str, Var("COVEY_JOB", NAME, "the job's name: a journal of another job is refused")] = ""
+    job: Annotated[str, Var("COVEY_JOB", NAME, "the job's name: a journal of another job is refused, and so is a host")] = ""
     taskd: Annotated[str, Var("TASKD_PROCESS_ENABLE", ON_OFF, "off: TaskD's calls and its line in torchrun do nothing")] = "on"
     taskd_port: Annotated[int, Var("COVEY_TASKD_PORT", PORT, "where TaskD's manager listens")] = TASKD_PORT
 

@@ -155,3 +155,14 @@ def test_a_port_that_is_not_coveys_is_a_sentence(flow: Flow) -> None:
         assert manager.wait() == 0
     [line] = manager.text().splitlines()
     assert "start_taskd_manager: no covey scheduler answers" in line and "COVEY_TASKD_PORT" in line
+
+
+def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:
+    first = flow.manager()
+    first.wait_for("scheduler of cluster")
+    second = flow.manager(MINDX_TASK_ID="job8")
+    assert second.wait() == 0
+    assert "is that of the job job7, not of job8" in second.text() and "COVEY_TASKD_PORT" in second.text()
+    run = flow.torchrun("--nproc_per_node", "3", "train.py", MINDX_TASK_ID="job8")
+    assert run.wait(DEADLINE_S) != 0
+    assert "the job is job8 there and job7 here" in run.text()

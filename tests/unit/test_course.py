@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
 
+from covey.errors import UsageError
 from covey.train import course
 from covey.train.chance import mix
 from covey.train.course import Course, Share
 
 
-def begun(samples: int = 100, *, batch_size: int = 2, accumulate: int = 1, world: int = 3, epochs: int = 1) -> Course:
-    made = course.begin(samples, batch_size=batch_size, accumulate=accumulate, world=world, shuffle=True, seed=7)
+def begun(
+    samples: int = 100,
+    *,
+    batch_size: int = 2,
+    accumulate: int = 1,
+    world: int = 3,
+    epochs: int = 1,
+    drop_last: bool = True,
+) -> Course:
+    sizes = {"batch_size": batch_size, "accumulate": accumulate, "world": world}
+    made = course.begin(samples, **sizes, shuffle=True, seed=7, drop_last=drop_last)
     return msgspec.structs.replace(made, steps=epochs * made.steps_per_epoch)
 
 
@@ -73,7 +84,9 @@ def test_loading_draws_other_numbers_in_each_micro_batch() -> None:
 def test_every_sample_of_an_epoch_counts_once_over_deaths_and_growth(seed: int) -> None:
     chance = random.Random(seed)
     world, accumulate = chance.randint(1, 6), chance.choice([1, 2])
-    path = begun(97, batch_size=chance.randint(1, 3), accumulate=accumulate, world=world, epochs=3)
+    sizes: Any = {"batch_size": chance.randint(1, 3), "accumulate": accumulate, "world": world, "epochs": 3}
+    sizes["drop_last"] = chance.random() < 0.5
+    path = begun(97, **sizes)
     counted: dict[int, Counter[int]] = {}
     step, fresh = 0, world
     while step < path.end:
@@ -90,7 +103,7 @@ def test_every_sample_of_an_epoch_counts_once_over_deaths_and_growth(seed: int) 
         if chance.random() < 0.2:
             path = path.seated((*path.seats, fresh))
             fresh += 1
-        path = begun(97, batch_size=path.batch_size, accumulate=accumulate, world=world, epochs=3).restored(path.state())
+        path = begun(97, **sizes).restored(path.state())
     assert sorted(counted) == [0, 1, 2]
     for epoch, found in counted.items():
         order = course._order(97, True, mix(7, epoch))
@@ -114,3 +127,14 @@ def test_whoever_stands_in_for_the_holders_of_a_step_takes_its_first_batch() -> 
     path = msgspec.structs.replace(path, carried=(7, 8), carried_to=5, extra=(5,))
     assert held(path, 5, 0) == [7], "a batch is one sample here"
     assert (path.after(5, (0,)).end, path.after(5, (0,)).carried) == (7, (8,))
+
+
+def test_seven_samples_over_three_ranks_are_one_smaller_batch() -> None:
+    path = begun(7, batch_size=4, drop_last=False)
+    assert (path.end, [len(held(path, 0, seat)) for seat in range(3)]) == (1, [2, 2, 3])
+    assert sorted(sample for seat in range(3) for sample in held(path, 0, seat)) == list(range(7))
+    assert [path.weight(0, i, path.seats) for i in range(3)] == [2 / 7, 2 / 7, 3 / 7]
+    with pytest.raises(UsageError, match="7 samples do not fill one batch of 4 on 3 ranks"):
+        begun(7, batch_size=4)
+    with pytest.raises(UsageError, match="the data set has no samples"):
+        begun(0, drop_last=False)

@@ -34,7 +34,9 @@ def gather(samples: list[Any]) -> list[float]:
 
 def test_a_loader_becomes_data() -> None:
     ordered = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather), epochs=2)
-    assert list(ordered) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert list(ordered) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+    whole = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather, drop_last=True))
+    assert list(whole) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     sampler: Any = DistributedSampler(SAMPLES, num_replicas=2, rank=1)
     for loader in (
         DataLoader(SAMPLES, 5, shuffle=True, collate_fn=gather),
@@ -45,9 +47,10 @@ def test_a_loader_becomes_data() -> None:
 
 
 def test_what_a_loader_would_have_given_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, drop_last=True))
-    assert not caplog.records
+    loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=2, drop_last=True), accumulate=2)
     loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4))
+    assert not caplog.records
+    loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=2), accumulate=2)
     assert "each epoch leaves out 2 of 10 samples" in caplog.text
 
 
@@ -89,7 +92,7 @@ def test_the_stand_in_looks_like_torchs() -> None:
 
 
 def test_epochs_are_taken_one_by_one_and_to_their_end() -> None:
-    training = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather), epochs=3)
+    training = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, drop_last=True), epochs=3)
     seen = [(epoch, len(list(batches)), training.step) for epoch, batches in training.epochs()]
     assert seen == [(0, 2, 1), (1, 2, 3), (2, 2, 5)], "after an epoch's last batch its last step is still open"
     assert training.step == 6

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from covey.core.board import Board
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, HostGone, LinkLost, Restored, Ticked
 from covey.core.incidents import Incident, Outcome
@@ -16,6 +17,7 @@ from covey.core.messages import (
     Agreed,
     Assignment,
     Beat,
+    Drain,
     DumpAsked,
     Dumped,
     Exited,
@@ -1013,3 +1015,57 @@ def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None
     assert ended(made.step(Heard(Dumped(4, "here"), 1), 1.1)) is None
     end = ended(made.step(Heard(Dumped(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
+
+
+def training(**settings: Any) -> Machine:
+    """Three ranks that have finished a step."""
+    made = ready_agents(**settings)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), host=BOX if rank < 2 else OTHER, incarnation=1), 10 + rank), 0.0)
+        made.step(Heard(Beat(Progress(5, "train", loop=True)), 10 + rank), 0.0)
+    return made
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(left: bool) -> None:
+    made = training(strategies=("recover-in-place", "elastic-training"), shrink_after_s=5.0, extra_ranks=0, agents_return=False)
+    made.step(LinkLost("closed", 2), 0.0)
+    assert phase(made) is Phase.HEALING
+    if left:
+        made.step(Heard(Exited("0", 1, 0), 1), 0.0)
+    effects = tick(made, 5.0, beats=[1, 10, 11]) + tick(made, 6.0, beats=[1, 10, 11], since=5.0)
+    limit = "no host came for worker:2 within 5 s"
+    if left:
+        end = ended(effects)
+        assert end is not None and end.reason == f"{limit}, and some workers have finished and left already"
+    else:
+        assert made.cluster.size(Role.WORKER) == 2 and made.cluster.reason == f"{limit}: the others go on in a world of 2"
+
+
+def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> None:
+    made = training(strategies=("recover", "dump"), extra_ranks=0)
+    made.step(Heard(Drain("asked to leave"), 2), 0.0)
+    effects = made.step(Heard(Exited("2", 1, 1), 2), 0.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11}
+    assert "cluster dump: other was asked to leave, and no host is left that could take worker:2 over" in " ".join(
+        told(effects)
+    )
+
+
+def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
+    made = ready_agents()
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    made._board = Board(bytes_max=3, keys_max=1)
+    assert not sent(made.step(Heard(Put("a", b"123", 1), 10), 0.0), Refused)
+    assert sent(made.step(Heard(Put("b", b"", 1), 10), 0.0), Refused)[10].reason == "the board is full: b cannot be pinned"
+    assert not sent(made.step(Heard(Get("c", 1), 10), 0.0), Refused)
+    refused = sent(made.step(Heard(Get("d", 1), 10), 0.0), Refused)[10]
+    assert refused.reason == "the board is full: too many wait for values, d is one too many"
+
+
+def test_strangers_and_old_generations_pin_nothing() -> None:
+    made = ready_agents()
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    assert made.step(Heard(Put("a", b"x", 1), 99), 0.0) == made.step(Heard(Put("a", b"x", 7), 10), 0.0) == []
+    assert made.step(Heard(Get("a", 1), 99), 0.0) == made.step(Heard(Get("a", 7), 10), 0.0) == []
+    assert not made._board.values and not made._board.waiting

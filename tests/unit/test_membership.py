@@ -256,3 +256,14 @@ def test_a_node_rank_beyond_the_last() -> None:
 def test_an_agent_with_other_settings() -> None:
     said = "its settings differ from the scheduler's: MS_WORKER_NUM is 3 there and 2 here"
     assert agent_refusal(forming(), agent_wish(fingerprint={"MS_WORKER_NUM": "3"})) == said
+
+
+def test_an_agent_of_another_job() -> None:
+    named = Cluster("c1", ClusterSettings(2, job="a"))
+    theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
+    assert (
+        agent_refusal(named, agent_wish(fingerprint=theirs))
+        == "its settings differ from the scheduler's: the job is b there and a here"
+    )
+    for cluster, said in ((named, {}), (named, {"the job": "a"}), (forming(), {"the job": "b"})):
+        assert answer_agent(cluster, agent_wish(fingerprint=said)).verdict is Verdict.ADMIT

@@ -251,7 +251,8 @@ def test_torchruns_wishes_are_covey_runs() -> None:
         ({"min_nodes": 2, "max_nodes": 2}, {}, "--nnodes 2 "),
         ({"max_nodes": 2, "rdzv_backend": "static", "rdzv_configs": {"rank": 1}}, {}, "--node-rank 1"),
         ({"numa_options": SimpleNamespace(affinity_mode=SimpleNamespace(value="node"))}, {}, "--numa-binding node"),
-        ({"run_id": "r7"}, {}, "--rdzv-id r7"),
+        ({}, {"COVEY_JOB": "c", "MINDX_TASK_ID": "j"}, "--or-join taskd_log/j"),
+        ({}, {"COVEY_JOB": "c", "MINDX_TASK_ID": "j"}, "--rdzv-id j"),
         ({"local_addr": "10.0.0.3"}, {}, "--local-addr 10.0.0.3"),
         ({}, {"TASKD_LOG_PATH": "/logs"}, "--log-dir /logs"),
         ({}, {"TASKD_LOG_PATH": "/logs", "MINDX_TASK_ID": "j"}, "--or-join /logs/j"),
@@ -262,8 +263,10 @@ def test_each_wish(config: dict[str, Any], environ: dict[str, str], words: str) 
     assert words in " ".join(command(asked(**config), *PYTHON, environ))
 
 
-def test_the_task_id_goes_before_torchruns_id() -> None:
-    assert "--rdzv-id" not in command(asked(run_id="r7"), *PYTHON, {"MINDX_TASK_ID": "j"})
+def test_the_jobs_name_is_the_managers_and_not_torchruns_id() -> None:
+    scheduler = {"MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "8118"}  # which has COVEY_JOB, as all of a MSJob
+    for environ in ({}, {"MINDX_TASK_ID": "j"}, {"COVEY_JOB": "c"}, {"MINDX_TASK_ID": "j", "COVEY_JOB": "c"} | scheduler):
+        assert "--rdzv-id" not in command(asked(run_id="r7"), *PYTHON, environ)
 
 
 def test_output_goes_where_torchrun_was_told() -> None:

@@ -130,6 +130,7 @@ class _SchedulerHost:
             self._environ,
             journal=folder,
             log_path=self._log_path,
+            called=" ".join(self._plan.command)[:100].replace("/", "."),
             max_restarts=self._plan.max_restarts,
             over=lambda: self._agent.over,
             gave_up=lambda code, reason: self._agent.settle(Outcome(code, reason)),
@@ -249,7 +250,6 @@ def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[st
         "MS_NODE_ID": "sched",
         "MS_ENABLE_RECOVERY": "0",
         "COVEY_GRACE": f"{plan.grace_s:g}",
-        "COVEY_JOB": plan.job or " ".join(plan.command)[:100].replace("/", "."),
     }
 
 

@@ -50,11 +50,15 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+JOB = "the job"  # in a fingerprint
+
+
 class ClusterSettings(msgspec.Struct, frozen=True):
     """What the core needs to know of the effective settings. Seconds are floats; a negative limit never ends."""
 
     worker_num: int
     server_num: int = 0
+    job: str = ""  # its name, if somebody gave it one
     recovery: bool = False
     agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
     topo_timeout_s: float = 1800.0
@@ -89,6 +93,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
         found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
+        found |= {JOB: self.job} if self.job else {}
         return found | self.serving if self.server_num else found
 
     def wanted(self, role: Role) -> int:

@@ -71,6 +71,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     resizable: bool = False  # the world can change its size now
     goal: int = 0  # how many workers there should be
     heals: bool = False  # its program calls covey.init(), so the others can wait for one that is started again
+    job: str = ""  # its name, if somebody gave it one
     trains: bool = False  # a covey.Loop has finished a step, so the others can go on without one that is lost
 
 
@@ -113,6 +114,7 @@ def show(
         resizable=scaling.why_not(cluster) == "",
         goal=cluster.goal,
         heals=cluster.heals,
+        job=cluster.settings.job,
         trains=cluster.trains,
         **more,
     )

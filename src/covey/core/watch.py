@@ -31,15 +31,15 @@ class Watch(Lifecycle):
             self._end(ExitCode.NOT_FORMED, reason)
         elif self._dump is not None:
             self._end_dump()
-        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by and (away := self._away()):
+        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._deadlines.heal and (away := self._away()):
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
-        elif self._now > self._shrink_by:
+        elif self._now > self._deadlines.shrink:
             self._go_on_without_the_lost()
-        elif self._now > self._arrive_by and scaling.can_turn_back(self.cluster, self._arriving):
+        elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster, self._arriving):
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
-        elif self.cluster.coming and self._now > self._come_by:
+        elif self.cluster.coming and self._now > self._deadlines.servers:
             self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
@@ -122,9 +122,7 @@ class Watch(Lifecycle):
         if slept > SLEPT_S:
             self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
             self._started += slept
-            self._heal_by += slept
-            self._shrink_by += slept
-            self._arrive_by += slept
+            self._deadlines.postpone(slept)
             speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
             for speaker in speakers:
                 speaker.beat_at = min(speaker.beat_at + slept, self._now)

@@ -68,19 +68,19 @@ class Intake:
     def receive(self, request: Request) -> None:
         """One request. Raises `ValueError` with a sentence for a body that is no update of this model."""
         server, say = self._server, self._replies.say
-        plan = server.settings.plan
+        orders, part = server.orders, server.holdings.part
+        plan = orders.plan if orders is not None else server.settings.plan  # what devices were told, whatever this server was
         secure, small = plan.secure, plan.compress != NONE
         metadata, arrays = decode_flat(request.body) if small else ({}, {})
         if not small:
             metadata, values = decode_masked(request.body) if secure else server.layout.decode(request.body)
         fields = read_metadata(metadata)
-        orders, part = server.orders, server.holdings.part
         if self._replies.refused(request, fields.timestamp, fields.fl_name, fields.fl_id):
             return None
         if orders is None or part is None or not server.accepts:
             return say(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)
         if not server.claims.is_member:
-            return say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS)
+            return say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
         if not server.running:
             return say(request, Code.OUT_OF_TIME, NOT_RUNNING, retry_ms=self._replies.pause_ms())
         began = fields.iteration + orders.base
@@ -134,7 +134,8 @@ class Intake:
         round_number, device = key
         size, loss, accuracy = weighed(fields.data_size, fields.upload_loss, fields.upload_accuracy)
         evaluated = weighed(fields.eval_data_size, fields.eval_loss, fields.eval_accuracy)
-        weight = 1 if self._server.settings.plan.noise is not None else fields.data_size
+        orders = self._server.orders
+        weight = 1 if orders is not None and orders.plan.noise is not None else fields.data_size
         update = Update(device, weight, Numbers(0, 0, loss, accuracy, size, *evaluated))
         self._waiting[key] = Waiting(update, values, [request], until)
         return self.carry(self._server.claims.came(round_number, device, time.monotonic()))

@@ -1,8 +1,8 @@
 """Durability beyond the process: an update on the disk, or at a second server, before it is acknowledged.
 
-A sync serves every update that was written before it began. Copies lie at the next server by rank, in a folder named after
-the life of the server they belong to; a new keeper is first sent what the one before it had, so whoever keeps them has all of
-them.
+A sync serves every update that was written before it began. Copies lie at the next server by rank, on another host if there
+is any, in a folder named after the life of the server they belong to; a new keeper is first sent what the one before it had,
+so whoever keeps them has all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Safekeeping:
         self._peers = peers
         self._syncing: asyncio.Task[None] | None = None
         self._copying = asyncio.Lock()
-        self._copied_to = (-1, "")  # the round, and the address of who has copies of all we hold of it
+        self._copied_to = (-1, "", 0)  # the round, who has copies of all we hold of it, and how many logs we took over
 
     async def sync(self, part: Part) -> None:
         """Wait for a sync that began after the record was written. Raises `OSError`."""
@@ -49,7 +49,7 @@ class Safekeeping:
             peer = keeper(claims.node_id, claims.members)
             if peer is None:
                 return None
-            place = (part.round, peer.address)
+            place = (part.round, peer.address, len(part.adopted))
             try:
                 async with self._copying:
                     if self._copied_to != place:

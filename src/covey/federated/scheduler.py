@@ -113,6 +113,8 @@ class Scheduler:
         del self._links[link.id]
         self._followers.discard(link.id)
         self._teller.gone(link)
+        if self._ended is not None and self._ended.done():
+            return  # everyone was told to go: nobody's log is to be taken over
         self.carry(self.rounds.step(LinkLost(reason, link.id), asyncio.get_running_loop().time()))
 
     async def _tick(self) -> None:
@@ -178,7 +180,7 @@ class Scheduler:
         return {
             "flName": rounds.job,
             "instanceStatus": str(rounds.instance),
-            "currentIteration": rounds.iteration,
+            "currentIteration": min(rounds.iteration, plan.iterations),
             "flIterationNum": plan.iterations,
             "stage": str(rounds.stage),
             "reason": rounds.reason,

@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from covey.errors import ExitCode, StoreError
+from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.model import Floats, Layout, digest
 
 State = dict[str, NDArray[Any]]
+NO_STATE = b"-"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -59,9 +61,7 @@ class ModelStore:
             metadata = {"round": str(round_number), "digest": found}
             write_file(self._folder / file, self._layout.encode(values, metadata), sync=self._sync)
             if state:
-                temporary = self._folder / f"{file}.state.new"
-                save_file({key: np.ascontiguousarray(array) for key, array in state.items()}, temporary)
-                temporary.rename(self._folder / f"{file}.state")
+                write_file(self._folder / f"{file}.state", pack_state(state), sync=self._sync)
             self.entries = [old for old in self.entries if old.round < round_number] + [entry]
             gone = self._thin()
             write_file(self._folder / "manifest.json", msgspec.json.encode(self.entries), sync=self._sync)
@@ -81,7 +81,7 @@ class ModelStore:
         try:
             _, values = self._layout.decode(memoryview(path.read_bytes()))
             state_file = self._folder / f"{entry.file}.state"
-            state = load_file(state_file) if state_file.exists() else {}
+            state = unpack_state(state_file.read_bytes()) if state_file.exists() else {}
         except (OSError, ValueError) as error:
             raise StoreError(f"the model {path} cannot be read: {error}", ExitCode.BAD_JOURNAL) from None
         if digest(values) != entry.digest:
@@ -106,6 +106,22 @@ class ModelStore:
             return []
         except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(f"{path} cannot be read ({error}): move it away to begin anew", ExitCode.BAD_JOURNAL) from None
+
+
+def pack_state(state: State) -> bytes:
+    """A strategy's arrays, for a file or another server. Raises `UsageError` for what is none."""
+    try:
+        return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else NO_STATE
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"a strategy's state is arrays by name, and {sorted(state)} cannot be stored: {error}") from None
+
+
+def unpack_state(content: bytes) -> State:
+    """The same again. Raises `ValueError`."""
+    try:
+        return load(content) if content != NO_STATE else {}
+    except SafetensorError as error:
+        raise ValueError(f"the strategy's state is damaged: {error}") from None
 
 
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:

@@ -33,7 +33,7 @@ from covey.core.messages import (
     StopAsked,
     Welcome,
 )
-from covey.core.model import Failure, Role
+from covey.core.model import JOB, Failure, Role
 from covey.errors import CoveyError, ExitCode
 from covey.node import host, logs
 from covey.node.child import ChildSpec, Exit
@@ -131,7 +131,8 @@ class Agent:
             first_rank=job.first_rank,
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
-            fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)},
+            fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)}
+            | ({JOB: job.job} if job.job else {}),
         )
         self._runtime = NodeRuntime(
             wish,

@@ -45,6 +45,7 @@ class Kept(msgspec.Struct, frozen=True):
     sockets: tuple[list[int], list[int]]  # descriptors of the bound sockets it hands over: the cluster's, the REST port's
     journal: str  # the folder from which a restarted one goes on
     log_dir: str = ""
+    called: str = ""  # the cluster, where nobody gave the job a name
     max_restarts: int = 0
     agents_return: bool = True
 
@@ -59,7 +60,7 @@ class Office:
         self._manage_given = loaded.origins.get("manage_port") != "default"
         self._sockets = sockets
         self._kept = kept
-        self._job = settings.job or str(Path(sys.argv[0]).resolve())
+        self._job = settings.job or (kept.called if kept is not None else "") or str(Path(sys.argv[0]).resolve())
         given = settings.recovery_path if settings.recovery or settings.lease else ""
         self._folder = kept.journal if kept is not None else given
         self._cluster_id = uuid.uuid4().hex[:12]
@@ -274,6 +275,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
     return ClusterSettings(
         worker_num=settings.worker_num,
         server_num=settings.server_num,
+        job=settings.job,
         recovery=settings.recovery,
         agents_return=agents_return,
         topo_timeout_s=settings.topo_timeout_s,

@@ -41,6 +41,7 @@ class Schedulers:
         *,
         journal: str,
         log_path: Path,
+        called: str,
         max_restarts: int,
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
@@ -52,6 +53,7 @@ class Schedulers:
                 environ,
                 journal=journal,
                 log_path=log_path if number == 0 else log_path.with_name(f"{log_path.stem}_{number}.log"),
+                called=called,
                 max_restarts=max_restarts,
                 over=over,
                 gave_up=self._one_less,
@@ -87,6 +89,7 @@ class SchedulerProcess:
         *,
         journal: str,
         log_path: Path,
+        called: str,
         max_restarts: int,
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
@@ -97,6 +100,7 @@ class SchedulerProcess:
             sockets=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.manage]),
             journal=journal,
             log_dir=str(log_path.parent),
+            called=called,
             max_restarts=max_restarts,
         )
         self._over = over

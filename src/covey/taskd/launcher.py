@@ -19,7 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from covey.core.taskd import RESTARTS_MAX
+import msgspec
+
+from covey.core.taskd import JOB, RESTARTS_MAX
 from covey.errors import CoveyError
 from covey.node.log import log
 from covey.node.worker import INCARNATION_VARIABLE
@@ -30,7 +32,6 @@ from covey.wire import address
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
 LOCAL_RANK: Final = "${local_rank}"  # torch's macro in the arguments of a command
-NOBODY: Final = "none"  # torchrun's --rdzv-id where none was given
 OFF: Final = "off"
 
 
@@ -87,9 +88,11 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
     for wish in ("virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters"):
         if getattr(config, wish, None):
             raise CannotTakeOver(f"covey has no {wish}")
-    settings = load(environ).settings
+    told = load(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
-    where = place(settings, environ, address.bare(endpoint))
+    where = place(told, environ, address.bare(endpoint))
+    job = told.job if where.given else environ.get(JOB) or told.job  # a manager has its job's name from there, too
+    settings = msgspec.structs.replace(told, job=job)
     hosts = f"{config.min_nodes}:{config.max_nodes}" if config.max_nodes > config.min_nodes else config.min_nodes
     words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", hosts]
     words += [] if where.given else ["--master", where.name]  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT itself
@@ -103,8 +106,8 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
         words += ["--numa-binding", config.numa_options.affinity_mode.value]  # without effect, which covey run says
     if config.local_addr:
         words += ["--local-addr", config.local_addr]
-    if not settings.job and config.run_id not in ("", NOBODY):
-        words += ["--rdzv-id", config.run_id]
+    if job != told.job:
+        words += ["--rdzv-id", job]
     return [str(word) for word in [*words, *_logs(config.logs_specs, environ), *_program(entrypoint, args)]]
 
 

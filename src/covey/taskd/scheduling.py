@@ -142,6 +142,11 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
                 raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
         else:
             heard = True
+            if view.job not in ("", settings.job) and not where.given:
+                raise UsageError(
+                    f"the scheduler at {where.name} is that of the job {view.job}, not of {settings.job}: jobs on one host need"
+                    " a port each (COVEY_TASKD_PORT)"
+                )
             limit = loop.time() + _patience(settings.node_timeout_s)
             if view.phase is Phase.ENDED:
                 _judge_end(view)

@@ -35,6 +35,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     steps: int  # without the extra ones
     seats: tuple[int, ...]  # of the members who share the batches, in their order
+    drop_last: bool = True  # what does not fill a global batch at the end of an epoch is left out, not a smaller one
     carried: tuple[int, ...] = ()  # samples that did not count so far,
     carried_to: int = -1  # and the step they are part of
     extra: tuple[int, ...] = ()  # steps that have nothing but what was carried over
@@ -46,7 +47,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.samples // self.size
+        return self.samples // self.size if self.drop_last else -(-self.samples // self.size)
 
     @property
     def end(self) -> int:
@@ -68,13 +69,15 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     def part(self, step: int, places: Iterable[int]) -> list[int]:
         """Some places of the global batch. A rank's micro-batches, next to other ranks' in the order of the epoch, are next to
         each other here: so in the first world each rank has what it would have if there were no other worlds."""
-        base = 0 if step in self.extra else self.size
+        base = self._fresh(step)
         epoch, within = self.place(step)
         order = _order(self.samples, self.shuffle, mix(self.seed, epoch))
         found = []
         for place in places:
             if place >= base:
                 found.append(self.carried[place - base])
+            elif base < self.size:
+                found.append(order[within * self.size + place])
             else:
                 rank, rest = divmod(place, self.accumulate * self.batch_size)
                 micro, i = divmod(rest, self.batch_size)
@@ -84,7 +87,13 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     def length(self, step: int) -> int:
         """Of the global batch, without making it."""
         carried = len(self.carried) if step == self.carried_to else 0
-        return carried + (0 if step in self.extra else self.size)
+        return carried + self._fresh(step)
+
+    def _fresh(self, step: int) -> int:
+        """How many samples of the global batch are not carried over: the last of an epoch may have fewer than the others."""
+        if step in self.extra:
+            return 0
+        return self.size if self.drop_last else min(self.size, self.samples - self.place(step)[1] * self.size)
 
     def span(self, step: int, index: int) -> range:
         """Which part of the global batch the index-th member has."""
@@ -173,7 +182,9 @@ class Share(msgspec.Struct, frozen=True):
         return number if micro < usual else mix(number, micro)
 
 
-def begin(samples: int, *, batch_size: int, accumulate: int, world: int, shuffle: bool, seed: int) -> Course:
+def begin(
+    samples: int, *, batch_size: int, accumulate: int, world: int, shuffle: bool, seed: int, drop_last: bool = True
+) -> Course:
     """The course of a training that starts; `steps` is one epoch."""
     course = Course(
         samples=samples,
@@ -184,10 +195,14 @@ def begin(samples: int, *, batch_size: int, accumulate: int, world: int, shuffle
         world=world,
         steps=0,
         seats=tuple(range(world)),
+        drop_last=drop_last,
     )
-    if samples < batch_size * world:
+    if not samples:
+        raise UsageError("the data set has no samples: give one that has some")
+    if drop_last and samples < batch_size * world:
         raise UsageError(
-            f"{samples} samples do not fill one batch of {batch_size} on {world} ranks: use a smaller batch or world"
+            f"{samples} samples do not fill one batch of {batch_size} on {world} ranks: use a smaller batch or world,"
+            " or drop_last=False"
         )
     if not course.steps_per_epoch:
         micro = samples // (batch_size * world)

@@ -60,6 +60,8 @@ class Data:
     `batch_size` is a rank's at the first start. In a smaller world a rank's part of a step is larger: it comes in micro-batches
     of at most `limit` samples. Without a limit, a loop that accumulates takes at most `batch_size` at once, and any other takes
     its part of a step as one batch, because its program steps the optimizer after each.
+
+    With `drop_last=False`, as torch's DataLoader has it, what is left of an epoch is a last, smaller batch of all ranks.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class Data:
         *,
         limit: int | None = None,
         shuffle: bool = True,
-        keeps_rest: bool = False,
+        drop_last: bool = True,
         **options: Any,
     ) -> None:
-        for name in ("sampler", "batch_sampler", "drop_last"):
+        for name in ("sampler", "batch_sampler"):
             if name in options:
                 raise UsageError(f"Data(..., {name}=...) is not possible: the batches follow from seed, step and rank")
         self.streams = _is_stream(dataset)
@@ -86,7 +88,7 @@ class Data:
         self.batch_size = batch_size
         self.limit = limit
         self.shuffle = shuffle
-        self.keeps_rest = keeps_rest  # a DataLoader that was to give an epoch's last, smaller batch
+        self.drop_last = drop_last or self.streams
         self.options = options
 
     def stream(self, *, seed: int, accumulate: int) -> Stream | None:
@@ -110,16 +112,17 @@ class Data:
             world=world,
             shuffle=self.shuffle,
             seed=seed,
+            drop_last=self.drop_last or accumulate > 1,
         )
 
     def left_out(self, course: Course) -> str:
-        """What a DataLoader would have given and a course does not, in a sentence."""
-        rest = course.samples % course.size if self.keeps_rest else 0
+        """What was to be given and a course does not give, in a sentence."""
+        rest = course.samples % course.size if course.drop_last and not self.drop_last else 0
         if not rest:
             return ""
         return (
             f"each epoch leaves out {rest} of {course.samples} samples, which do not fill a batch of all ranks"
-            f" ({course.size} samples): the DataLoader's last, smaller batch is not kept"
+            f" ({course.size} samples): with accumulate above 1 there is no last, smaller batch"
         )
 
     def batches(self, share: Share, first: int) -> Iterator[Any]:

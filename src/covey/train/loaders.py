@@ -32,7 +32,7 @@ def as_data(loader: Any) -> Data:
     options = {name: getattr(loader, name) for name in names}
     stream = isinstance(loader.dataset, IterableDataset)
     shuffle = False if stream else _shuffles(loader.sampler)
-    return Data(loader.dataset, loader.batch_size, shuffle=shuffle, keeps_rest=not (loader.drop_last or stream), **options)
+    return Data(loader.dataset, loader.batch_size, shuffle=shuffle, drop_last=loader.drop_last, **options)
 
 
 def _shuffles(sampler: Any) -> bool:
