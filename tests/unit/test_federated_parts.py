@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import threading
@@ -16,16 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.federation import Numbers, Plan, evaluates
+from covey.core.federation import Copy, Numbers, Plan, evaluates
 from covey.errors import PeerError, StoreError, UsageError
 from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
 from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout, Small, take
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
+from covey.federated.safekeeping import Copies, copies_of
 from covey.federated.simulate import CLASSES, deal, digits, simulate
-from covey.federated.store import ModelStore
-from covey.federated.updates import Folder, Update, UpdateLog, read
+from covey.federated.store import ModelStore, Unstored
+from covey.federated.summing import _reserve
+from covey.federated.updates import Folder, Update, UpdateLog, pack, read
 
 
 def values(seed: int, size: int = 40_000) -> Floats:
@@ -105,6 +108,53 @@ def test_a_log_is_read_again_without_what_a_death_cut_off(tmp_path: Path, checks
     size = path.stat().st_size
     UpdateLog(tmp_path, 7, checksum=checksum).append(Update("d3", 1), values(3, 100))
     assert [update.device for update, _ in read(path)] == ["d0", "d1", "d3"] and path.stat().st_size > size
+
+
+def test_copies_are_whole_whatever_was_cut_off_before_them(tmp_path: Path) -> None:
+    """A keeper was killed as it wrote, and its disk was full later: what comes behind is read as it was sent."""
+    folder = Folder(tmp_path)
+    records = [b"".join(bytes(p) for p in pack(Update(f"d{n}", n), values(n, 100), checksum=False)) for n in range(4)]
+
+    def copy(number: int, round_number: int = 7) -> Copy:
+        return Copy("life", round_number, number, records[number])
+
+    Copies().keep(folder, copy(0, 6))
+    Copies().keep(folder, copy(0))
+    path = copies_of(folder, "life") / "updates-7.log"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "those of earlier rounds are over"
+    with path.open("ab") as file:
+        file.write(records[1][:-7])
+    copies = Copies()
+    copies.keep(folder, copy(2))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
+    try:
+        with pytest.raises(StoreError, match="File too large"):
+            copies.keep(folder, copy(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    copies.keep(folder, copy(3))
+    assert [update.device for update, _ in read(path)] == ["d0", "d2", "d3"]
+
+
+def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+    layout, start = take({"w": np.zeros(1000, np.float32)})
+    store = ModelStore(tmp_path, layout, name="m", keep=1, sync=False)
+    store.save(0, start, {}, {})
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for state in ({}, {"momentum": start}):
+            with pytest.raises(Unstored, match=r"round 1 cannot be stored in .* it is tried again"):
+                store.save(1, start, state, {})
+        with pytest.raises(Unstored, match="has no room for 4000 bytes"):
+            _reserve(tmp_path / "spool", 4000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [entry.round for entry in store.entries] == [0] and (tmp_path / store.entries[0].file).exists()
+    store.save(1, start, {}, {})
+    assert [entry.round for entry in ModelStore(tmp_path, layout, name="m", keep=1, sync=False).entries] == [1]
+    assert not (tmp_path / "m_iteration_0.safetensors").exists()
 
 
 def test_a_damaged_record_ends_a_log_with_checksums(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from covey.core.messages import (
     Started,
     Stop,
     StopAsked,
+    Unsaved,
     Value,
     Welcome,
 )
@@ -1000,6 +1001,13 @@ def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made.step(Heard(register("1"), 2), 0.0)
     effects = made.step(Heard(KillAsked(node), 9), 1.0)
     assert not sent(effects, Kill) and isinstance(made.answered, Refused) and why in made.answered.reason
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_counted() -> None:
+    made = ready("0", "1")
+    assert told(made.step(Heard(Unsaved(10, "the disk is full"), 2), 1.0)) == ["worker:1 unsaved: the disk is full"]
+    assert made.counters["unsaved"] == 1 and phase(made) is Phase.READY
+    assert not made.step(Heard(Unsaved(10, "the disk is full"), 7), 1.0), "a stranger's is not"
 
 
 def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.console import guard, live, metrics, openapi, page, replies
 from covey.core.story import TOLD_MAX
-from covey.errors import CoveyError
+from covey.errors import CoveyError, StoreError
 
 MAX_BODY = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
@@ -216,7 +216,7 @@ async def _refused(request: Request, exc: Exception) -> Response:
 
 async def _unusable(request: Request, exc: Exception) -> Response:
     """A sentence for the caller: they can do something about it."""
-    return refusal(400, str(exc))
+    return refusal(503 if isinstance(exc, StoreError) else 400, str(exc))
 
 
 def as_json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -44,6 +44,7 @@ from covey.core.messages import (
     Settled,
     Started,
     StopAsked,
+    Unsaved,
     Value,
 )
 from covey.core.model import Agent, ClusterSettings, Member, NodeState, Phase, Role
@@ -73,6 +74,7 @@ class Machine(Askable):
             Resumed: self._resumed,
             Drain: self._drain,
             Dumped: self._dumped,
+            Unsaved: self._unsaved,
             StopAsked: self._stop_asked,
             ScaleAsked: self._scale_asked,
             KillAsked: self._kill_asked,
@@ -212,6 +214,12 @@ class Machine(Askable):
         if self._dump is not None:
             self._dump.waiting.discard(member.rank)
             self._end_dump()
+
+    def _unsaved(self, link: int, said: Unsaved) -> None:
+        member = self._speakers.get(link)
+        if isinstance(member, Member):
+            self._count("unsaved")
+            self._publish(member.name, "unsaved", said.reason, Level.WARNING)
 
     def _child_started(self, link: int, said: Started) -> None:
         member = self._child(link, said)

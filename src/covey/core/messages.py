@@ -400,6 +400,13 @@ class Dumped(Message, frozen=True):
     path: Sentence
 
 
+class Unsaved(Message, frozen=True):
+    """A rank: the checkpoint of this step is not on disk, and why."""
+
+    step: int
+    reason: Sentence
+
+
 class Settled(Message, frozen=True):
     """A parameter server: by this sharing everything that is mine is here, and my copy is where it belongs."""
 
@@ -503,7 +510,7 @@ class Confirmed(Message, frozen=True):
     unheard_s: float
 
 
-FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Settled | Put | Get
+FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Unsaved | Settled | Put | Get
 ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
 FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
 Visitor = Ask | AskStory | StopAsked | ScaleAsked | KillAsked

@@ -200,7 +200,12 @@ class Intake:
 
     def _answer(self, key: Key, code: Code, reason: str, retry_ms: int = 0) -> None:
         waiting = self._waiting.pop(key, None)
-        for request in waiting.requests if waiting is not None else ():
+        if waiting is not None:
+            self._tell(waiting, code, reason, retry_ms)
+
+    def _tell(self, waiting: Waiting, code: Code, reason: str, retry_ms: int) -> None:
+        requests, waiting.requests = waiting.requests, []
+        for request in requests:
             self._replies.say(request, code, reason, retry_ms=retry_ms)
 
     def _refuse(self, key: Key, outcome: Outcome) -> None:
@@ -223,7 +228,8 @@ class Intake:
     def expire(self, now: float) -> None:
         """Whoever has waited long enough is told to try again."""
         for key in [key for key, waiting in self._waiting.items() if now > waiting.until]:
-            if not self._server.claims.held.get(key[0], {}).get(key[1], True):
-                continue  # granted, and being written: its answer comes
+            if not self._server.claims.held.get(key[0], {}).get(key[1], True):  # granted, and being written: who asks again
+                self._tell(self._waiting[key], Code.NOT_READY, UNKNOWN, RETRY_MS)  # hears of it then
+                continue
             self._server.claims.dropped(*key)
             self._answer(key, Code.NOT_READY, UNKNOWN, RETRY_MS)

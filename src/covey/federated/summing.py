@@ -27,7 +27,7 @@ from covey.federated.part import Part, Sum
 from covey.federated.peers import Peers
 from covey.federated.privacy import ring
 from covey.federated.privacy.session import unmask
-from covey.federated.store import State
+from covey.federated.store import State, Unstored
 from covey.federated.strategies import Strategy
 from covey.federated.updates import Update, read, unpack
 from covey.node.log import log
@@ -133,8 +133,7 @@ async def columns(
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * count * size)  # a disk found full later would be a signal, not an error
+        _reserve(path, 4 * size * count)
         rows = np.memmap(path, np.float32, "r+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
@@ -169,6 +168,15 @@ def _by_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) 
 def _failed(strategy: Strategy, method: str, error: Exception) -> UsageError:
     name = f"{type(strategy).__name__}.{method}"
     return UsageError(f"{name} failed ({type(error).__name__}: {error}): the model stays as it was", ExitCode.BAD_SCRIPT)
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Room on the disk, before it is mapped: a map of a file that has none is a signal, not an error. Raises `Unstored`."""
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+    except OSError as error:
+        raise Unstored(f"{path} has no room for {size} bytes of updates ({error.strerror}): free the disk") from None
 
 
 async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIterator[tuple[Update, Floats]]:

@@ -490,8 +490,9 @@ def raise_file_limit() -> None:
 
 def exit_now(code: int) -> None:
     """End this process without returning to the program: it must never run training code in the scheduler's place."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from covey.core.messages import Number
-from covey.errors import UsageError
+from covey.errors import StoreError, UsageError
 from covey.train import resume
 from covey.train.checkpoint import Checkpoint
 from covey.train.collectives import Collectives
@@ -176,14 +176,15 @@ class Handover:
         return Donation(step=self._walk.step, applied=self._state.applied, before=self._before, state=state)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """At a boundary."""
+        """At a boundary. Raises `StoreError`."""
         step = self._walk.step
         if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
             self._served.save(step, str(checkpoint.folder.absolute()), checkpoint.keep)
         checkpoint.save(step, self.now(), **self._writer())
 
     def dump(self) -> tuple[int, str]:
-        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path."""
+        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path; no path where
+        the disk refuses, which is said: another rank's may do."""
         gasp = self._checkpoint or Checkpoint("covey_dump")
         step = self._walk.step + self._state.applied
         state = self._about() | self._state.at_rest() | {"step": step}
@@ -191,7 +192,11 @@ class Handover:
             state["course"] = self._walk.ahead.state()
         if self._served.any:
             self._served.gasp(step, str(gasp.folder.absolute()))
-        return step, str(gasp.dump(step, state, **self._writer()))
+        try:
+            return step, str(gasp.dump(step, state, **self._writer()))
+        except StoreError as error:
+            log.error("%s", error)
+            return step, ""
 
     def _about(self) -> dict[str, Any]:
         place = self._group.place

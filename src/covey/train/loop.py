@@ -33,6 +33,7 @@ from covey.train.following import follow
 from covey.train.gloo import torch_module
 from covey.train.group import Group
 from covey.train.handover import Handover
+from covey.train.keeping import Keeping
 from covey.train.pace import Pace
 from covey.train.reducer import Reducer
 from covey.train.state import State
@@ -88,6 +89,7 @@ class Loop:
         known = follower.take() if follower is not None else NOTHING
         self._walk.set_out(group, self._collectives)
         self._handover = Handover(self._state, self._walk, self._served, self._sharded, group, self._collectives, checkpoint)
+        self._keeping = Keeping(checkpoint, self._handover.save, group.meeting) if checkpoint is not None else None
         if self._sharded is not None:
             self._sharded.begin(self._handover.share)
         self._pace = Pace()
@@ -188,12 +190,18 @@ class Loop:
         """Each epoch's number and its micro-batches, from where this rank stands. What the program does after the last of them
         belongs to the epoch's last step, and is healed with it."""
         self._walk.unload()
-        while self.step < self.steps:
-            self._open = True
-            yield self.epoch, self._of_epoch()
-            if self._open:
-                raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
-            self._commit()
+        try:
+            while self.step < self.steps:
+                self._open = True
+                yield self.epoch, self._of_epoch()
+                if self._open:
+                    raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
+                self._commit()
+            if self._keeping is not None and not self._served.any:  # servers write down a step only as it is committed
+                self._keeping.try_again(self.step)
+        finally:  # also where the program leaves early
+            if self._keeping is not None:
+                self._keeping.close()
         if self._walk.stream is not None:
             self._walk.stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
@@ -274,8 +282,8 @@ class Loop:
             together = self._sharded.copies if self._sharded is not None else 0
             busy_s = self._pace.lap(self._collectives.waited_s if self._collectives is not None else 0.0)
             meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together))
-        if self._checkpoint is not None and self._checkpoint.due(self.step):
-            self._handover.save(self._checkpoint)
+        if self._keeping is not None and self._keeping.due(self.step):
+            self._keeping.save(self.step)
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
                 meeting.say(Dumped(*self._handover.dump()))  # in case nobody is left to take this rank over
