@@ -8,7 +8,7 @@ fi
 export MS_ENABLE_RECOVERY=1                # Enable disaster recovery
 export MS_RECOVERY_PATH=./recovery/        # Set the disaster recovery file save path
 
-export MS_WORKER_NUM=8              # Set the number of Worker processes in the cluster to 8
+export MS_WORKER_NUM=${WORKERS:-8}  # Set the number of Worker processes in the cluster, as for run.sh
 export MS_SCHED_HOST=127.0.0.1      # Set the Scheduler IP address to the local loop address
 export MS_SCHED_PORT=8118           # Set the Scheduler Port
 

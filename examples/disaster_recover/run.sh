@@ -1,5 +1,5 @@
 #!/bin/bash
-# Starts 8 workers and the scheduler on this machine, in the background, with disaster recovery: bash run.sh
+# Starts 8 workers (WORKERS=3: three) and the scheduler on this machine, in the background, with disaster recovery: bash run.sh
 # Kill any of them, and bring it back with recover.sh. A second run.sh goes on from the newest checkpoint in ./ckpt_of_rank.
 # They train on MNIST where DATA_PATH names its folder, or where it lies in ./MNIST_Data, else on the digits in ../data.
 EXEC_PATH=$(pwd)
@@ -7,6 +7,7 @@ if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then
     export DATA_PATH=${EXEC_PATH}/MNIST_Data/train/
 fi
 
+WORKERS=${WORKERS:-8}
 export MS_ENABLE_RECOVERY=1                # Enable disaster recovery
 export MS_RECOVERY_PATH=./recovery/        # Set the disaster recovery file save path
 
@@ -14,10 +15,10 @@ rm -rf device
 mkdir device
 echo "start training"
 
-# Loop start of 8 Worker training processes
-for((i=0;i<8;i++));
+# Loop start of the Worker training processes
+for((i=0;i<WORKERS;i++));
 do
-    export MS_WORKER_NUM=8          # Set the number of Worker processes in the cluster to 8
+    export MS_WORKER_NUM=$WORKERS   # Set the number of Worker processes in the cluster
     export MS_SCHED_HOST=127.0.0.1  # Set the Scheduler IP address to the local loop address
     export MS_SCHED_PORT=8118       # Set the Scheduler Port
     export MS_ROLE=MS_WORKER        # Set the startup process to MS_WORKER role
@@ -26,7 +27,7 @@ do
 done
 
 # Start 1 Scheduler process
-export MS_WORKER_NUM=8              # Set the number of Worker processes in the cluster to 8
+export MS_WORKER_NUM=$WORKERS       # Set the number of Worker processes in the cluster
 export MS_SCHED_HOST=127.0.0.1      # Set the Scheduler IP address to the local loop address
 export MS_SCHED_PORT=8118           # Set the Scheduler Port
 export MS_ROLE=MS_SCHED             # Set the startup process to MS_SCHED role

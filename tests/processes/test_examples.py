@@ -1,7 +1,7 @@
 """The examples, run as their README says: as shipped, from a copy, since some write beside themselves.
 
-Those that README.md and the tutorials type are run by test_walkthrough.py: 02 (`make run`), 07, 08, 11, and the seeds' own
-scripts. 04 is run by test_elastic.py, 10 by test_taskd.py.
+Those that README.md and the tutorials type are run by test_walkthrough.py: 02 (`make run`), 07, 08, 10, 11, and the seeds'
+own scripts. 04 is run by test_elastic.py.
 """
 
 from __future__ import annotations

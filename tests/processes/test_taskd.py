@@ -1,4 +1,7 @@
-"""TaskD's flow with real processes: manager.py beside torchrun, whose workers covey keeps."""
+"""TaskD's flow with real processes: manager.py beside torchrun, whose workers covey keeps.
+
+Deaths of workers and of the manager in the example are typed from its tutorial (test_walkthrough.py).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,13 @@ import importlib.util
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.processes.command import Shell
-from tests.processes.harness import STAY, Process, nodes_of
+from tests.processes.harness import STAY, Process
 
-from covey.core.model import Phase
-from covey.core.view import ClusterView
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORKERS = 3
 DEADLINE_S = 100.0  # for any one event: torch is imported by torchrun and by the template
 
@@ -49,11 +47,6 @@ class Flow(Shell):
     def manager(self, **env: str | int | None) -> Process:
         return self.start([sys.executable, "manager.py"], name="manager", env=self.env | env)
 
-    def kill(self, node: str, role: str = "worker") -> None:
-        """kill -9 of a node, as soon as its process is known."""
-        view = self.until(lambda view: nodes_of(view, role)[node].pid > 0, f"the process of {role} {node}")
-        psutil.Process(nodes_of(view, role)[node].pid).kill()
-
     def torchrun(self, *words: str, patched: bool = True, **env: str | int | None) -> Process:
         """torchrun with the seed's line in its run.py, or as it is."""
         if not patched:
@@ -74,39 +67,6 @@ def flow(tmp_path: Path) -> Iterator[Flow]:
         yield flow
     finally:
         flow.end()
-
-
-def back(rank: str, restarts: int = 1) -> Callable[[ClusterView], bool]:
-    """Whether a rank was started again and all go on."""
-    return lambda view: view.phase is Phase.READY and nodes_of(view)[rank].restarts == restarts
-
-
-def test_the_example_heals_its_workers_and_survives_its_manager(flow: Flow) -> None:
-    shutil.copytree(EXAMPLES, flow.folder / "examples")
-    folder = flow.folder / "examples" / "process_rescheduling"
-    (folder / "manager.py").write_text(MANAGER)
-    wishes: dict[str, str | int | float | None] = {
-        "GPUS_PER_NODE": WORKERS,
-        "STEPS": 1500,
-        "LD_PRELOAD": "/nowhere/libtaskd.so",
-        "PYTHONPATH": flow.path,
-    }
-    run = flow.start(["bash", "examples/10_taskd.sh"], cwd=flow.folder, env=flow.env | wishes)
-    run.wait_for("step  100 ", deadline_s=DEADLINE_S)
-
-    flow.kill("1")
-    flow.until(back("1"), "rank 1 to be back")
-    flow.kill("sched", "scheduler")
-    run.wait_for("this host goes on in its place, from its journal")  # torchrun's own process
-    again = flow.start([sys.executable, "manager.py"], name="again", cwd=folder, env=flow.env)
-    again.wait_for("this manager only watches")
-    flow.kill("0")
-    flow.until(back("0"), "rank 0 to be back")
-
-    assert run.wait(DEADLINE_S) == 0, run.tail()
-    assert again.wait() == 0, again.tail()
-    assert len({run.wait_for(rf"rank {rank} done, test (accuracy \S+)")[1] for rank in range(WORKERS)}) == 1
-    flow.nobody()
 
 
 # Its first life dies on rank 1; the others never end by themselves in theirs.

@@ -172,3 +172,29 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> No
             wait(terminal.ended, f"the end of {terminal.command}")
     finally:
         processes.end()
+
+
+# What the first script of a page takes as given.
+GIVEN = {
+    "README.md": """
+import torch
+def batches_of(rank, world):
+    return [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(3)]
+""",
+    "docs/healing.md": """
+import torch
+dataset = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
+""",
+}
+
+
+@pytest.mark.parametrize("page", GIVEN)
+def test_the_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
+    script = next(block.text for block in blocks(ROOT / page) if block.language == "python")
+    (tmp_path / "train.py").write_text(GIVEN[page] + script)
+    processes = Processes(tmp_path)
+    try:
+        process = processes.start([sys.executable, "train.py"])
+        assert process.wait(DEADLINE_S) == 0, process.tail()
+    finally:
+        processes.end()

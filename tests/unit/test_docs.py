@@ -86,6 +86,10 @@ def test_the_files_that_documents_name_exist() -> None:
     for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "examples/README.md"]:
         named = re.findall(r"(?<![.\w/])(?:examples|config|deploy|bench|src|tests)/[\w/.-]*\w\.\w+\b", path.read_text())
         assert [file for file in named if not (ROOT / file).exists()] == [], path
+        rooms = "|".join(room.name for room in (ROOT / "src/covey").iterdir() if room.is_dir())
+        inside = re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", path.read_text())
+        places = (ROOT / "src/covey", ROOT, path.parent)
+        assert [file for file in inside if not any((place / file).exists() for place in places)] == [], path
 
 
 def test_the_tests_that_failures_names_exist() -> None:
