@@ -12,4 +12,8 @@ CMD ["operator", "run"]
 
 FROM base AS training
 RUN pip install --no-cache-dir -c constraints.txt torch && pip install --no-cache-dir -c constraints.txt .
+# what a submitted example imports beside itself
+COPY examples/digits.py examples/
+COPY examples/data examples/data
+ENV PYTHONPATH=/covey/examples
 WORKDIR /work

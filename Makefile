@@ -46,11 +46,11 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.formation $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.scale $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.recovery $(if $(QUICK),--quick)
-	$(BIN)/python -m bench.takeover $(if $(QUICK),--times 1)
+	$(BIN)/python -m bench.takeover $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.overhead $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.federated $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.operator $(if $(QUICK),--quick)
-	$(BIN)/python -m bench.params $(if $(QUICK),--rounds 3 --table 1000000)
+	$(BIN)/python -m bench.params $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.mindspore $(if $(QUICK),--quick)
 	$(BIN)/python -m bench.scoreboard $(if $(QUICK),--quick)
 
@@ -61,7 +61,8 @@ peers: $(STAMP)
 
 # Each part takes MINUTES. FROM is the first seed of the simulation.
 soak: $(STAMP)
-	$(BIN)/python -m tests.simulation.soak --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES)
+	for game in cluster resizing servers federation; do \
+		$(BIN)/python -m tests.simulation.soak $$game --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES) || exit 1; done
 	$(BIN)/python -m tests.soak.trained --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.federated_load --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.fuzz --seconds $$(( 60 * $(MINUTES) ))

@@ -163,7 +163,9 @@ def measure_flower(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small numbers, about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="small numbers of the small model; of Flower only its persistent path"
+    )
     parser.add_argument("--private", action="store_true", help="only what privacy costs")
     parser.add_argument("--memory", action="store_true", help="only what devices cost in memory")
     options = parser.parse_args()
@@ -175,9 +177,10 @@ def main() -> None:
     if options.private:
         aims = private.aims(secure)
         data: dict[str, Any] = {"machine": about, "private": secure, "aims": [aim._asdict() for aim in aims]}
-        name = "federated-private-quick" if options.quick else "federated-private"
-        return publish(name, data, [aims_table(aims), *private.sections(secure)], lambda figure: _draw_private(figure, secure))
-    python = str(peers.python_of("flower") or "")
+        data["quick"] = options.quick
+        sections = [aims_table(aims), *private.sections(secure)]
+        return publish("federated-private", data, sections, lambda figure: _draw_private(figure, secure))
+    python = str(peers.python_of("flower", install=not options.quick) or "")
     few = options.quick
     updates = {
         (label, servers, durability): measure_updates(
@@ -185,15 +188,20 @@ def main() -> None:
         )
         for label, size in SIZES.items()
         for servers, durability in ((1, "none"), (1, "process"), (1, "disk"), (2, "process"), (2, "host"))
-        if not (few and label == "1 M" and durability != "process")
+        if not (few and (label == "1 M" or durability in ("disk", "host")))
     }
-    cases = [(label, size, clients) for label, size in SIZES.items() for clients in (4, 10) if not (few and size >= 10**6)]
+    cases = [
+        (label, size, clients)
+        for label, size in SIZES.items()
+        for clients in (4, 10)
+        if not (few and (size >= 10**6 or clients > 4))
+    ]
     rounds = {(label, clients): measure_rounds(size, clients, 20 if few else 100) for label, size, clients in cases}
     peer = {
         (label, clients): measure_flower(size, clients, 20 if few else 50, python) if python else None
         for label, size, clients in cases
     }
-    deployed = measure_flower(SIZES["62 k"], 4, 3, python, "federated_flower_deployed.py") if python else None
+    deployed = measure_flower(SIZES["62 k"], 4, 3, python, "federated_flower_deployed.py") if python and not few else None
     simulated = spread([one.framework_s for one in simulate(1000, 3 if few else 10, FedAvg())])
     one, none = updates[("62 k", 1, "process")], updates[("62 k", 1, "none")]
     two = updates[("62 k", 2, "process")]
@@ -233,10 +241,11 @@ def main() -> None:
         table(["model", "clients", "Flower SuperLink and SuperNodes, ms per round"], [["62 k", "4", _shown(deployed)]]),
         memory.section(resident),
         *private.sections(secure),
-        "" if python else "Flower does not install here, so its column is empty.",
+        "" if python else "Flower is not installed here, so its column is empty.",
     ]
     data = {
         "machine": about,
+        "quick": options.quick,
         "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in updates.items()],
         "rounds": [{"model": k[0], "clients": k[1], **v, "flower": peer[k]} for k, v in rounds.items()],
         "flower_deployed": deployed,
@@ -253,7 +262,7 @@ def main() -> None:
         axes.set_xlabel("updates per second of the servers' CPU")
         axes.invert_yaxis()
 
-    return publish("federated-quick" if options.quick else "federated", data, sections, draw)
+    return publish("federated", data, sections, draw)
 
 
 def _publish_memory(about: dict[str, Any], rows: list[dict[str, float]], *, quick: bool) -> None:
@@ -267,8 +276,8 @@ def _publish_memory(about: dict[str, Any], rows: list[dict[str, float]], *, quic
         axes.legend()
 
     aims = memory.aims(rows)
-    data = {"machine": about, "memory": rows, "aims": [aim._asdict() for aim in aims]}
-    publish("federated-memory-quick" if quick else "federated-memory", data, [aims_table(aims), memory.section(rows)], draw)
+    data = {"machine": about, "quick": quick, "memory": rows, "aims": [aim._asdict() for aim in aims]}
+    publish("federated-memory", data, [aims_table(aims), memory.section(rows)], draw)
 
 
 def _draw_private(figure: Any, found: dict[str, Any]) -> None:

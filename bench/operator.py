@@ -268,7 +268,7 @@ async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
             break
         except ApiError:
             await asyncio.sleep(0.05)
-    python = str(peers.python_of("kopf") or "")
+    python = str(peers.python_of("kopf", install=not quick) or "")
     jobs, idle, deaths = (20, 50, 5) if quick else (100, 1000, 40)
 
     async def space(name: str) -> str:
@@ -307,14 +307,14 @@ def main() -> None:
             for process in reversed(processes):
                 process.kill()
                 process.wait()
-    report(about, found)
+    report(about, found, quick)
 
 
 def best(runs: list[Run]) -> Run:
     return min(runs, key=lambda run: run.seconds)
 
 
-def report(about: dict[str, Any], found: dict[str, Any]) -> None:
+def report(about: dict[str, Any], found: dict[str, Any], quick: bool) -> None:
     runs: dict[str, list[Run]] = found["runs"]
     rows = [
         [name, f"{best(r).seconds:.2f} s", f"{best(r).cpu:.2f} s", f"{best(r).mib:.0f} MiB", f"{best(r).first * 1000:.0f} ms"]
@@ -351,7 +351,7 @@ def report(about: dict[str, Any], found: dict[str, Any]) -> None:
         right.plot([1000 * t for t in times], "o-")
         right.set_title("pod failed → replacement (ms)")
 
-    data = {**found, "machine": about, "runs": {name: [run._asdict() for run in r] for name, r in runs.items()}}
+    data = {**found, "machine": about, "quick": quick, "runs": {name: [run._asdict() for run in r] for name, r in runs.items()}}
     publish("operator", data, sections, draw)
 
 

@@ -1,6 +1,6 @@
 """Parameter servers: how fast whole parameters and rows go to and fro, and what rows weigh. Each beside its peer, in one run.
 
-    python -m bench.params [--rounds 10] [--table 10000000]
+    python -m bench.params [--quick] [--rounds 10] [--table 10000000]
 
 Whole: push and pull through two servers, against two processes that only receive and send back the same bytes. Rows: a
 batch's unique rows of 64 floats pulled and pushed, against torch.distributed.rpc doing the same. Memory: a server's, over
@@ -144,26 +144,30 @@ def weight(count: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--table", type=int, default=10_000_000)
+    parser.add_argument("--quick", action="store_true", help="few rounds, little to send, and a small table")
+    parser.add_argument("--rounds", type=int, default=0, help="of each measurement (10; 3 with --quick)")
+    parser.add_argument(
+        "--table", type=int, default=0, help="rows whose memory is looked at (10,000,000; 1,000,000 with --quick)"
+    )
     asked = parser.parse_args()
+    rounds, size = asked.rounds or (3 if asked.quick else 10), asked.table or (1_000_000 if asked.quick else 10_000_000)
     lines: list[list[str]] = []
     aims: list[Aim] = []
-    data: dict[str, Any] = {"machine": machine(), "whole": []}
-    for megabytes in MEGABYTES:
-        raw = spread(plain(megabytes, asked.rounds))
+    data: dict[str, Any] = {"machine": machine(), "quick": asked.quick, "whole": []}
+    for megabytes in MEGABYTES[:2] if asked.quick else MEGABYTES:
+        raw = spread(plain(megabytes, rounds))
         for copies, limit in ((0, 0.6), (1, 0.3)):
-            mine = spread(whole(copies, megabytes, asked.rounds))
+            mine = spread(whole(copies, megabytes, rounds))
             ratio = raw.median / mine.median
             lines.append([str(megabytes), str(copies), _rate(megabytes, mine), _rate(megabytes, raw), f"{ratio:.2f}"])
             what = f"{megabytes} MB, copies {copies}, of a raw socket"
             aims.append(Aim(what, f"≥ {limit}", f"{ratio:.2f}", ratio >= limit))
             data["whole"].append({"what": what, "covey": mine._asdict(), "raw": raw._asdict()})
-    many = 10 * asked.rounds
+    many = 10 * rounds
     data["rows"] = {"copies 0": rows(0, many), "copies 1": rows(1, many), "torch.distributed.rpc": rpc_rows(many)}
-    times, size = weight(asked.table)
-    data["memory"] = {"rows": asked.table, "over rows and state": times, "GB": size}
-    aims.append(Aim(f"memory of {asked.table} x 16 and momentum", "≤ 1.3", f"{times:.2f} ({size:.2f} GB)", times <= 1.3))
+    times, gigabytes = weight(size)
+    data["memory"] = {"rows": size, "over rows and state": times, "GB": gigabytes}
+    aims.append(Aim(f"memory of {size} x 16 and momentum", "≤ 1.3", f"{times:.2f} ({gigabytes:.2f} GB)", times <= 1.3))
     by_row = [[who, f"{rate:,.0f}"] for who, rate in data["rows"].items()]
     sections = [
         "## A whole parameter, pushed and pulled through two servers",

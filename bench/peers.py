@@ -15,7 +15,7 @@ EVERY: dict[str, tuple[str, ...]] = {  # each in an environment of its own
     "torchft": ("torch", "torchft==0.2.0", "numpy"),
     "flower": ("flwr", "numpy"),
     "kopf": ("kopf", "aiohttp"),
-    "mindspore": ("mindspore==2.10.0",),
+    "mindspore": ("mindspore==2.10.0", "COVEY"),
     "fuzz": ("atheris==3.0.0", "COVEY"),  # tools that need covey beside them: not peers, but installed in the same way
     "audit": ("pip-audit",),
     "mutation": ("mutmut==3.8.0", "pytest<9", "pytest-timeout", "hypothesis", "COVEY"),
@@ -28,13 +28,16 @@ def needs() -> list[str]:
     return [wish.partition(";")[0].strip() for wish in found]
 
 
-def python_of(name: str) -> Path | None:
-    """The interpreter of a peer's environment; None, with a sentence, where it does not install."""
+def python_of(name: str, *, install: bool = True) -> Path | None:
+    """The interpreter of a peer's environment; None, with a sentence, where it does not install or shall not be installed."""
     packages = [word for wish in EVERY[name] for word in (needs() if wish == "COVEY" else [wish])]
     folder = FOLDER / name
     python, stamp = folder / "bin" / "python", folder / "installed"
     if stamp.exists() and stamp.read_text().split() == packages:
         return python
+    if not install:
+        print(f"{name} is not installed and is left out: python -m bench.peers {name} brings it", file=sys.stderr, flush=True)
+        return None
     print(f"installing {name} into {folder.relative_to(FOLDER.parent)} ...", file=sys.stderr, flush=True)
     try:
         venv.create(folder, clear=True, with_pip=True)

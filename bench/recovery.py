@@ -47,32 +47,33 @@ def torchrun() -> list[str]:
     return [*start, "--nproc-per-node", str(WORLD), "--max-restarts", "100", str(SCRIPTS / "restarted_loop.py")]
 
 
-def measure_kills(kills: int, peer_kills: int) -> Found:
+def measure_kills(kills: int, peer_kills: int, *, quick: bool) -> Found:
     far = (50, 150)
     found = {
         COVEY: deaths(COVEY, covey(), ["0", "0", "0"], world=WORLD, count=kills),
-        LOADERS: deaths(LOADERS, covey(), ["2", "0", "0"], world=WORLD, count=kills),
         TORCHRUN: deaths(TORCHRUN, torchrun(), ["0"], world=WORLD, count=peer_kills, between=far),
-        TORCHRUN_LOADERS: deaths(TORCHRUN_LOADERS, torchrun(), ["2"], world=WORLD, count=peer_kills, between=far),
     }
-    python = peers.python_of("torchft")
+    if not quick:
+        found[LOADERS] = deaths(LOADERS, covey(), ["2", "0", "0"], world=WORLD, count=kills)
+        found[TORCHRUN_LOADERS] = deaths(TORCHRUN_LOADERS, torchrun(), ["2"], world=WORLD, count=peer_kills, between=far)
+    python = peers.python_of("torchft", install=not quick)
     if python is not None:
         launch = [str(python), str(SCRIPTS / "torchft_launch.py"), str(WORLD)]
         found[TORCHFT] = deaths(TORCHFT, launch, [], world=WORLD, count=peer_kills, between=far)
     return found
 
 
-def measure_sizes(kills: int) -> dict[int, list[Death]]:
+def measure_sizes(sizes: tuple[int, ...], kills: int) -> dict[int, list[Death]]:
     return {
-        size: deaths(f"{size} MB", covey(), ["0", str(size), "0"], world=WORLD, count=kills, between=(5, 15))
-        for size in SIZES_MB
+        size: deaths(f"{size} MB", covey(), ["0", str(size), "0"], world=WORLD, count=kills, between=(5, 15)) for size in sizes
     }
 
 
-def measure_spares(kills: int) -> dict[str, list[Death]]:
+def measure_spares(kills: int, *, quick: bool) -> dict[str, list[Death]]:
     """The same training with a spare and without, in turn; with 100 MB more; and with a start that takes long."""
     found: dict[str, list[Death]] = {}
-    for what, megabytes, slow_s in (("small", 0, 0.0), ("100 MB", 100, 0.0), (f"{SLOW_S:g} s before its loop", 0, SLOW_S)):
+    cases = [("small", 0, 0.0), ("100 MB", 100, 0.0), (f"{SLOW_S:g} s before its loop", 0, SLOW_S)]
+    for what, megabytes, slow_s in cases[:1] if quick else cases:
         for spares in (1, 0):
             name = f"{what}, {'a spare' if spares else 'none'}"
             command, arguments = covey("--spares", str(spares)), ["0", str(megabytes), str(slow_s)]
@@ -100,10 +101,13 @@ def seconds(found: list[Death]) -> Spread:
 def aims(kills: Found, moved: list[dict[str, Any]], spares: Found, load: float) -> list[Aim]:
     found = [Aim("a spare that stands by: part of a core", f"at most {SPARE_LOAD:.0%}", f"{load:.2%}", load <= SPARE_LOAD)]
     for megabytes, limit_s in SPARE_MEDIAN_S.items():
-        mine = seconds(spares[f"{f'{megabytes} MB' if megabytes else 'small'}, a spare"]).scaled(1000)
+        with_one = spares.get(f"{f'{megabytes} MB' if megabytes else 'small'}, a spare")
+        if with_one is None:
+            continue
+        mine = seconds(with_one).scaled(1000)
         what = f"a spare, {megabytes} MB more state: kill to next step"
         found.append(Aim(what, f"median {1000 * limit_s:g} ms", mine.show(" ms", 0), mine.median <= 1000 * limit_s))
-    for way, peer in PEERS.items():
+    for way, peer in ((way, peer) for way, peer in PEERS.items() if way in kills):
         theirs = seconds(kills[peer]).median
         mine = seconds(kills[way]).scaled(1000)
         limit = f"median {1000 * MEDIAN_S:g} ms, worst {1000 * WORST_S:g} ms"
@@ -135,6 +139,11 @@ def phases(found: list[Death]) -> list[float]:
     """Median milliseconds after the kill at which the replacement reached each phase, and all ranks the next step."""
     medians = [statistics.median(d.phases[phase] for d in found if phase in d.phases) for phase in PHASES]
     return [1000 * value for value in [*medians, seconds(found).median]]
+
+
+def waterfalls(kills: Found, sizes: dict[int, list[Death]]) -> Found:
+    """Those of covey's, whose replacements stamp their phases."""
+    return {way: kills[way] for way in PEERS if way in kills} | {f"{size} MB": found for size, found in sizes.items()}
 
 
 def phases_table(ways: dict[str, list[Death]]) -> str:
@@ -182,7 +191,7 @@ def draw(kills: Found, sizes: dict[int, list[Death]]) -> Callable[[Any], None]:
         every.set_yscale("log")
         every.set_ylabel("ms from kill -9 to the next step on all ranks")
         every.legend()
-        ways = {COVEY: kills[COVEY], LOADERS: kills[LOADERS]} | {f"{size} MB": found for size, found in sizes.items()}
+        ways = waterfalls(kills, sizes)
         labels = ("until the script's first line", "joining", "building the model", "attaching the state", "the step itself")
         ends = [phases(found) for found in ways.values()]
         for number, label in enumerate(labels):
@@ -198,20 +207,21 @@ def draw(kills: Found, sizes: dict[int, list[Death]]) -> Callable[[Any], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few kills, about two minutes")
-    parser.add_argument("--kills", type=int, default=0, help="kills of each kind of covey's training (24; 6 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="few kills, no loader workers, little state")
+    parser.add_argument("--kills", type=int, default=0, help="kills of each kind of covey's training (24; 4 with --quick)")
     options = parser.parse_args()
     about = machine()
-    kills = measure_kills(options.kills or (6 if options.quick else 24), 2 if options.quick else 5)
-    sizes = measure_sizes(1 if options.quick else 3)
-    spares = measure_spares(options.kills or (3 if options.quick else 24))
-    load = measure_standing_by(10.0 if options.quick else 60.0)
-    hangs = measure_hangs(2 if options.quick else 6)
-    moved = [bandwidth.measure(size, 5 if options.quick else 15) for size in SIZES_MB]
+    quick = options.quick
+    kills = measure_kills(options.kills or (4 if quick else 24), 1 if quick else 5, quick=quick)
+    sizes = measure_sizes(SIZES_MB[1:2] if quick else SIZES_MB, 1 if quick else 3)
+    spares = measure_spares(options.kills or (2 if quick else 24), quick=quick)
+    load = measure_standing_by(5.0 if quick else 60.0)
+    hangs = measure_hangs(1 if quick else 6)
+    moved = [bandwidth.measure(size, 5 if quick else 15) for size in (SIZES_MB[:2] if quick else SIZES_MB)]
     found = aims(kills, moved, spares, load)
     data = {
         "machine": about,
-        "quick": options.quick,
+        "quick": quick,
         "kills": {way: [death._asdict() for death in rows] for way, rows in kills.items()},
         "sizes": {size: [death._asdict() for death in rows] for size, rows in sizes.items()},
         "spares": {way: [death._asdict() for death in rows] for way, rows in spares.items()},
@@ -220,7 +230,6 @@ def main() -> None:
         "bandwidth": moved,
         "aims": [aim._asdict() for aim in found],
     }
-    waterfalls = {COVEY: kills[COVEY], LOADERS: kills[LOADERS]} | {f"{size} MB": rows for size, rows in sizes.items()}
     after = seconds(hangs).show(" s")
     hung = (
         f"A worker that stops without dying (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {after} to the next step on all ranks."
@@ -228,12 +237,12 @@ def main() -> None:
     sections = [
         aims_table(found),
         kills_table(kills),
-        phases_table(waterfalls),
+        phases_table(waterfalls(kills, sizes)),
         sizes_table(sizes, kills[COVEY]),
         spares_table(spares),
     ]
     sections += [hung, moved_table(moved)]
-    publish("recovery-quick" if options.quick else "recovery", data, sections, draw(kills, sizes))
+    publish("recovery", data, sections, draw(kills, sizes))
 
 
 if __name__ == "__main__":

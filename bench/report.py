@@ -1,6 +1,7 @@
 """What every benchmark says in the same way: the machine, a median with its spread, a growth exponent, and three files.
 
-A result is `NAME.json` (everything), `NAME.md` (the tables, also printed) and `NAME.png` (one picture).
+A result is `NAME.json` (everything), `NAME.md` (the tables, also printed) and `NAME.png` (one picture). Those of a quick pass
+lie in a folder of their own, which is not kept: they say that a benchmark works, not how fast anything is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
+QUICK = RESULTS / "quick"
 
 
 class Spread(NamedTuple):
@@ -84,7 +86,7 @@ def aims_table(aims: Iterable[Aim]) -> str:
 
 
 def publish(name: str, data: dict[str, Any], sections: Sequence[str], draw: Callable[[Any], None]) -> None:
-    """Print the sections and write all three files. `draw` gets matplotlib's Figure."""
+    """Print the sections and write all three files; data["quick"] says where. `draw` gets matplotlib's Figure."""
     about = data["machine"]
     load = ", ".join(f"{value:.1f}" for value in about["load"])
     after = ", ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -92,10 +94,11 @@ def publish(name: str, data: dict[str, Any], sections: Sequence[str], draw: Call
     intro = f"{about['system']}, Python {about['python']}, torch {about['torch']}, {about['at']}. {quiet}"
     text = "\n\n".join([f"# {name}", intro, *sections]) + "\n"
     data = {**data, "load_after": list(os.getloadavg())}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
-    (RESULTS / f"{name}.md").write_text(text)
-    _picture(RESULTS / f"{name}.png", draw)
+    folder = QUICK if data["quick"] else RESULTS
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(text)
+    _picture(folder / f"{name}.png", draw)
     print(text)
 
 

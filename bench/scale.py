@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan([1000, 2000, 5000, 10_000], [125, 1250, 12_500], [1000, 5000], 5, 30.0)
-QUICK = Plan([1000, 3000], [125, 375], [1000], 2, 6.0)
+QUICK = Plan([1000, 3000], [125], [1000], 2, 5.0)
 WAYS = Plan([1000, 10_000], [125, 1000, 4000, 12_500], [], 2, 10.0)
 
 
@@ -231,7 +231,7 @@ def compare_ways(plan: Plan, about: Figures) -> None:
     """A worker with a link of its own beside one behind an agent, up to 100,000 of them: a few minutes."""
     found = [measure(size, plan) for size in plan.sizes]
     relayed = [measure(PER_HOST * agents, plan._replace(repeats=1), Hosts) for agents in plan.agents]
-    data = {"machine": about, "scales": found, "agents": relayed}
+    data = {"machine": about, "quick": False, "scales": found, "agents": relayed}
     publish("scale-ways", data, [ways_table([*found, *relayed])], draw_ways(found, relayed))
 
 
@@ -255,7 +255,7 @@ def draw_ways(found: list[Figures], relayed: list[Figures]) -> Callable[[Any], N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 nodes, less than a minute")
+    parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 nodes")
     parser.add_argument("--ways", action="store_true", help="only what a worker costs directly and through its agent")
     parser.add_argument("--nodes", type=int, nargs="+", help="these sizes instead")
     parser.add_argument("--agents", type=int, nargs="+", help=f"these numbers of agents, of {PER_HOST} workers each, instead")
@@ -284,7 +284,7 @@ def main() -> None:
     grown = table(["cost", "grows as nodes to the power of"], [[name, f"{x:.2f}"] for name, x in growth.items()])
     ways = [figures for figures in [*found, *relayed] if figures["late"] or "beat_share" in figures]
     sections = [aims_table(judged), nodes_table(found), ways_table(ways), grown, peer_table(found, peers)]
-    return publish("scale-quick" if options.quick else "scale", data, sections, draw(found, peers))
+    return publish("scale", data, sections, draw(found, peers))
 
 
 if __name__ == "__main__":

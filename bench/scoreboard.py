@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from bench.peers import FOLDER
-from bench.report import RESULTS, table
+from bench.report import QUICK, RESULTS, table
 
 FEDERATED = ("federated", "federated-private", "federated-memory")
 ORDER = ("formation", "mindspore", "recovery", "overhead", "takeover", "scale", "scale-ways", "params", *FEDERATED, "operator")
@@ -44,13 +44,12 @@ def peer_versions() -> dict[str, str]:
     return found
 
 
-def page(folder: Path, quick: bool) -> str:
-    names = [name + "-quick" * quick for name in ORDER]
-    there = [name for name in names if (folder / f"{name}.md").exists()]
+def page(folder: Path) -> str:
+    there = [name for name in ORDER if (folder / f"{name}.md").exists()]
     aims = [row for name in there for row in rows(name, (folder / f"{name}.md").read_text())]
     held = sum(row[-1] == "yes" for row in aims)
     versions = ", ".join(f"{name} {version}" for name, version in peer_versions().items()) or "none installed here"
-    missing = [name for name in names if name not in there]
+    missing = [name for name in ORDER if name not in there]
     parts = [
         "# Scoreboard",
         f"{held} of {len(aims)} aims held. Each number is from the newest run of its benchmark; a ratio is against a peer in"
@@ -65,11 +64,11 @@ def page(folder: Path, quick: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="of the quick results; printed, not written")
+    parser.add_argument("--quick", action="store_true", help="of the quick results")
     options = parser.parse_args()
-    text = page(RESULTS, options.quick)
-    if not options.quick:
-        (RESULTS / "README.md").write_text(text)
+    folder = QUICK if options.quick else RESULTS
+    text = page(folder)
+    (folder / "README.md").write_text(text)
     print(text)
 
 

@@ -1,6 +1,7 @@
 """A training that does not notice a death.
 
-covey run -n 4 examples/02_healing.py             # then kill -9 any worker, as often as you like: the last line stays the same
+covey run -n 4 examples/02_healing.py             # then kill -9 any worker, as often as you like: the last line stays the same.
+                                                  # It takes seconds: STEPS=100000 gives you time for that
 covey run -n 4 examples/02_healing.py --kill 2    # rank 2 is killed in the middle, once
 python examples/02_healing.py                     # the same script alone
 """
@@ -22,18 +23,19 @@ torch.set_num_threads(1)
 train, test = ([torch.from_numpy(array) for array in load(part)] for part in ("train", "test"))
 pixels = train[0][0].numel()
 model = nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+steps = int(os.getenv("STEPS", "1000"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 loss_fn = nn.CrossEntropyLoss()
 
 data = covey.Data(torch.utils.data.TensorDataset(*train), batch_size=32)  # each worker gets its own part of every epoch
 doomed = int(sys.argv[2]) if sys.argv[1:2] == ["--kill"] else -1
 began = -1  # the step this process began with: a replacement does not begin with the first
 
-loop = covey.Loop(model, optimizer, data, steps=1000, schedulers=[schedule])  # knows what a replacement must receive
+loop = covey.Loop(model, optimizer, data, steps=steps, schedulers=[schedule])  # knows what a replacement must receive
 for images, labels in loop:
     began = loop.step if began < 0 else began
-    if covey.get_rank() == doomed and loop.step == 500 and began == 0:
+    if covey.get_rank() == doomed and loop.step == steps // 2 and began == 0:
         os.kill(os.getpid(), signal.SIGKILL)  # as kill -9 from outside: nothing of this process gets a chance to say goodbye
     optimizer.zero_grad()
     loss = loss_fn(model(images), labels)

@@ -1,7 +1,8 @@
 #!/bin/bash
-# Two hosts, made of network namespaces at one cable, train together: sudo bash examples/03_two_hosts.sh
+# Two hosts, made of network namespaces at one cable, train together: sudo env PATH="$PATH" bash examples/03_two_hosts.sh
 # Each runs the same command; the one that has the address of --master starts the scheduler. Needs root and iproute2's ip.
 set -e
+[ "$(id -u)" = 0 ] || { echo "$0 makes network namespaces, which needs root: sudo env PATH=\"\$PATH\" bash $0" >&2; exit 1; }
 cd "$(dirname "$0")"
 name=covey$$
 logs=${LOGS:-covey_logs}

@@ -6,11 +6,10 @@ import time
 
 started = time.monotonic()
 
-from mindspore.communication import get_rank, init  # type: ignore[import-not-found]  # noqa: E402
-from stamps import Stamps  # type: ignore[import-not-found]  # noqa: E402
-
 import mindspore  # type: ignore[import-not-found]  # noqa: E402
 from mindspore import ops  # noqa: E402
+from mindspore.communication import get_rank, init  # type: ignore[import-not-found]  # noqa: E402
+from stamps import Stamps  # type: ignore[import-not-found]  # noqa: E402
 
 mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
 init()

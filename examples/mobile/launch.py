@@ -53,13 +53,14 @@ def launch(role, folder, log, options, node_id=None, index=0):
     return process, path, before
 
 
-def says(started, sentence, limit_s=15.0):
+def says(started, sentence, limit_s=30.0):
     """Whether every process of this call has said it within a limit; one that ended is a sentence and the end."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
-        for process, path, _ in started:
+        for process, path, before in started:
             if process.poll() is not None:
-                sys.exit(f"{path.parent} ended with code {process.returncode}: {path.read_text().splitlines()[-1]}")
+                said = path.read_bytes()[before:].decode(errors="replace").splitlines() or ["it said nothing"]
+                sys.exit(f"{path.parent} ended with code {process.returncode}: {said[-1]}")
         if all(sentence in path.read_bytes()[before:].decode() for _, path, before in started):
             return True
         time.sleep(0.05)

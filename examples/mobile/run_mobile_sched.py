@@ -1,6 +1,7 @@
 """Starts the scheduler in the background; its log is scheduler/scheduler.log."""
 
 import argparse
+import sys
 
 from launch import SCHEDULING, launch, options, says
 
@@ -15,4 +16,6 @@ parser.add_argument("--fl_server_port", type=int, default=6666)
 parser.add_argument("--scheduler_manage_port", type=int, default=11202)
 parser.add_argument("--config_file_path", default="")
 
-says([launch("MS_SCHED", "scheduler", "scheduler.log", options(parser), node_id=20)], SCHEDULING)
+started = launch("MS_SCHED", "scheduler", "scheduler.log", options(parser), node_id=20)
+if not says([started], SCHEDULING):
+    sys.exit(f"the scheduler is slow to start: {started[1]} will say '{SCHEDULING}'")

@@ -16,5 +16,8 @@ for name, key in KEYS.items():
 options = vars(parser.parse_args())
 options.pop("device_target")
 covey.set_fl_context(enable_fl=True)
-covey.set_fl_context(**{name: from_text(name, text) for name, text in options.items()})
+try:
+    covey.set_fl_context(**{name: from_text(name, text) for name, text in options.items()})
+except covey.CoveyError as error:
+    parser.exit(error.exit_code, f"covey: {error}\n")
 covey.federated.run(lenet5())

@@ -7,29 +7,30 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.http.serving import TOKEN, Shown, a_view, serving
+from tests.http.chromium import Tab, browsers, picture
+from tests.http.serving import TOKEN, Shown, a_node, a_view, serving
 from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 
 from covey.console import jobs
-from covey.core.effects import Publish
+from covey.core.effects import Level, Publish
+from covey.core.messages import KillAsked, ScaleAsked
 from covey.core.model import NodeState, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
-from covey.errors import ExitCode
+from covey.errors import ExitCode, PeerError
 
 pytestmark = pytest.mark.timeout(240)
-CHROMIUM = shutil.which("chromium") or ""
-WAIT_MS = 60_000
 SCRIPT = """
 import pathlib, sys, time
 import torch
@@ -62,37 +63,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM:
-        pytest.skip("chromium is not installed here")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Tab:
-    """A tab, what went wrong in it, and whom it asked for anything."""
-
-    def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(viewport={"width": 1280, "height": 860}, **options)
-        self.context.set_default_timeout(WAIT_MS)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def row(self, node: str, state: str = "alive") -> Any:
-        return self.page.locator(f'.scroller .row[id="row-{node}"][data-state="{state}"]')
-
-    def view(self, name: str) -> None:
-        self.page.click(f'#tabs a[data-view="{name.partition("/")[0]}"]')
-
-    def until(self, script: str) -> None:
-        """Asked from outside: what playwright has for this evaluates a text in the page, and the page's policy forbids that."""
-        until(lambda: self.page.evaluate(script), script, WAIT_MS / 1000, lambda: f"{self.page.content()}\n{self.complaints}")
+    yield from browsers()
 
 
 @pytest.fixture
@@ -100,10 +71,6 @@ def tab(browser: Any) -> Iterator[Tab]:
     made = Tab(browser)
     yield made
     made.context.close()
-
-
-def picture(page: Any, folder: Path, name: str) -> None:
-    page.screenshot(path=Path(os.environ.get("COVEY_PICTURES") or folder) / f"{name}.png", animations="disabled")
 
 
 def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tmp_path: Path) -> None:
@@ -133,6 +100,7 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     tab.until("document.querySelector('[id=\"row-worker:1\"] .c-restarts').textContent === '1'")
     tab.row("worker:1").wait_for()
     page.locator(".panel .story li", has_text="died").wait_for()
+    page.locator(".note", has_text="worker:1 (rank 1): killed by SIGKILL. recover-in-place resumed after").wait_for()
     assert page.locator(".panel .facts div", has_text="process").locator("dd").inner_text() != before
     page.keyboard.press("Escape")
 
@@ -153,6 +121,29 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     tab.until("document.querySelector('#phase').textContent === 'ready'")
     tab.until("!document.querySelector('.note')")
     picture(page, tmp_path, "console")
+
+    tab.row("worker:0").click()
+    page.click(".panel >> text=Drain host…")
+    page.click("dialog button.primary")
+    page.locator("dialog .trouble", has_text="at least one worker").wait_for()
+    page.keyboard.press("Escape")
+    tab.row("worker:3").click()
+    page.click(".panel >> text=Drain…")
+    page.click("dialog button.primary")
+    tab.until("document.querySelector('[data-of=\"workers\"]').textContent === '3 / 3'")
+    page.keyboard.press("Escape")
+    page.click("#actions >> text=Scale…")
+    page.click("dialog button.primary")
+    page.locator("dialog .trouble", has_text="there are 3 workers already").wait_for()
+
+    scheduler = next(node["pid"] for node in shell.nodes() if node["role"] == "scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+    page.fill('dialog input[name="wanted"]', "2")
+    page.click("dialog button.primary")  # heard by the next scheduler, or by nobody: both are said
+    page.locator("dialog .trouble", has_text="does not answer").or_(page.locator(".note", has_text="scale in")).first.wait_for()
+    page.keyboard.press("Escape")
+    tab.until("document.querySelector('#line').textContent === 'live'")
+    tab.until("document.querySelector('#phase').textContent === 'ready'")
 
     page.goto(f"http://127.0.0.1:{port}/#logs/worker:0")
     tab.until("document.querySelector('.log')?.childElementCount > 5")
@@ -266,11 +257,127 @@ def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
         page.evaluate("scrollTo(0, 0)")
         picture(page, tmp_path, "console-thousand")
         page.emulate_media(color_scheme="dark")
-        page.set_viewport_size({"width": 390, "height": 780})
+        page.set_viewport_size({"width": 360, "height": 780})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a phone need not scroll sideways"
         page.evaluate("scrollTo(0, 0)")
         picture(page, tmp_path, "console-phone")
         assert tab.complaints == []
+
+
+# Every text that is seen, and how far its colour is from what is behind it, as WCAG reckons it.
+CONTRASTS = """() => {
+  const channels = (colour) => colour.match(/[0-9.]+/g).map(Number);
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const [r, g, b, a = 1] = channels(getComputedStyle(e).backgroundColor);
+      if (a > 0) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!own || !element.checkVisibility() || !element.getBoundingClientRect().width) continue;
+    const style = getComputedStyle(element);
+    const ink = light(channels(element instanceof SVGElement ? style.fill : style.color).slice(0, 3));
+    const paper = light(behind(element));
+    const contrast = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    found.push([contrast, `${element.tagName}.${element.getAttribute("class")} ${element.textContent.slice(0, 30)}`]);
+  }
+  return found;
+}"""
+
+
+NOTES = (
+    "import('/console/actions.js').then(({ note }) => { note('told', { link: 'to', to: '#' }); note('bad', { bad: true }); })"
+)
+
+
+def a_crowd() -> Shown:
+    """One of everything that has a colour."""
+    states = (NodeState.ALIVE, NodeState.SUSPECT, NodeState.DEAD, NodeState.LEFT)
+    nodes = [a_node(Role.WORKER, rank, state) for rank, state in enumerate(states)]
+    slow = msgspec.structs.replace(a_node(Role.WORKER, 4), busy_s=0.5, straggles=3.0, log="rank-4.log")
+    source = Shown(a_view(*nodes, slow))
+    for level in Level:
+        source.story.add(Publish("worker-1", "died", "killed by SIGKILL", level), 1.0)
+    return source
+
+
+def test_every_text_can_be_read_and_a_small_phone_need_not_scroll_sideways(browser: Any, tmp_path: Path) -> None:
+    with serving(a_crowd()) as port:
+        for scheme in ("light", "dark"):
+            tab = Tab(browser, color_scheme=scheme)
+            page = tab.page
+            page.goto(f"http://127.0.0.1:{port}/")
+            tab.row("worker:worker-4", "slow").click()
+            page.locator(".panel >> text=Kill…").click()
+            page.locator("dialog .danger").hover()
+            seen = page.evaluate(CONTRASTS)
+            page.keyboard.press("Escape")
+            page.keyboard.press("Escape")
+            page.evaluate(NOTES)
+            page.set_viewport_size({"width": 360, "height": 700})
+            for view in ("nodes", "recoveries", "story", "logs", "settings"):
+                tab.view(view)
+                seen += page.evaluate(CONTRASTS)
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+                picture(page, tmp_path, f"console-{scheme}-{view}")
+            assert [(round(contrast, 2), what) for contrast, what in seen if contrast < 4.5] == [] and len(seen) > 60
+            tab.context.close()
+
+
+def test_everything_can_be_done_by_keys(tab: Tab) -> None:
+    source = a_crowd()
+    with serving(source) as port:
+        page, press = tab.page, tab.page.keyboard.press
+        page.goto(f"http://127.0.0.1:{port}/")
+        tab.row("worker:worker-4", "slow").wait_for()
+        focused = "(e => e.textContent.slice(0, 20) || e.id || e.getAttribute('aria-label'))(document.activeElement)"
+        outlined = "getComputedStyle(document.activeElement).outlineStyle !== 'none'"
+        reached = []
+        for _ in range(40):
+            press("Tab")
+            reached.append(page.evaluate(focused))
+            assert page.evaluate(outlined), reached
+            if page.evaluate("document.activeElement.matches('.scroller')"):
+                break
+        order = ["Skip to the content", "covey", "Scale…", "Dump…", "Stop…", "?", "Cluster", "Settings", "filter", "restarts"]
+        assert [name for name in reached if name in order] == order
+        press("End")
+        press("Enter")  # the last row is that of rank 4
+        page.locator(".panel h2", has_text="worker-4").wait_for()
+        for button, wished in (("Kill…", "wishes"), ("Drain…", "scales")):
+            while page.evaluate(focused) != button:
+                press("Tab")
+            press("Enter")
+            page.wait_for_selector("dialog[open]")
+            press("Escape")
+            tab.until("!document.querySelector('dialog')")
+            assert page.evaluate(focused) == button and getattr(source, wished) == []
+            press("Enter")
+            while page.evaluate(focused) != button.rstrip("…"):
+                press("Tab")
+            press("Enter")
+            until(partial(getattr, source, wished), wished, 60)
+            tab.until("!document.querySelector('dialog')")
+        assert source.wishes == [KillAsked("worker:worker-4", "asked by 127.0.0.1")]
+        assert source.scales == [ScaleAsked(node_ids=["worker:worker-4"])]
+        press("Escape")
+        tab.until("!document.querySelector('.panel') && document.activeElement.matches('.scroller')")
+        for key, view in zip("2345", ("recoveries", "story", "logs", "settings"), strict=True):
+            press(key)
+            tab.until(f"document.querySelector('#tabs [aria-current]').dataset.view === '{view}'")
+        press("s")
+        page.keyboard.type("7")
+        assert page.evaluate("document.querySelector('dialog input').value") == "7"
+        press("Enter")
+        until(lambda: len(source.scales) == 2, "the wish", 60)
+        assert source.scales[1].more == 3 and tab.complaints == []
 
 
 class Jobs:
@@ -279,6 +386,17 @@ class Jobs:
     def __init__(self) -> None:
         self.story = Story()
         self.story.add(Publish("team/digits", "Recovered", "worker-1 runs again"), 1.0)
+
+    async def ask(self, key: tuple[str, str], method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        raise PeerError(f"{'/'.join(key)} has no scheduler here")
+
+    def stream(self, key: tuple[str, str]) -> AsyncIterator[bytes]:
+        raise PeerError(f"{'/'.join(key)} has no scheduler here")
+
+    async def scale(self, key: tuple[str, str], workers: int) -> str:
+        raise PeerError("not here")
+
+    suspend = scale
 
     def jobs(self) -> list[dict[str, Any]]:
         progress = {"phase": "ready", "step": 1200, "world": 4, "recovery": "recover of worker:1, 140 ms"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import ipaddress
 import logging
@@ -138,6 +139,19 @@ def test_one_connection_too_many_is_refused_and_the_others_stay(loop_factory: Lo
         with dial(port) as third:
             assert read_to_end(third).startswith(b"HTTP/1.1 503 ")
         assert first.get("/nodes").status_code == second.get("/nodes").status_code == 200
+
+
+@both_loops
+def test_connections_that_say_nothing_keep_nobody_out(loop_factory: Loop) -> None:
+    served = serving(Shown(a_view()), limits=limits(connections=2), loop_factory=loop_factory)
+    with served as port, dial(port) as oldest, dial(port) as other, client(port) as polite:
+        assert polite.get("/nodes").status_code == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert oldest.recv(1) == b"", "it made room"
+        with client(port) as another:
+            assert another.get("/nodes").status_code == polite.get("/nodes").status_code == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert other.recv(1) == b""
 
 
 # -- beginning and ending --------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from pathlib import Path
 class Hosts:
     """So many hosts. Everything is in namespaces of its own, so that nothing of this machine changes."""
 
-    def __init__(self, name: str, count: int = 2) -> None:
+    def __init__(self, name: str, count: int = 2, network: str = "10.91.7") -> None:
         self._names = [f"{name}-{index}" for index in range(count)]
         self._switch = f"{name}-switch"
-        self.addresses = [f"10.91.7.{index + 1}" for index in range(count)]
+        self.addresses = [f"{network}.{index + 1}" for index in range(count)]
         self.addresses6 = [f"fd91:7::{index + 1}" for index in range(count)]
         self.name = "first.test"  # of the first one
 

@@ -92,7 +92,7 @@ def test_an_example_ends_with_the_same_bits_whoever_dies(shell: Shell, example: 
 
 # What a MindSpore script is, in its networking: the same program as scheduler and as worker, by MS_* variables.
 STAND_IN = """
-import os, socket, sys, time
+import os, signal, socket, sys, time
 
 place = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"])
 world, role, life = int(os.environ["MS_WORKER_NUM"]), os.environ["MS_ROLE"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -114,7 +114,7 @@ while True:
 assert scheduler.recv(1) == b"!"
 print(f"life {life}: node {os.environ['MS_NODE_ID']} of {world} on device {os.environ['DEVICE_ID']}", flush=True)
 if life == "0" and os.environ["MS_NODE_ID"] == sys.argv[1]:
-    sys.exit("the operator failed")
+    exec(sys.argv[2])
 """
 
 
@@ -122,15 +122,19 @@ if life == "0" and os.environ["MS_NODE_ID"] == sys.argv[1]:
 def test_mindspores_own_scheduler_and_workers_are_started_and_restarted(shell: Shell) -> None:
     shell.script(STAND_IN, "train.py")
     words = ["run", "-n", "2", "--framework", "mindspore"]
-    ends = shell.covey(*words, "train.py", "1")
+    ends = shell.covey(*words, "train.py", "1", 'sys.exit("the operator failed")')
     assert ends.wait(LONG_S) == 1 and "first failure: rank 1" in ends.text() and "the operator failed" in ends.text(), (
         ends.tail()
     )
-    for failing in ("0", "1"):
+    for failing, how, told in (
+        ("0", "os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),  # its parent, which covey watches, ends as it did
+        ("1", "sys.exit(3)", "exit code 3"),
+    ):
         shell.logs = shell.folder / f"logs-{failing}"
-        again = shell.covey(*words, "--max-restarts", "1", "train.py", failing, name=f"again-{failing}")
+        again = shell.covey(*words, "--max-restarts", "1", "train.py", failing, how, name=f"again-{failing}")
         assert again.wait(LONG_S) == 0, again.tail()
+        assert f"worker:{failing} died ({told}), restart 1 of 1" in again.text(), again.tail()
         for rank in (0, 1):
             assert f"life 1: node {rank} of 2 on device {rank}" in shell.log(rank)
-        assert "life 1: the scheduler has ended in order" in shell.log(0)
+        assert "life 1: the scheduler has ended in order" in shell.log("mindspore_scheduler")
     shell.nobody()

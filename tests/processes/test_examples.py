@@ -1,33 +1,29 @@
 """The examples, run as their README says: as shipped, from a copy, since some write beside themselves.
 
-The startup scripts keep the seeds' fixed port, so each runs in a network namespace of its own.
+Those that README.md and the tutorials type are run by test_walkthrough.py: 02 (`make run`), 07, 08, 11, and the seeds' own
+scripts. 04 is run by test_elastic.py, 10 by test_taskd.py.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes.federation import ports
-from tests.processes.harness import Process, Processes, free_port
-from tests.processes.network import Hosts, hosts_possible
+from tests.documents import PAGES, blocks
+from tests.processes.harness import Process, Processes
+from tests.processes.network import hosts_possible
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINED_S = 240.0  # for up to eight interpreters that import torch and train, beside other tests
 pytestmark = pytest.mark.timeout(TRAINED_S + 30)
-
-# A startup script leaves its processes in the background; read by the shell itself, it lets the shell tell how they ended.
-WAITED = '. ./{} {}; for job in $(jobs -p); do wait "$job"; echo "ended with $?"; done'
 
 
 class Examples(Processes):
@@ -47,20 +43,6 @@ class Examples(Processes):
         assert process.wait(TRAINED_S) == 0, process.tail()
         return process.text()
 
-    def startup(self, script: str, *words: str, home: Path, on: list[str], **env: str | int) -> Process:
-        """Start one of the startup scripts on a host."""
-        line = WAITED.format(script, " ".join(words))
-        return self.start([*on, "bash", "-c", line], name=home.name, cwd=home / "startup_method", env=env)
-
-    def logs(self, home: Path) -> dict[str, str]:
-        """By name, what the processes of a startup script wrote."""
-        return {path.stem: path.read_text() for path in sorted((home / "startup_method" / "device").iterdir())}
-
-    def tails(self) -> str:
-        """With what the processes of startup scripts said: the shell itself says little."""
-        found = sorted(self.folder.glob("*/startup_method/device/*.log"))
-        return "\n".join([super().tails(), *(f"--- {path}\n{path.read_text()}" for path in found)])
-
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Iterator[Examples]:
@@ -69,20 +51,6 @@ def examples(tmp_path: Path) -> Iterator[Examples]:
         yield found
     finally:
         found.end()
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    made = Hosts(f"ex{os.getpid()}")
-    try:
-        made.__enter__()
-    except (subprocess.CalledProcessError, OSError) as error:
-        why = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else error
-        pytest.fail(f"The startup scripts run in network namespaces, which need root and iproute2's ip: {why}.")
-    try:
-        yield made
-    finally:
-        made.__exit__()
 
 
 def losses(log: str) -> list[float]:
@@ -96,12 +64,6 @@ def accuracy(text: str) -> float:
     return float(found[1])
 
 
-def has_learned(log: str) -> bool:
-    """A rank sees the same few batches in every one of ten epochs, so its loss falls from each to the next."""
-    found = losses(log)
-    return len(found) == 10 and found[-1] < 0.9 * found[0] and found == sorted(found, reverse=True)
-
-
 def test_digits_alone(examples: Examples) -> None:
     text = examples.said(sys.executable, examples.home / "01_digits.py")
     assert accuracy(text) > 0.9
@@ -113,15 +75,6 @@ def test_digits_with_four_workers(examples: Examples) -> None:
     assert accuracy(text) > 0.9
     assert "all 4 workers finished" in text
     assert [(examples.folder / f"logs/worker_{rank}.log").read_text() for rank in (1, 2, 3)] == ["", "", ""]
-
-
-def test_a_worker_is_killed_in_the_middle(examples: Examples) -> None:
-    """What `make run` shows."""
-    words: list[str | Path] = ["covey", "run", "-n", "4", "--log-dir", "logs", examples.home / "02_healing.py", "--kill", "2"]
-    text = examples.said(*words)
-    assert len(re.findall(r"^covey: recover-in-place of worker:2 \(killed by SIGKILL\): .* resumed$", text, re.MULTILINE)) == 1
-    assert [int(step) for step in re.findall(r"step +(\d+) ", text)] == list(range(0, 1000, 100))
-    assert float(re.findall(r"test accuracy ([0-9.]+), test loss", text)[0]) > 0.9
 
 
 def test_two_hosts_in_namespaces(examples: Examples) -> None:
@@ -145,14 +98,6 @@ def test_parameter_servers(examples: Examples) -> None:
     assert "AUC on unseen lines" in text and "all 2 workers finished" in text
 
 
-@pytest.mark.parametrize("script", ["07_federated.sh", "08_secure_aggregation.sh"])
-def test_a_federation(examples: Examples, script: str) -> None:
-    where: dict[str, str | int] = {"PORT": ports(2), "SCHEDULER_PORT": free_port(), "FOLDER": str(examples.folder)}
-    text = examples.said("bash", examples.home / script, **where)
-    found = re.search(r"^test accuracy ([0-9.]+) after the last iteration of 8 devices$", text, re.MULTILINE)
-    assert found and float(found[1]) > 0.8, text
-
-
 def test_an_msjob(examples: Examples) -> None:
     """The samples of config/samples are run by the tests of the operator."""
     text = examples.said("bash", examples.home / "09_msjob.sh", "--dry-run", "--json", IMAGE="an/image")
@@ -161,45 +106,15 @@ def test_an_msjob(examples: Examples) -> None:
     assert script["data"]["02_healing.py"] == (EXAMPLES / "02_healing.py").read_text()
 
 
-def test_every_example_is_in_the_table() -> None:
+def test_every_example_is_in_the_table_and_is_run() -> None:
     table = (EXAMPLES / "README.md").read_text()
-    numbered = {path.name for path in EXAMPLES.iterdir() if path.name[:2].isdigit()}
-    assert {name[:2] for name in numbered} == {f"{number:02}" for number in range(1, 12)}
-    assert [name for name in numbered if f"`{name}" not in table] == []
-
-
-def test_a_torchrun_script_runs_unchanged(examples: Examples) -> None:
-    text = examples.said("covey", "run", "-n", "2", "--log-dir", "logs", examples.home / "11_torchrun.py")
-    assert accuracy(text) > 0.85
-    assert "rank 1 of 2, local rank 1" in (examples.folder / "logs/worker_1.log").read_text()
-
-
-def test_the_startup_script_of_one_host(examples: Examples, hosts: Hosts) -> None:
-    run = examples.startup("run_dynamic_cluster.sh", home=examples.home, on=hosts.on(0))
-    assert run.wait(TRAINED_S) == 0
-    logs = examples.logs(examples.home)
-    assert run.text().splitlines() == ["start training", *["ended with 0"] * 9], examples.tails()
-    assert list(logs) == ["scheduler", *(f"worker_{rank}" for rank in range(8))]
-    for rank in range(8):
-        assert f"rank {rank} of 8, local rank {rank} of 8" in logs[f"worker_{rank}"]
-        assert has_learned(logs[f"worker_{rank}"]), logs[f"worker_{rank}"]
-
-
-def test_the_startup_scripts_of_two_hosts(examples: Examples, hosts: Hosts) -> None:
-    """The user's secret file, made by whoever comes first and seen by both hosts, is all they need to find together."""
-    homes = [examples.home, examples.copy("second")]
-    runs = [
-        examples.startup(f"run_dynamic_cluster_{n + 1}.sh", hosts.addresses[0], home=homes[n], on=hosts.on(n)) for n in (0, 1)
-    ]
-    assert [run.wait(TRAINED_S) for run in runs] == [0, 0]
-    logs = [examples.logs(home) for home in homes]
-    for run, jobs in zip(runs, (5, 4), strict=True):
-        assert run.text().splitlines() == ["start training", *["ended with 0"] * jobs], examples.tails()
-    assert [len(on_host) for on_host in logs] == [5, 4]
-    for rank in range(8):
-        log = logs[rank // 4][f"worker_{rank}"]
-        assert f"rank {rank} of 8, local rank {rank % 4} of 4" in log
-        assert has_learned(log), log
+    numbered = {path for path in EXAMPLES.iterdir() if path.name[:2].isdigit()}
+    assert {path.name[:2] for path in numbered} == {f"{number:02}" for number in range(1, 12)}
+    assert [path.name for path in numbered if f"`{path.name}" not in table] == []
+    typed = [block.text for page in PAGES for block in blocks(page) if block.language == "console"]
+    tests = [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
+    run = "\n".join([*typed, *tests])
+    assert [path.name for path in numbered if not re.search(rf"examples/\S*{path.stem}|\"{path.stem}", run)] == []
 
 
 def test_a_startup_script_wants_the_address_of_node_1(examples: Examples) -> None:

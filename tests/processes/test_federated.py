@@ -36,7 +36,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
     judge = "FedAvg(), lambda model: {'loss': float(abs(model['w']).sum())}"
-    federation = Federation(shell, 2, 3, strategy=judge, fl_iteration_num=5)
+    config = shell.script('{"recovery": {"storage_type": 1, "storage_file_path": "kept/"}}', "config.json")
+    federation = Federation(shell, 2, 3, strategy=judge, fl_iteration_num=5, config_file_path=config)
     crowd = Crowd(federation)
     crowd.until_over()
     assert crowd.rounds == {1, 2, 3, 4, 5}
@@ -48,19 +49,27 @@ def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
     losses = {number: float(abs(expected(number, 3)).sum()) for number in range(1, 6)}
     assert instance["metrics"]["central_loss"] == pytest.approx(losses[5], rel=1e-4)
     best = min(losses, key=lambda number: losses[number])
-    assert instance["bestIteration"] == best
+    assert instance["bestIteration"] == best and instance["currentIteration"] == 5
+    for number, is_kept in {best: True, 4: True, 1: best == 1}.items():
+        iteration, weights = federation.device("x").model(number)
+        assert iteration == (number if is_kept else 5), "a model that is kept, or the newest"
+        assert np.array_equal(weights["w"].reshape(-1), expected(iteration, 3))
     about = on_the_page(federation)
     assert [done["round"] for done in about["rounds"]] == [1, 2, 3, 4, 5] and about["updates"] == 15
     assert about["rounds"][-1]["loss"] == pytest.approx(losses[5], rel=1e-4)
     assert set(about["load"]) == {"0", "1"} and about["instance"]["instanceStatus"] == "kFinish"
     status = shell.ask("federated", "status")
-    assert status.code == 0 and "iteration 6 of 5, kFinish" in " ".join(status.text().split())
-    models = sorted(path.name for path in (shell.folder / "state").glob("federated_*/*/server_0/models/*.safetensors"))
+    assert status.code == 0 and "iteration 5 of 5, kFinish" in " ".join(status.text().split())
+    models = sorted(path.name for path in (shell.folder / "kept").glob("*/server_0/models/*.safetensors"))
     kept = {int(name.rsplit("_", 1)[1].removesuffix(".safetensors")) for name in models}
     assert kept == {3, 4, 5, best}, "the newest three, and the best"
     assert shell.ask("federated", "stop").code == 0
     assert federation.up.wait() == 0
     shell.nobody()
+    again = Federation(shell, 2, 3, strategy=judge, fl_iteration_num=5, config_file_path=config)
+    assert again.instance()["instanceStatus"] == "kFinish", "what recovery found goes on where it was"
+    iteration, weights = again.device("x").model()
+    assert iteration == 5 and np.array_equal(weights["w"].reshape(-1), expected(5, 3))
 
 
 def on_the_page(federation: Federation) -> dict[str, Any]:
@@ -104,8 +113,8 @@ def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None
     assert federation.instance()["counted"] == 0 and federation.instance()["currentIteration"] == 3
 
 
-def test_devices_evaluate_where_the_plan_asks_and_it_is_weighed_by_samples(shell: Shell) -> None:
-    federation = Federation(shell, 2, 2, fl_iteration_num=2, eval_every=2)
+def test_devices_evaluate_a_small_model_where_the_plan_asks_and_it_is_weighed_by_samples(shell: Shell) -> None:
+    federation = Federation(shell, 2, 2, fl_iteration_num=2, eval_every=2, download_compress_type="QUANT")
     devices = [federation.device(0, 1), federation.device(1, 2)]
     asked = []
     for _ in range(2):
@@ -116,7 +125,10 @@ def test_devices_evaluate_where_the_plan_asks_and_it_is_weighed_by_samples(shell
             if task.plan.evaluate:
                 task.evaluated(100 * (number + 1), loss=1.0 + number, accuracy=0.5 * number)
             assert task.send(update(number, task.iteration))
-        devices[0].model(len(asked) // 2)
+        iteration, weights = devices[0].model(len(asked) // 2)
+        layout = Layout({"w": (SIZE // 10, 10)})
+        given = layout.grow(layout.shrink(expected(iteration, 2)))
+        assert np.array_equal(weights["w"].reshape(-1), given), "in 8 bits, of the exact model"
     assert asked == [False, False, True, True]
     until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the last iteration", story=federation.tails)
     metrics = federation.instance()["metrics"]
@@ -301,6 +313,7 @@ def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> N
         f"{managed.urls()[0]}/startFLJob", json={"fl_id": "a", "timestamp": int(1000 * time.time()), "data_size": 1}
     ).json()
     assert answer["retcode"] == 300 and answer["reason"] == "The server's training job is disabled or finished."
+    assert answer["instance"] == "kDisable", "what a program goes by"
     assert managed.device("a").model()[0] == 0
     assert managed.ask("/enableFLS")["result"]["instanceStatus"] == "kRunning"
     assert managed.ask("/newInstance", {"start_fl_job_threshold": 1})["result"]["start_fl_job_threshold"] == 1

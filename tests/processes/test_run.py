@@ -69,6 +69,22 @@ def test_a_pipe_gets_plain_lines_and_rank_0s_output(shell: Shell) -> None:
     assert ports and ports[3] == str(shell.logs), run.text()
 
 
+def test_what_an_earlier_run_left_in_a_log_is_not_echoed(shell: Shell) -> None:
+    """Rank 1 is started after rank 0, which waits for torch: its log is looked at before it writes there."""
+    shell.script("import torch\nprint('of this run')", "t.py")
+    shell.logs.mkdir(exist_ok=True)
+    (shell.logs / "worker_1.log").write_text("of an earlier run\n")
+    run = shell.ask("run", "-n", "2", "--tail_worker_log", "1", "t.py")
+    assert run.code == 0 and "of this run" in run.text(), run.tail()
+    assert "of an earlier run" not in run.text(), run.text()
+
+
+def test_closed_streams_are_open_to_nowhere(shell: Shell) -> None:
+    shell.script("print('hello')", "t.py")
+    closed = shell.ask("run", "-n", "2", "t.py", before=["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-"])
+    assert (closed.code, shell.log(0)) == (0, "hello\n")
+
+
 def test_a_terminal_gets_a_table(shell: Shell) -> None:
     shell.script(REPORTS, "t.py")
     terminal = Terminal()

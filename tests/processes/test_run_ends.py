@@ -50,6 +50,14 @@ def test_the_first_failure_ends_the_run(shell: Shell, kind: str, how: str, code:
     shell.nobody()
 
 
+def test_a_program_that_ends_while_others_wait_for_it_ends_the_run_at_once(shell: Shell) -> None:
+    shell.script("import covey\ncovey.init()\nfor _ in range(5 + (covey.get_rank() != 1)):\n    covey.barrier()\n", "t.py")
+    run = shell.ask("run", "-n", "3", "t.py", env=PATIENT)
+    assert run.code == 30, run.tail()
+    assert re.search(r"rank 1 has come to the end of its program, but rank [02] waits for it in collective -1\.5", run.text())
+    shell.nobody()
+
+
 def test_the_report_says_what_the_others_were_doing(shell: Shell) -> None:
     script = "import covey, time\ncovey.init()\ncovey.report(7 + covey.get_rank(), 'forward')\nprint('up', flush=True)\n"
     shell.script(script + "time.sleep(1000)\n", "t.py")

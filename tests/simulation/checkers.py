@@ -124,7 +124,8 @@ class Checker:
             return
         workers = len(cluster.of(Role.WORKER))
         right = 1 <= workers <= cluster.settings.most if self._resizes else workers == cluster.settings.worker_num
-        if cluster.phase not in (Phase.FORMING, Phase.ENDED) and not right:
+        formed, ended = cluster.phase not in (Phase.FORMING, Phase.ENDED), cluster.phase is Phase.ENDED
+        if formed and not right:
             raise Violation(f"{cluster.phase} with {workers} workers", scheduler.name)
         taken: set[tuple[str, int]] = set()
         lives = [member.life for member in cluster.members.values() if member.life]
@@ -137,10 +138,9 @@ class Checker:
             if member.rank >= 0 and place in taken:
                 raise Violation(f"two members hold rank {member.rank} of {place[0]}", member.name)
             taken.add(place)
-            if member.link and member.link not in scheduler.links and cluster.phase is not Phase.ENDED:
+            if member.link and not ended and member.link not in scheduler.links:
                 raise Violation(f"{member.name} is spoken for by link {member.link}, which is closed", member.name)
-            size = cluster.size(member.role)
-            if cluster.phase not in (Phase.FORMING, Phase.ENDED) and not 0 <= member.rank < size:
+            if formed and not 0 <= member.rank < (size := cluster.size(member.role)):
                 raise Violation(f"{member.name} is a member of a formed cluster with rank {member.rank} of {size}", member.name)
         if cluster.phase is Phase.READY:
             absent = [m.name for m in cluster.members.values() if m.state is NodeState.DEAD]

@@ -14,6 +14,7 @@ from covey.core.incidents import Incident
 from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Record, Role
 
 Key = tuple[str, ...]
+GROUPS = {Role.WORKER: "workers", Role.SPARE: "spares"}  # the others are servers
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Record).decode
 
@@ -30,7 +31,7 @@ def key_of(record: Record) -> Key:
 
 
 def group_of(role: Role) -> str:
-    return {Role.WORKER: "workers", Role.SPARE: "spares"}.get(role, "servers")
+    return GROUPS.get(role, "servers")
 
 
 class Disk:

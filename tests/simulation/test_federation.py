@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from tests.simulation.buffered import Buffered
 from tests.simulation.federation import Simulated
@@ -12,7 +10,9 @@ from tests.simulation.masked import Masked
 from covey.errors import UsageError
 
 CHAOS_S, PEACE_S = 15.0, 20.0
-SEEDS = int(os.environ.get("COVEY_SEEDS", "2"))  # more of them in a soak
+SEEDS = 2  # more of them in a soak
+HOSTS = (1, 2, 4)
+KINDS = (Simulated, Buffered, Masked)
 
 
 def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
@@ -55,31 +55,37 @@ def scale(world: Simulated) -> None:
     world.scheduler.carry(effects)
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4])
+def live(seed: int, hosts: int, scheduler: bool, scaling: bool, kind: type[Simulated]) -> Simulated:
+    """One federation under chaos, and after it."""
+    world = kind(seed, 4, 8, hosts=hosts)
+    chaos(world, scheduler=scheduler, scaling=scaling)
+    try:
+        world.run(CHAOS_S)
+        for server in world.servers.values():
+            if not server.alive:
+                server.start()
+        if world.scheduler.machine is None:
+            world.scheduler.start()
+        if isinstance(world, Masked):
+            world.forgetful = 0.0
+        world.run(CHAOS_S + PEACE_S / 2)
+        done = len(world.results)
+        world.run(CHAOS_S + PEACE_S)
+        world.check_promises()
+        assert len(world.results) > done + 3, "rounds are stuck"
+    except Exception as error:
+        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, {kind.__name__}"
+        raise AssertionError(f"{where}: {error!r}\n" + "\n".join(world.story[-60:])) from error
+    return world
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("scheduler", [False, True])
 @pytest.mark.parametrize("scaling", [False, True])
-@pytest.mark.parametrize("kind", [Simulated, Buffered, Masked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool, kind: type[Simulated]) -> None:
     for seed in range(SEEDS):
-        world = kind(seed, 4, 8, hosts=hosts)
-        chaos(world, scheduler=scheduler, scaling=scaling)
-        where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, {kind.__name__}"
-        try:
-            world.run(CHAOS_S)
-            for server in world.servers.values():
-                if not server.alive:
-                    server.start()
-            if world.scheduler.machine is None:
-                world.scheduler.start()
-            if isinstance(world, Masked):
-                world.forgetful = 0.0
-            world.run(CHAOS_S + PEACE_S / 2)
-            done = len(world.results)
-            world.run(CHAOS_S + PEACE_S)
-            world.check_promises()
-        except AssertionError as error:
-            raise AssertionError(f"{where}: {error}\n" + "\n".join(world.story[-60:])) from None
-        assert len(world.results) > done + 3, f"{where}: rounds are stuck\n" + "\n".join(world.story[-60:])
+        live(seed, hosts, scheduler, scaling, kind)
 
 
 def test_an_undisturbed_cluster_makes_a_round_a_moment() -> None:

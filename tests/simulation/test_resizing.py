@@ -312,24 +312,29 @@ class Game:
             self.tell(Ticked())
 
 
+def live(seed: int) -> Counter[str]:
+    """One training from its first to its last step; what happened in it."""
+    game = Game(seed)
+    game.play()
+    if game.ended:
+        return Counter(["ended"])
+    kept = game.disk["ClusterRecord/c"]
+    assert isinstance(kept, ClusterRecord) and len(game.ranks) == game.machine.cluster.size(Role.WORKER)
+    size = game.begun.size
+    for epoch in range(EPOCHS):
+        order = course._order(SAMPLES, True, mix(seed, epoch))
+        found = Counter(sample for when, part in game.counted.values() if when == epoch for sample in part)
+        assert found == Counter(order[: SAMPLES // size * size]), f"seed {seed}, epoch {epoch}"
+    words = Counter(word.split()[2] for word in game.told)
+    words.update({"anew": game.anew, "in turn": game.in_turn})
+    words.update({name: int(count) for name, count in game.machine.counters.items()})
+    return words
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_every_sample_counts_once(block: int) -> None:
     words: Counter[str] = Counter()
     for seed in range(block * 15, block * 15 + 15):
-        game = Game(seed)
-        game.play()
-        if game.ended:
-            words.update(["ended"])
-            continue
-        kept = game.disk["ClusterRecord/c"]
-        assert isinstance(kept, ClusterRecord) and len(game.ranks) == game.machine.cluster.size(Role.WORKER)
-        size = game.begun.size
-        for epoch in range(EPOCHS):
-            order = course._order(SAMPLES, True, mix(seed, epoch))
-            found = Counter(sample for when, part in game.counted.values() if when == epoch for sample in part)
-            assert found == Counter(order[: SAMPLES // size * size]), f"seed {seed}, epoch {epoch}"
-        words.update(word.split()[2] for word in game.told)
-        words.update({"anew": game.anew, "in turn": game.in_turn})
-        words.update({name: int(count) for name, count in game.machine.counters.items()})
+        words.update(live(seed))
     assert all(words[word] > 5 for word in ("grows", "shrinks", "deaths", "replacements")), words
     assert words["anew"] and words["in turn"] and words["ended"] < 3, words

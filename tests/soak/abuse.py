@@ -227,6 +227,49 @@ def federated(shell: Shell) -> tuple[Federation, Site]:
     return federation, Site(server, {"devices": federation.port}, {"devices": federation.port})
 
 
+def whole_run(shell: Shell) -> None:
+    """A run with everything that can listen: scheduler, standby, workers, a parameter server."""
+    words = ("run", "-n", "2", "--servers", "1", "--standbys", "1", "--master", f"127.0.0.1:{shell.port}")
+    shell.covey(*words, shell.default, shell.go, env={"COVEY_SECRET": SECRET})
+    for rank in range(2):
+        shell.heard(rank, f"rank={rank}")
+
+
+def listeners(shell: Shell) -> list[tuple[psutil.Process, int]]:
+    """Every port that a process of the run listens on."""
+    found = {}
+    for process in shell.mine():
+        with contextlib.suppress(psutil.Error):
+            for link in process.net_connections("tcp"):
+                if link.status == psutil.CONN_LISTEN:
+                    found[link.laddr.port] = process
+    return [(process, port) for port, process in sorted(found.items())]
+
+
+def strangers(shell: Shell, *, half_open: int, body: int) -> str:
+    """Noise at every port of a run, whoever listens there: nobody ends or grows. Says who they were."""
+    ports = listeners(shell)
+    before = {process: process.memory_info().rss for process in shell.mine()}
+    held: list[socket.socket] = []
+    try:
+        for number in range(half_open):
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)][1]), 5))
+        for _, port in ports:
+            for noise in (PIECE, b"\xff" * len(PIECE), b"GET / HTTP/1.1\r\n" * 1000):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
+                    for _ in range(max(1, body // len(PIECE))):
+                        sock.sendall(noise)
+    finally:
+        for sock in held:
+            sock.close()
+    for process, rss in before.items():
+        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE, f"{process} ended"
+        grown = process.memory_info().rss - rss
+        assert grown < GROWTH_MAX, f"{process} grew by {grown >> 20} MB"
+    return ", ".join(f"{process.name()} {process.pid}: {port}" for process, port in ports)
+
+
 def main() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))  # ours and, inherited, that of what we start
@@ -238,6 +281,11 @@ def main() -> int:
                 began = time.monotonic()
                 everything(site, half_open=10_000, body=GIGABYTE, drops_s=15)
                 print(f"{', '.join(site.ports)}: all refused or cut off in {time.monotonic() - began:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for shell in shells(Path(folder)):
+            whole_run(shell)
+            print(f"noise outlived by {strangers(shell, half_open=10_000, body=GIGABYTE)}", flush=True)
+            shell.release()
     return 0
 
 

@@ -6,7 +6,6 @@ servers and the scheduler are killed, stopped and slowed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -15,16 +14,17 @@ from typing import Any
 
 from tests.processes.command import Shell, shells
 from tests.processes.federation import Crowd, Federation
-from tests.soak.trained import harm, table
+from tests.soak.harm import harm, parser, table, words
 
 SERVERS, DEVICES = 3, 8
 ROUNDS_MAX = 100_000
 FAULTS = "kill,stop,slow,scheduler"
 
 
-def prove(shell: Shell, *chaos: str) -> tuple[dict[str, Any], int]:
+def prove(shell: Shell, *chaos: str, servers: int = SERVERS, durability: str = "process") -> tuple[dict[str, Any], int]:
     """What happened, and how many rounds were exact meanwhile. Fails at the first that was not."""
-    federation = Federation(shell, SERVERS, DEVICES, fl_iteration_num=ROUNDS_MAX, update_model_time_window=600_000)
+    settings: dict[str, Any] = {"fl_iteration_num": ROUNDS_MAX, "update_model_time_window": 600_000, "durability": durability}
+    federation = Federation(shell, servers, DEVICES, **settings)
     crowd = Crowd(federation)
     crowd.until_round(2)
     found = harm(shell, "--master", f"127.0.0.1:{federation.scheduler}", *chaos)
@@ -35,17 +35,14 @@ def prove(shell: Shell, *chaos: str) -> tuple[dict[str, Any], int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--rate", default="1/3s")
-    parser.add_argument("--faults", default=FAULTS)
-    parser.add_argument("--seed", type=int, default=7)
-    options = parser.parse_args()
-    words = ["--rate", options.rate, "--faults", options.faults, "--seed", str(options.seed), "--for", f"{options.minutes}m"]
+    wanted = parser(__doc__, minutes=5, rate="1/3s", faults=FAULTS)
+    wanted.add_argument("--servers", type=int, default=SERVERS)
+    wanted.add_argument("--durability", default="process")
+    options = wanted.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for shell in shells(Path(folder)):
             began = time.monotonic()
-            found, rounds = prove(shell, *words)
+            found, rounds = prove(shell, *words(options), servers=options.servers, durability=options.durability)
             print(table(found))
             took = time.monotonic() - began
             print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in all")

@@ -19,16 +19,25 @@ from bench import peers
 ROOT = Path(__file__).parents[2]
 TREE = ROOT / "mutants"
 TESTS = {  # of each module: those that are about it
-    "shamir": ("test_secure",),
-    "ranks": ("test_ranks",),
-    "leadership": ("test_leadership",),
-    "shards": ("test_shards",),
-    "board": ("test_board",),
-    "incidents": ("test_incidents",),
-    "scaling": ("test_scaling", "test_machine"),
+    "ranks": ("test_ranks", "test_formation"),
     "formation": ("test_formation", "test_machine"),
     "membership": ("test_membership", "test_machine"),
+    "recovery": ("test_machine", "test_spare_decisions"),
+    "healing": ("test_heal_plan",),
+    "incidents": ("test_incidents",),
+    "lifecycle": ("test_machine", "test_scaling", "test_spare_decisions"),
+    "watch": ("test_machine", "test_scaling"),
+    "resizing": ("test_scaling", "test_machine"),
+    "scaling": ("test_scaling", "test_machine"),
+    "machine": ("test_machine", "test_scaling"),
+    "sharing": ("test_sharing", "test_scaling"),
+    "shards": ("test_shards",),
+    "rounds": ("test_rounds",),
     "window": ("test_rounds",),
+    "claims": ("test_claims",),
+    "shamir": ("test_secure",),
+    "leadership": ("test_leadership",),
+    "board": ("test_board",),
     "chaos": ("test_chaos_choices",),
 }
 SLOW = "not simulated"  # left out: the tests that run whole federations

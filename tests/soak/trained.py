@@ -7,9 +7,7 @@ its last step; its hash must then be that of a training of as many steps that no
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -19,10 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.processes import healing
 from tests.processes.command import Shell, shells
+from tests.processes.harness import Process
+from tests.soak.harm import harm, parser, table, words
 
 WORLD = 4
 PACE_S = 0.02  # of a step, beside what it computes
@@ -56,16 +56,27 @@ def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def disturbed(shell: Shell, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
+class Course(NamedTuple):
+    """How the training is run, in both lives."""
+
+    world: int = WORLD
+    spares: int = 0
+    loaders: int = 0  # processes that load each rank's data
+
+    def start(self, shell: Shell, marks: Path, *options: str, **env: str) -> Process:
+        shell.script(SCRIPT, "train.py")
+        spares = ["--spares", str(self.spares)] if self.spares else []
+        words = ["run", "-n", str(self.world), *spares, *options, "train.py", str(marks)]
+        return shell.covey(*words, env={"STEPS": str(STEPS_MAX), "LOADERS": str(self.loaders), **env})
+
+
+def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
     """The training with faults until they are over; what `covey chaos --json` said, and its last step."""
-    clock = shell.folder / "clock"
-    env = {"COVEY_STRATEGY": healing.LADDER, "STEPS": str(STEPS_MAX), "PACE": str(PACE_S)}
     marks = shell.logs / "marks"
     marks.mkdir()
-    shell.script(SCRIPT, "train.py")
-    words = ["run", "-n", str(WORLD), "--node-timeout", str(silence_s), "train.py", str(marks)]
-    run = shell.covey(*words, env=env | {"COVEY_FAULT_CLOCK": str(clock)})
-    for rank in range(WORLD):
+    env = {"COVEY_STRATEGY": healing.LADDER, "PACE": str(PACE_S), "COVEY_FAULT_CLOCK": str(shell.folder / "clock")}
+    run = course.start(shell, marks, "--node-timeout", str(silence_s), **env)
+    for rank in range(course.world):
         shell.heard(rank, "BEGINS at 0")
     found = harm(shell, *chaos)
     assert run.alive, f"the run ended under faults of seed {found['seed']}\n{run.tail()}"
@@ -81,28 +92,18 @@ def say_last(marks: Path, step: int) -> None:
     (marks / "last.new").rename(marks / "last")
 
 
-def harm(shell: Shell, *words: str) -> dict[str, Any]:
-    """`covey chaos` to its end; what `--json` said."""
-    command = [sys.executable, "-m", "covey.cli.main", "chaos", "--json", *words]
-    done = subprocess.run(command, env=shell.environ(), stdout=subprocess.PIPE, timeout=3600)
-    assert done.returncode == 0, f"covey chaos ended with {done.returncode}: {done.stdout!r}\n{shell.tails()}"
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def undisturbed(shell: Shell, last: int) -> str:
+def undisturbed(shell: Shell, course: Course, last: int) -> str:
     """The hash of the same training, alone."""
     shell.logs.mkdir(exist_ok=True)
     marks = shell.logs / "marks"
     marks.mkdir()
     say_last(marks, last)
-    shell.script(SCRIPT, "train.py")
-    run = shell.covey("run", "-n", str(WORLD), "train.py", str(marks), env={"STEPS": str(STEPS_MAX)})
+    run = course.start(shell, marks)
     assert run.wait(LONG_S) == 0, run.tail()
-    return healing.outcome(shell, WORLD)
+    return healing.outcome(shell, course.world)
 
 
-def prove(folder: Path, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
+def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) -> tuple[dict[str, Any], int]:  # noqa: B008
     """Both trainings; what happened to the first, and their last step. Fails if their results differ by a bit."""
     hashes: list[str] = []
     found: dict[str, Any] = {}
@@ -111,25 +112,24 @@ def prove(folder: Path, silence_s: int, *chaos: str) -> tuple[dict[str, Any], in
         for shell in shells(folder / name):
             with small_disk(shell.logs):
                 if name == "disturbed":
-                    found, last = disturbed(shell, silence_s, *chaos)
-                    hashes.append(healing.outcome(shell, WORLD))
+                    found, last = disturbed(shell, course, silence_s, *chaos)
+                    hashes.append(healing.outcome(shell, course.world))
                 else:
-                    hashes.append(undisturbed(shell, last))
+                    hashes.append(undisturbed(shell, course, last))
     assert hashes[0] == hashes[1], f"the results differ after {found['strikes']} faults (seed {found['seed']})"
     return found, last
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--rate", default="1/2s")
-    parser.add_argument("--faults", default=FAULTS)
-    parser.add_argument("--seed", type=int, default=7)
-    options = parser.parse_args()
-    words = ["--rate", options.rate, "--faults", options.faults, "--seed", str(options.seed), "--for", f"{options.minutes}m"]
+    wanted = parser(__doc__, minutes=10, rate="1/2s", faults=FAULTS)
+    wanted.add_argument("--world", type=int, default=WORLD)
+    wanted.add_argument("--spares", type=int, default=0)
+    wanted.add_argument("--loaders", type=int, default=0)
+    options = wanted.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        found, last = prove(Path(folder), SILENCE_S, *words)
+        course = Course(options.world, options.spares, options.loaders)
+        found, last = prove(Path(folder), SILENCE_S, *words(options), course=course)
         print(table(found))
         print("\n".join(f"  {count:4d}  {cause}" for cause, count in causes(found).most_common()))
         print(f"{found['strikes']} faults, {last} steps, bitwise equal; {time.monotonic() - began:.0f} s in all")
@@ -139,16 +139,6 @@ def main() -> int:
 def causes(found: dict[str, Any]) -> Counter[str]:
     """Why there were recoveries, numbers left out."""
     return Counter(re.sub(r"\d+(\.\d+)?", "N", incident["cause"])[:100] for incident in found["recoveries"])
-
-
-def table(found: dict[str, Any]) -> str:
-    """What happened, as a table for docs/proof.md."""
-    lines = ["| fault | times | answered by | unnoticed | median ms | worst ms |", "|---|---|---|---|---|---|"]
-    for row in found["rows"]:
-        rungs = ", ".join(f"{count} {rung}" for rung, count in sorted(row["rungs"].items())) or "-"
-        times = f"{row['median_ms']:.0f} | {row['worst_ms']:.0f}" if row["rungs"] else "- | -"
-        lines.append(f"| {row['fault']} | {row['times']} | {rungs} | {row['unnoticed']} | {times} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_the_scoreboard_has_the_aims_of_every_result(tmp_path: Path) -> None:
     about = {"at": "now", "cores": 2, "python": "3.11", "torch": "2", "load": [0.1]}
     (tmp_path / "scale.md").write_text(f"# scale\n\n{aims}\n\nmore\n")
     (tmp_path / "scale.json").write_text(json.dumps({"machine": about, "load_after": [0.2]}))
-    text = page(tmp_path, quick=False)
+    text = page(tmp_path)
     assert "1 of 2 aims held" in text
     assert "| [scale](scale.md) | fast | at most 1 s | 0.5 s [0.4..0.6] | yes |" in text
     assert "Not measured: formation" in text

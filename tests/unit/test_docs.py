@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-from pathlib import Path
 
 import click
 import pytest
+from tests.documents import PAGES, ROOT, Block, blocks
 
 import covey
 from covey.cli.main import verbs
@@ -16,7 +16,7 @@ from covey.cli.options import help_text, parse
 from covey.errors import ExitCode
 from covey.settings import TABLE
 
-ROOT = Path(__file__).parents[2]
+BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
 def text(name: str) -> str:
@@ -61,11 +61,10 @@ def test_the_reference_is_what_the_code_says() -> None:
 def commands() -> list[tuple[str, str]]:
     """Every line of a block in our documents that begins with covey, without what is said beside it."""
     found = []
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/tutorials/*.md"))]:
-        for block in re.findall(r"^```(?:bash)?$(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
-            for line in re.findall(r"^covey .+$", block, re.MULTILINE):
-                said = re.split(r" {2,}| #", line)[0].strip()
-                found.append((str(path.relative_to(ROOT)), re.sub(r"[\[\]]|\.\.\.", "", said)))
+    for block in BLOCKS:
+        for line in re.findall(r"^covey .+$", block.text, re.MULTILINE) if block.language in ("", "bash") else ():
+            said = re.split(r" {2,}| [#>]", line)[0].strip()
+            found.append((block.page, re.sub(r"[\[\]]|\.\.\.", "", said)))
     return found
 
 
@@ -92,3 +91,36 @@ def test_the_files_that_documents_name_exist() -> None:
 def test_the_tests_that_failures_names_exist() -> None:
     named = re.findall(r"`(test_\w+\.py)`", text("docs/failures.md"))
     assert named and [name for name in named if not (ROOT / "tests/processes" / name).exists()] == []
+
+
+# The one page that names its tests in its text.
+KNOWN = {"docs/proof.md": "run by tests/processes/test_covey_chaos.py::test_a_training_under_chaos_ends_with_the_same_bits"}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_a_block_is_run_by_a_test_or_says_why_not(block: Block) -> None:
+    """tests/documents.py says how a block says it."""
+    if block.language == "console":  # typed by tests/processes/test_walkthrough.py, on every page
+        assert block.text.startswith("$ "), "a block to be typed begins with a command"
+    elif block.language == "text":
+        assert not re.search(r"^(\$|covey|python|bash|make|kubectl|curl|export) ", block.text, re.MULTILINE)
+    else:
+        said = re.fullmatch(r"run by (?P<tests>.+)|not run: .+", block.said or KNOWN.get(block.page, ""))
+        assert said, "say above the block which test runs it, or why none does"
+        for test in filter(None, (said["tests"] or "").split(", ")):
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in text(file), test
+
+
+def test_every_block_is_between_fences() -> None:
+    """An indented one would be seen by no test."""
+    for path in PAGES:
+        outside = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert re.findall(r"^\n    \S.*", outside, re.MULTILINE) == [], path
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "python"], ids=lambda block: f"{block.page}:{block.line}"
+)
+def test_a_script_of_the_documents_is_python(block: Block) -> None:
+    compile(block.text, block.page, "exec")

@@ -108,7 +108,7 @@ def test_a_closure_is_run_once_and_before_the_optimizer() -> None:
     for (batch,) in training:
 
         def closure(batch: Any = batch) -> Any:
-            states.append(training.whole)
+            states.append(training._handover.whole)
             training.optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
+import socket
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.federation import Numbers, Plan, evaluates
-from covey.errors import StoreError, UsageError
-from covey.federated import Device, Task, fit, openapi, strategies
+from covey.core.federation import Copy, Numbers, Plan, evaluates
+from covey.errors import PeerError, StoreError, UsageError
+from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
 from covey.federated.accumulator import Accumulator, weighed
-from covey.federated.model import Floats, Layout, take
+from covey.federated.model import Floats, Layout, Small, take
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
+from covey.federated.safekeeping import Copies, copies_of
 from covey.federated.simulate import CLASSES, deal, digits, simulate
-from covey.federated.store import ModelStore
-from covey.federated.updates import Folder, Update, UpdateLog, read
+from covey.federated.store import ModelStore, Unstored
+from covey.federated.summing import _reserve
+from covey.federated.updates import Folder, Update, UpdateLog, pack, read
 
 
 def values(seed: int, size: int = 40_000) -> Floats:
@@ -104,6 +110,53 @@ def test_a_log_is_read_again_without_what_a_death_cut_off(tmp_path: Path, checks
     assert [update.device for update, _ in read(path)] == ["d0", "d1", "d3"] and path.stat().st_size > size
 
 
+def test_copies_are_whole_whatever_was_cut_off_before_them(tmp_path: Path) -> None:
+    """A keeper was killed as it wrote, and its disk was full later: what comes behind is read as it was sent."""
+    folder = Folder(tmp_path)
+    records = [b"".join(bytes(p) for p in pack(Update(f"d{n}", n), values(n, 100), checksum=False)) for n in range(4)]
+
+    def copy(number: int, round_number: int = 7) -> Copy:
+        return Copy("life", round_number, number, records[number])
+
+    Copies().keep(folder, copy(0, 6))
+    Copies().keep(folder, copy(0))
+    path = copies_of(folder, "life") / "updates-7.log"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "those of earlier rounds are over"
+    with path.open("ab") as file:
+        file.write(records[1][:-7])
+    copies = Copies()
+    copies.keep(folder, copy(2))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
+    try:
+        with pytest.raises(StoreError, match="File too large"):
+            copies.keep(folder, copy(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    copies.keep(folder, copy(3))
+    assert [update.device for update, _ in read(path)] == ["d0", "d2", "d3"]
+
+
+def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+    layout, start = take({"w": np.zeros(1000, np.float32)})
+    store = ModelStore(tmp_path, layout, name="m", keep=1, sync=False)
+    store.save(0, start, {}, {})
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for state in ({}, {"momentum": start}):
+            with pytest.raises(Unstored, match=r"round 1 cannot be stored in .* it is tried again"):
+                store.save(1, start, state, {})
+        with pytest.raises(Unstored, match="has no room for 4000 bytes"):
+            _reserve(tmp_path / "spool", 4000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [entry.round for entry in store.entries] == [0] and (tmp_path / store.entries[0].file).exists()
+    store.save(1, start, {}, {})
+    assert [entry.round for entry in ModelStore(tmp_path, layout, name="m", keep=1, sync=False).entries] == [1]
+    assert not (tmp_path / "m_iteration_0.safetensors").exists()
+
+
 def test_a_damaged_record_ends_a_log_with_checksums(tmp_path: Path) -> None:
     log = UpdateLog(tmp_path, 1, checksum=True)
     log.append(Update("d0", 1), values(0, 100))
@@ -166,13 +219,102 @@ def test_other_tools_files_are_understood(tmp_path: Path) -> None:
     assert load(layout.encode(flat, {}))["b"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("model", [3, {}, {"n": np.array(3)}, {"w": np.array([np.nan])}])
+NO_MODELS = [
+    3,
+    {},
+    {"n": np.array(3)},
+    {"w": np.array([np.nan])},
+    {"w": np.zeros((0, 4))},
+    {"w": np.ones(3), "z": np.ones(3, complex)},
+    {"w": np.ones(3), "t": np.array(["a text"])},
+    {"__metadata__": np.ones(3)},
+]
+
+
+@pytest.mark.parametrize("model", NO_MODELS)
 def test_what_is_no_model(model: object) -> None:
     with pytest.raises(UsageError):
         take(model)
 
 
+def test_any_floats_are_taken_torchs_halves_too() -> None:
+    import torch
+
+    halves = [torch.tensor([[1.5, 2.5]], dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.float64)]
+    layout, flat = take({str(number): half.T for number, half in enumerate(halves)})
+    assert flat.tolist() == [1.5, 2.5] * 3 and layout.shapes["0"] == (2, 1)
+
+
+def test_a_flat_update_is_made_the_models_or_refused() -> None:
+    layout = Layout({"w": (2, 2)})
+    assert layout.one_array(np.arange(8.0)[::2]).tobytes() == np.array([0, 2, 4, 6], np.float32).tobytes()
+    with pytest.raises(UsageError, match="an array of 3 values came, and the model has 4"):
+        layout.one_array(np.zeros(3))
+
+
+def test_a_model_in_8_bits_is_within_half_a_step_of_each_tensors_scale() -> None:
+    layout = Layout({"a": (40, 10), "b": (3,), "none": (0,), "zero": (2,)})
+    flat = np.concatenate([values(1, 400), 100 * values(2, 3), np.zeros(2, np.float32)])
+    small = layout.shrink(flat)
+    again = layout.grow(small)
+    for name, tensor in layout.tensors(again).items():
+        apart = np.abs(tensor - layout.tensors(flat)[name])
+        assert (apart <= 0.5001 * small.scales[name]).all(), name
+    assert small.scales["zero"] == 0 and small.steps.nbytes == layout.size
+    with pytest.raises(ValueError, match="not as many"):
+        layout.grow(Small(small.steps[1:], small.scales))
+
+
+def test_a_strategys_state_that_cannot_be_stored_or_read_is_a_sentence(tmp_path: Path) -> None:
+    layout, flat = take({"w": np.ones(3, np.float32)})
+    store = ModelStore(tmp_path, layout, name="", keep=2, sync=False)
+    with pytest.raises(UsageError, match="state is arrays by name"):
+        store.save(1, flat, {"m": np.array([object()])}, {})
+    store.save(1, flat, {"m": np.ones(3)}, {})
+    (tmp_path / "model_iteration_1.safetensors.state").write_bytes(b"\x01" * 20)
+    with pytest.raises(StoreError, match="state is damaged"):
+        store.load(1)
+
+
+def test_a_server_that_speaks_something_else_is_passed_over() -> None:
+    page = b"HTTP/1.1 502 Bad Gateway\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(page)
+
+        proxy = threading.Thread(target=speak, daemon=True)
+        proxy.start()
+        device = Device(f"127.0.0.1:{listener.getsockname()[1]}", data_size=1, patience_s=0.0)
+        with device, pytest.raises(PeerError, match="no server answered"):
+            device.model()
+        proxy.join(60)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("QUANT", 1.0), ("TOP_K", 1.0), ("TOP_K", 0.01), ("DIFF_SPARSE_QUANT", 0.4)])
+def test_how_long_a_small_upload_is(kind: str, rate: float) -> None:
+    arrays = compress.encode(values(1, 1000), kind, rate, 1)
+    assert compress.bytes_of(1000, kind, rate) == sum(array.nbytes for array in arrays.values())
+
+
 # -- strategies --------------------------------------------------------------------------------------------------------
+
+
+class Broken(strategies.Strategy):
+    def make(self, model: Any, mean: Any, state: Any) -> Any:
+        raise KeyError("velocity")
+
+
+def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
+    layout, flat = take({"w": np.ones(3, np.float32)})
+    with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
+        summing.apply(Broken(), flat, flat.astype(np.float64), {})
+    found = summing.judged(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
+    assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, "never the best, and a manifest can say it"
+    assert summing.judged(lambda model: {"loss": 1 / 0}, layout, flat) == {}
 
 
 def test_strategies_make_what_their_papers_say() -> None:

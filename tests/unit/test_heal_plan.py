@@ -72,6 +72,15 @@ def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
     assert not plan(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "nobody needs it"
 
 
+def test_who_is_new_cannot_join_a_step_whose_results_were_not_kept() -> None:
+    """A rank that is only behind can: it has all but the last."""
+    reports = {0: report(0, (5, 0), (6, 0), whole=False), 1: report(1, None, needs_state=True)}
+    plans = plan(2, reports, dict.fromkeys(range(2), NEAR))
+    assert {p.failure.split(":")[0] for p in plans.values()} == {"rank 1 cannot join the others in their step"}
+    behind = {0: reports[0], 1: report(1, (4, 0), (5, 0))}
+    assert plan(2, behind, dict.fromkeys(range(2), NEAR))[1] == giver(0)
+
+
 def test_who_missed_its_plan_is_told_again() -> None:
     gathering, addresses = Gathering(2), {0: NEAR, 1: NEAR}
     ahead, behind = report(0, (5, 0), (6, 0)), report(1, (4, 0), (5, 0))

@@ -136,6 +136,72 @@ def test_every_problem_is_named_with_its_path() -> None:
     }
 
 
+def worker_with(**changed: Any) -> dict[str, Any]:
+    """A job whose workers' part says something else."""
+    asked = job()
+    asked["spec"]["msReplicaSpecs"]["Worker"].update(changed)
+    return asked
+
+
+CONTAINER = {"name": "mindspore", "image": "some"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({**job(), "spec": {}}, "spec.msReplicaSpecs: is empty: Scheduler, PS and Worker are what it may hold"),
+        (
+            job(roles={"Scheduler": 1, "Chief": 1, "Worker": 1}),
+            "spec.msReplicaSpecs.Chief: is no role: Scheduler, PS and Worker are",
+        ),
+        (job(roles={"Master": 1, "Worker": 1}), "spec.msReplicaSpecs.Master: is no role: Scheduler, PS and Worker are"),
+        (job(roles={"Worker": 1, "worker": 1}), "spec.msReplicaSpecs.worker: is there twice, also as Worker"),
+        (job(roles={"Scheduler": 1}), "spec.msReplicaSpecs.Worker: is missing: without workers nothing is trained"),
+        (worker_with(replicas=True), "spec.msReplicaSpecs.Worker.replicas: True is not a whole number from 0 on"),
+        (worker_with(replicas="2"), "spec.msReplicaSpecs.Worker.replicas: '2' is not a whole number from 0 on"),
+        (job(roles={"Scheduler": 0, "Worker": 1}), "spec.msReplicaSpecs.Scheduler.replicas: 0 is not a whole number from 1 on"),
+        (worker_with(template={}), "spec.msReplicaSpecs.Worker.template.spec: is missing: it is the pod to run"),
+        (worker_with(template={"spec": {}}), "spec.msReplicaSpecs.Worker.template.spec.containers: is empty"),
+        (
+            worker_with(template={"spec": {"containers": [{"name": "mindspore"}]}}),
+            "spec.msReplicaSpecs.Worker.template.spec.containers[0].image: is missing",
+        ),
+        (
+            worker_with(template={"spec": {"containers": [{**CONTAINER, "ports": [{}, {"name": "A"}]}]}}),
+            "spec.msReplicaSpecs.Worker.template.spec.containers[0].ports[1].name:"
+            " 'A' is not lower-case letters, digits and '-'",
+        ),
+        (
+            worker_with(restartPolicy="Sometimes"),
+            "spec.msReplicaSpecs.Worker.restartPolicy: 'Sometimes' is none of Always, OnFailure, Never, ExitCode",
+        ),
+        (
+            job(labels={"subHealthyStrategy": "pray"}),
+            "metadata.labels[subHealthyStrategy]: 'pray' is none of ignore, graceExit, forceExit, hotSwitch",
+        ),
+        (
+            job(labels={"fault-retry-times": "many"}),
+            "metadata.labels[fault-retry-times]: 'many' is not a whole number from 0 on",
+        ),
+        (
+            job(annotations={"wait-reschedule-timeout": "soon"}),
+            "metadata.annotations[wait-reschedule-timeout]: 'soon' is not a number of seconds from 30 to 270",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named_where_it_stands(asked: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        read(asked)
+    assert [str(found) for found in refused.value.problems] == [problem]
+
+
+def test_a_name_whose_pods_would_have_too_long_ones_is_refused() -> None:
+    asked = job()
+    asked["metadata"]["name"] = "a" * 60
+    with pytest.raises(Invalid, match="is too long: the pod"):
+        read(asked)
+
+
 def test_an_underscore_gets_a_hint() -> None:
     asked = job()
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"] = [{"name": "script_data"}]

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from covey.core.board import Board
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, HostGone, LinkLost, Restored, Ticked
 from covey.core.incidents import Incident, Outcome
@@ -16,12 +17,14 @@ from covey.core.messages import (
     Agreed,
     Assignment,
     Beat,
+    Drain,
     DumpAsked,
     Dumped,
     Exited,
     Formed,
     Get,
     Goodbye,
+    HealPlan,
     Kill,
     KillAsked,
     Leave,
@@ -39,6 +42,7 @@ from covey.core.messages import (
     Started,
     Stop,
     StopAsked,
+    Unsaved,
     Value,
     Welcome,
 )
@@ -731,6 +735,58 @@ def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
     assert end is not None and end.code == ExitCode.PEER_FAILED and end.reason.endswith("; step 5 is in dump-5")
 
 
+def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> None:
+    made = ready_agents(strategies=("recover-in-place",))
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Report(1, Number(-1, 6), finished=True), 12), 0.0)
+    for rank, waits in enumerate(("-1.5", "-1.6")):  # a beat is older than what followed it
+        made.step(Heard(Beat(Progress(5, "train", waits=waits)), 10 + rank), 0.0)
+    assert not ended(tick(made, 0.3))
+    made.step(Heard(Beat(Progress(5, "train", waits="-1.7")), 11), 0.4)
+    end = ended(tick(made, 0.6, since=0.4))
+    assert end is not None and end.code == ExitCode.PEER_FAILED
+    assert end.reason == (
+        "rank 2 has come to the end of its program, but rank 1 waits for it in collective -1.7: do all ranks call the same"
+        " ones, in one order?"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "5", "5.-1", "a.b", "٣.٣", "1.2.3", "9" * 30 + ".0"])
+def test_what_is_no_number_of_a_collective_is_read_as_none(text: str) -> None:
+    assert Number.read(text) is None and Number.read(str(Number(-1, 7))) == Number(-1, 7)
+
+
+def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> None:
+    """Without beats nobody would ever be found to wait."""
+    made = ready_agents(strategies=("recover-in-place",), beats=False, stuck_s=-1.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+    made.step(Heard(Exited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
+    made.step(Heard(register("1", "second life", incarnation=2), 21), 1.0)
+    made.step(Heard(Report(2, completed=Number(5, 0), waits=Number(6, 0)), 10), 1.0)
+    assert not ended(tick(made, 1.5, since=1.0)), "the other has not said a word"
+    made.step(Heard(Report(2, needs_state=True), 21), 1.5)
+    end = ended(tick(made, 2.0, since=1.5))
+    assert end is not None and end.code == ExitCode.PEER_FAILED
+    assert end.reason == "worker:2 left before the work was done: all others wait to go on"
+
+
+def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:
+    made = ready_agents(strategies=("recover-in-place",))
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+    for rank in range(2):
+        assert not sent(made.step(Heard(Report(1, completed=Number(9, 0), finished=True), 10 + rank), 0.0), HealPlan)
+    assert sent(tick(made, 0.5), HealPlan) == dict.fromkeys((10, 11), HealPlan(1, done=True))
+    assert not sent(tick(made, 1.0, since=0.5), HealPlan), "once"
+    assert not ended(made.step(Heard(Exited("0", 1, 0), 1), 0.4))
+    end = ended(made.step(Heard(Exited("1", 1, 1), 1), 0.4))
+    assert end is not None and end.code == 0, "all had come to their end: nothing is left to repeat"
+
+
 def test_a_replacement_that_never_calls_is_waited_for_as_long_as_for_any_other() -> None:
     made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0)
     for rank in range(3):
@@ -948,6 +1004,13 @@ def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     assert not sent(effects, Kill) and isinstance(made.answered, Refused) and why in made.answered.reason
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told_and_counted() -> None:
+    made = ready("0", "1")
+    assert told(made.step(Heard(Unsaved(10, "the disk is full"), 2), 1.0)) == ["worker:1 unsaved: the disk is full"]
+    assert made.counters["unsaved"] == 1 and phase(made) is Phase.READY
+    assert not made.step(Heard(Unsaved(10, "the disk is full"), 7), 1.0), "a stranger's is not"
+
+
 def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:
     made = ready("0", "1")
     asked = Heard(StopAsked("enough", dump=True), 9)
@@ -961,3 +1024,57 @@ def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None
     assert ended(made.step(Heard(Dumped(4, "here"), 1), 1.1)) is None
     end = ended(made.step(Heard(Dumped(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
+
+
+def training(**settings: Any) -> Machine:
+    """Three ranks that have finished a step."""
+    made = ready_agents(**settings)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), host=BOX if rank < 2 else OTHER, incarnation=1), 10 + rank), 0.0)
+        made.step(Heard(Beat(Progress(5, "train", loop=True)), 10 + rank), 0.0)
+    return made
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(left: bool) -> None:
+    made = training(strategies=("recover-in-place", "elastic-training"), shrink_after_s=5.0, extra_ranks=0, agents_return=False)
+    made.step(LinkLost("closed", 2), 0.0)
+    assert phase(made) is Phase.HEALING
+    if left:
+        made.step(Heard(Exited("0", 1, 0), 1), 0.0)
+    effects = tick(made, 5.0, beats=[1, 10, 11]) + tick(made, 6.0, beats=[1, 10, 11], since=5.0)
+    limit = "no host came for worker:2 within 5 s"
+    if left:
+        end = ended(effects)
+        assert end is not None and end.reason == f"{limit}, and some workers have finished and left already"
+    else:
+        assert made.cluster.size(Role.WORKER) == 2 and made.cluster.reason == f"{limit}: the others go on in a world of 2"
+
+
+def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> None:
+    made = training(strategies=("recover", "dump"), extra_ranks=0)
+    made.step(Heard(Drain("asked to leave"), 2), 0.0)
+    effects = made.step(Heard(Exited("2", 1, 1), 2), 0.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11}
+    assert "cluster dump: other was asked to leave, and no host is left that could take worker:2 over" in " ".join(
+        told(effects)
+    )
+
+
+def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
+    made = ready_agents()
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    made._board = Board(bytes_max=3, keys_max=1)
+    assert not sent(made.step(Heard(Put("a", b"123", 1), 10), 0.0), Refused)
+    assert sent(made.step(Heard(Put("b", b"", 1), 10), 0.0), Refused)[10].reason == "the board is full: b cannot be pinned"
+    assert not sent(made.step(Heard(Get("c", 1), 10), 0.0), Refused)
+    refused = sent(made.step(Heard(Get("d", 1), 10), 0.0), Refused)[10]
+    assert refused.reason == "the board is full: too many wait for values, d is one too many"
+
+
+def test_strangers_and_old_generations_pin_nothing() -> None:
+    made = ready_agents()
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    assert made.step(Heard(Put("a", b"x", 1), 99), 0.0) == made.step(Heard(Put("a", b"x", 7), 10), 0.0) == []
+    assert made.step(Heard(Get("a", 1), 99), 0.0) == made.step(Heard(Get("a", 7), 10), 0.0) == []
+    assert not made._board.values and not made._board.waiting

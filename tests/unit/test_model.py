@@ -61,7 +61,7 @@ def test_a_monitor_says_nothing_while_a_step_is_repeated(capsys: pytest.CaptureF
     model = made()
     loop = Loop(model.net, model.optimizer, Data(SAMPLES, 8), group=Group(None))
     for replaying in (True, False):
-        loop.replaying = replaying
+        loop._handover.replaying = replaying
         LossMonitor(1).step_end(loop, torch.tensor(0.5))
     assert capsys.readouterr().out == "epoch: 1 step: 1, loss is 0.5\n"
 

@@ -226,7 +226,7 @@ def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
     client = flock.begin()
     with pytest.raises(UsageError, match="has not enough memory"):
         client.declare(Spec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
-    with pytest.raises(UsageError, match=r"cannot write step 0 to /dev/null/servers/\d \(Not a directory\)"):
+    with pytest.raises(StoreError, match=r"cannot write step 0 to /dev/null/servers/\d \(Not a directory\)"):
         client.save(0, "/dev/null", 1)
     flock.servers[1]._own.shelf.shards[0].pushed = []  # a defect
     with pytest.raises(UsageError, match=r"server 1 failed .*: its log says where"):
@@ -341,7 +341,7 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     assert files.whole_steps(tmp_path) == [1, 2], "two are kept"
     path = tmp_path / "servers" / "1" / "rows-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(UsageError, match="is damaged"):
+    with pytest.raises(StoreError, match="is damaged"):
         client.load(2, str(tmp_path))
     (tmp_path / "servers" / "1" / "rows-1.json").unlink()
     assert files.whole_steps(tmp_path) == [2]

@@ -79,6 +79,16 @@ def test_addresses_are_ordered_as_numbers_and_ids_as_people_would() -> None:
     assert ranks.assign(members, 3) == {"worker:x": 0, "worker:node-2": 1, "worker:node-10": 2}
 
 
+def test_a_claim_beyond_the_world_counts_for_nothing() -> None:
+    members = [member("a", rank=3), member("b", rank=2), member("c")]
+    assert ranks.assign(members, 3) == {"worker:a": 0, "worker:b": 2, "worker:c": 1}
+
+
+def test_hosts_without_an_address_come_first_and_those_of_ipv6_last() -> None:
+    members = [member("six", HOSTS[2]), member("four", HOSTS[0]), member("none", HOSTS[3])]
+    assert ranks.assign(members, 3) == {"worker:none": 0, "worker:four": 1, "worker:six": 2}
+
+
 @pytest.mark.parametrize(
     ("node_id", "rank"), [("0", 0), ("07", 7), ("12", 12), ("", None), ("a1", None), ("-1", None), ("²", None)]
 )

@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.effects import Publish, Send
+from covey.core.dp import Noise
+from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.federation import (
     Admitted,
     Adoption,
+    Alive,
     Enlist,
     FederationRecord,
     Instance,
@@ -19,12 +21,14 @@ from covey.core.federation import (
     Joining,
     Numbers,
     Orders,
+    Peer,
     Plan,
     Stage,
     Standing,
+    keeper,
 )
 from covey.core.managed import Managed
-from covey.core.messages import Refused
+from covey.core.messages import Goodbye, Refused, Stop, StopAsked
 from covey.core.model import Host
 from covey.core.roster import Effect, Keep, Limits
 from covey.core.rounds import REATTACH_S
@@ -134,6 +138,31 @@ def test_a_missed_window_costs_no_number_and_no_work_and_takes_others() -> None:
     assert (bench.machine.round, bench.machine.counted, bench.machine.missed) == (1, 1, 1)
     assert bench.machine._join(Joining(1, ("e",))).admitted == ("e",)
     assert "1 of 2 updates came within 2 s" in bench.said("missed")[0]
+
+
+def test_a_sample_that_too_few_devices_are_in_is_drawn_anew() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=1, ratio=1.0, sample=0.2)).form()
+    for window in range(1, 50):
+        (sent,) = [effect for effect in bench.hear(1, Joining(1, ("a", "b"))) if isinstance(effect, Send)][:1]
+        assert isinstance(sent.message, Joined)
+        if sent.message.admitted:
+            break
+        assert "samples 0.2 of the devices" in sent.message.reason
+        bench.tick(PLAN.start_window_s)
+        assert bench.machine.missed == window and bench.machine.round == 1
+    assert window > 1 and sent.message.admitted, "the first draw has neither, and a later one must have one"
+
+
+def test_copies_are_kept_on_another_host_where_there_is_one() -> None:
+    near = [Peer(str(rank), rank, host="left") for rank in range(3)]
+    far = [*near, Peer("3", 3, host="right"), Peer("4", 4, host="right")]
+
+    def keepers(members: list[Peer]) -> dict[str, str]:
+        return {peer.node_id: found.node_id for peer in members if (found := keeper(peer.node_id, members))}
+
+    assert keepers(near) == {"0": "1", "1": "2", "2": "0"}
+    assert keepers(far) == {"0": "3", "1": "3", "2": "3", "3": "0", "4": "0"}
+    assert keeper("0", near[:1]) is None
 
 
 def test_at_the_end_of_a_window_fewer_are_enough_where_that_was_said() -> None:
@@ -327,6 +356,87 @@ def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_n
 def test_a_wrong_scale_in_is_refused(ids: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Bench().form().machine.scale_in(ids, 0.0)
+
+
+@pytest.mark.parametrize(("more", "sentence"), [(0, "should not be less than 0"), (10**6, "has 2 servers, and at most")])
+def test_a_wrong_scale_out_is_refused(more: int, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Bench().form().machine.scale_out(more, 0.0)
+
+
+def test_what_people_ask_waits_until_the_cluster_is_ready() -> None:
+    forming = Bench().machine
+    with pytest.raises(UsageError, match="it is in CLUSTER_STARTING"):
+        forming.scale_out(1, 0.0)
+    with pytest.raises(UsageError, match="not ready"):
+        forming.set_enabled(False, 0.0)
+    with pytest.raises(UsageError, match="nothing to roll back"):
+        forming.roll_back(0.0)
+    bench = Bench().form()
+    bench.machine.step(LinkLost("closed", 2), 0.0)
+    assert bench.machine.state == "NODE_TIMEOUT"
+    with pytest.raises(UsageError, match="it is in NODE_TIMEOUT"):
+        bench.machine.scale_in(["0"], 0.0)
+
+
+def test_no_instance_begins_whose_privacy_is_spent() -> None:
+    noise = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5, budget=1.0)
+    machine = Bench(plan=msgspec.structs.replace(PLAN, noise=noise)).form().machine
+    with pytest.raises(UsageError, match="No new instance can begin: another round would spend epsilon 1"):
+        machine.new_instance(machine.plan, 0.0)
+
+
+def test_a_silent_server_counts_as_gone_and_its_connection_is_closed() -> None:
+    bench = Bench().form()
+    bench.tick(1e6)
+    bench.hear(1, Alive())
+    assert bench.machine.servers["0"].alive is False, "who was given up speaks over a connection that is closed"
+    assert {e.link for e in bench.out if isinstance(e, Close)} == {1, 2}
+
+
+def test_a_beat_is_answered() -> None:
+    bench = Bench().form()
+    assert Send(Alive(), 1) in bench.hear(1, Alive())
+
+
+def test_servers_that_do_not_come_end_it_with_a_sentence() -> None:
+    bench = Bench()
+    bench.come(1, "0")
+    bench.stand(1)
+    limit = bench.machine.limits.form_s
+    bench.now = limit + 1.0
+    bench.machine.servers["0"].beat_at = bench.now
+    effects = bench.tick(0.0)
+    assert [(e.code, e.reason) for e in effects if isinstance(e, End)] == [(20, f"1 of 2 servers came within {limit:g} s")]
+    assert [(e.link, e.message.code) for e in effects if isinstance(e, Send) and isinstance(e.message, Stop)] == [(1, 20)]
+
+
+def test_who_asks_for_the_end_is_told_goodbye_and_all_servers_stop() -> None:
+    effects = Bench().form().hear(9, StopAsked("enough"))
+    assert {(e.link, type(e.message)) for e in effects if isinstance(e, Send)} >= {(9, Goodbye), (1, Stop), (2, Stop)}
+    assert [e.reason for e in effects if isinstance(e, End)] == ["enough"]
+
+
+def test_a_server_of_another_cluster_is_refused() -> None:
+    refused = Bench().hear(1, Enlist("0", "life", HERE, "h", "p", folder="f", cluster_id="another"))[-2]
+    assert isinstance(refused, Send) and isinstance(refused.message, Refused)
+    assert refused.message.reason == "this is cluster c, and server 0 belongs to another: start it anew"
+
+
+def test_an_iteration_that_takes_too_long_takes_others() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, start_window_s=50.0, iteration_window_s=5.0)).form()
+    assert len(bench.machine._join(Joining(1, ("a", "b", "c", "d"))).admitted) == 4
+    bench.tick(5.0)
+    assert bench.said("missed") == ["iteration 1 stays open: the iteration took longer than 5 s"]
+    assert bench.machine._join(Joining(1, ("e", "f", "g"))).admitted == ("e", "f"), "as many as were needed and did not come"
+
+
+def test_a_sample_of_the_devices_is_the_same_for_whoever_asks() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
+    everyone = tuple(f"d{n}" for n in range(60))
+    first = bench.machine._join(Joining(1, everyone))
+    assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, and not this one"
+    assert bench.machine._join(Joining(1, everyone)).refused == first.refused
 
 
 def test_a_new_instance_begins_now_or_after_the_round() -> None:

@@ -16,13 +16,17 @@ from tests.unit.secure import REACH, Sim
 from covey.core import graph, shamir
 from covey.core.secure import (
     ExchangeKeys,
+    GetClientList,
+    GetListSign,
     GetSecrets,
     KeyList,
     Phase,
     PlainShare,
+    PushListSign,
     ReconstructSecrets,
     RemoteKeys,
     ShareSecrets,
+    SignatureList,
     Verdict,
 )
 from covey.core.secure_round import SecureRound
@@ -243,6 +247,62 @@ def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
     assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is Verdict.WRONG
     sim.sizes["nobody"] = 1
     assert sim.ask(GetSecrets, "nobody").verdict is Verdict.LATE
+
+
+def test_only_who_is_on_the_list_may_sign_it_and_enough_signatures_are_waited_for() -> None:
+    sim = Sim(4)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    assert sim.ask(GetClientList, "device-1").verdict is Verdict.WAIT
+    assert sim.ask(PushListSign, "device-1", signature=b"early").verdict is Verdict.WRONG
+    sim.upload(sim.names[1:])
+    assert sim.ask(GetClientList, "device-0").verdict is Verdict.LATE
+    assert sim.ask(PushListSign, "device-0", signature=b"not on it").verdict is Verdict.WRONG
+    needed = sim.round._needed
+    for name in sim.names[1:needed]:
+        assert sim.ask(PushListSign, name, signature=name.encode()).verdict is Verdict.TAKEN
+    assert sim.ask(GetListSign, "device-1").verdict is Verdict.WAIT, "one is missing"
+    said = sim.ask(GetListSign, sim.names[needed], signature=b"the last")
+    assert isinstance(said.payload, SignatureList) and len(said.payload.client_list_sign) == needed
+
+
+def test_a_round_goes_on_with_enough_and_is_given_up_with_fewer() -> None:
+    few = Sim(4, least=3)
+    few.keys(few.names[:2])
+    assert few.round.failed == "2 devices gave keys within 10 s, and 3 are needed"
+    late = Sim(4)
+    assert late.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.WRONG, "keys come first"
+    late.keys(late.names)
+    late.shares(late.names)
+    late.round.tick(late.now + 20.0)
+    assert late.round.failed == "the updates did not come within 10 s"
+    strange = Sim(4)
+    strange.keys(strange.names)
+    strange.shares(strange.names[1:])
+    assert strange.round.fix({"device-0"}, 0.0) is None
+    assert strange.round.failed == "1 updates came from devices that shared no secrets"
+    alone = Sim(4, least=3)
+    alone.keys(alone.names)
+    alone.shares(alone.names)
+    assert alone.round.fix({"device-0"}, 0.0) is None
+    assert alone.round.failed == "1 updates came, and 3 are needed to take masks off"
+
+
+def test_shares_that_give_no_secret_end_the_round() -> None:
+    sim = Sim(3, reconstruct=3)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names)
+    for number, name in enumerate(sim.names):
+        told = sim.sessions[name].reveal(sim.round.list.clients)  # type: ignore[union-attr]
+        wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
+        assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is Verdict.TAKEN
+    assert sim.round.failed == "the secret of a device cannot be put together: a share is not a number of the field"
+
+
+def test_a_secret_has_32_bytes() -> None:
+    with pytest.raises(ValueError, match="a secret has 32 bytes, and this one 31"):
+        shamir.split(bytes(31), [1], [])
 
 
 def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:

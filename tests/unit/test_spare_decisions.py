@@ -6,10 +6,22 @@ from typing import Any
 
 from tests.unit.test_machine import BOX, OTHER, journal, kept, phase, restored, sent, told
 
-from covey.core.effects import Persist, Send
+from covey.core.effects import Close, Persist, Send
 from covey.core.events import Heard, LinkLost, Restored, Ticked
 from covey.core.machine import Machine
-from covey.core.messages import Assignment, Beat, Exited, Formed, Register, RegisterAgent, Regrouped, Resumed, Start
+from covey.core.messages import (
+    Assignment,
+    Beat,
+    Exited,
+    Formed,
+    HealPlan,
+    Register,
+    RegisterAgent,
+    Regrouped,
+    Report,
+    Resumed,
+    Start,
+)
 from covey.core.model import AgentRecord, ClusterSettings, MemberRecord, NodeState, Phase, Progress, Record, Role
 
 LADDER = ("recover-in-place", "recover", "dump", "exit")
@@ -89,6 +101,20 @@ def test_a_spare_that_stands_by_takes_the_place_and_everyone_is_told_once_it_is_
     assert phase(bench.machine) is Phase.READY
     [again] = sent(bench.tell(Ticked()), Start).values()
     assert [(a.name, a.incarnation) for a in again.assignments][2:] == [("spare:0", 2)]
+
+
+def test_the_place_of_one_that_fell_silent_is_the_spares_from_then_on() -> None:
+    bench, now = Bench(node_timeout_s=10.0).begin().stand_by(), 1.0
+    while bench.machine.cluster.generation == 1:
+        now += 0.5
+        for link in (1, 2, 10, 12):
+            bench.tell(Heard(Beat(Progress(1, loop=True)), link), now)
+        bench.tell(Heard(Beat(Progress(phase="train.py:7", stands_by=True)), SPARE), now)
+        effects = bench.tell(Ticked(), now)
+    assert Close(11) in effects and sent(effects, Formed)[SPARE].rank == 1
+    for rank, link in enumerate((10, SPARE, 12)):
+        plans = sent(bench.tell(Heard(Report(2, None, needs_state=rank == 1), link), now), HealPlan)
+    assert set(plans) == {10, SPARE, 12}, "nobody else is told what the spare is to do"
 
 
 def test_one_that_does_not_stand_by_yet_is_not_waited_for_and_two_deaths_need_two_spares() -> None:

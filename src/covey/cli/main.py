@@ -18,6 +18,7 @@ from covey.errors import CoveyError, ExitCode
 
 def main() -> None:
     """Run a verb; a user's mistake is one sentence and the exit code of its family."""
+    _open_streams()
     argv = sys.argv[1:]
     try:
         if argv[:1] == ["run"] and VARIABLE not in os.environ:  # its own table: two tools' spellings, and nothing to load first
@@ -37,6 +38,14 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:  # nobody reads any more, as in `covey events | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _open_streams() -> None:
+    """A stream that is closed (`covey run ... >&-`) is open to nowhere: else the next file would be taken for it."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 class Verbs(click.Group):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import shlex
+import signal
 from collections import deque
 from typing import Any, Final
 
@@ -118,13 +120,16 @@ class Notifier:
 
     async def _run(self, notice: Notice) -> None:
         process = await asyncio.create_subprocess_exec(
-            *shlex.split(self._hook), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+            *shlex.split(self._hook),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is the run's to tell of, and what a hook that hangs has started ends with it
         )
         try:
             await process.communicate(msgspec.json.encode(notice) + b"\n")
         finally:
             if process.returncode is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if process.returncode:
             raise ChildProcessError(f"{shlex.split(self._hook)[0]} ended with {process.returncode}")
@@ -135,7 +140,7 @@ class Notifier:
         async with httpx2.AsyncClient(timeout=HOOK_S) as client:
             headers = {"Content-Type": "application/json"}
             answer: Any = await client.post(self._hook, content=msgspec.json.encode(notice), headers=headers)
-        if answer.status_code >= 400:
+        if answer.status_code >= 300:  # a redirect has told nobody
             raise ConnectionError(f"the URL answered {answer.status_code}")
 
 

@@ -164,7 +164,7 @@ def decide(
     if asked.framework:
         if module or not python:
             raise UsageError("--framework mindspore takes a script: covey run --framework mindspore train.py would start one.")
-        words, module = ["covey.doors.mindspore", *words], True
+        words, module = ["covey.doors.mindspore", asked.logs or ".", *words], True
     settings = loaded.settings
     beside = "" if apart or asked.nnodes else slurm.beside_step(environ)
     return RunPlan(

@@ -13,7 +13,7 @@ import msgspec
 
 from covey.cli.live import Show
 from covey.cli.look import find
-from covey.cli.visit import SCHEDULER_BACK_S, Visit, follow_story
+from covey.cli.visit import SCHEDULER_BACK_S, Visit, follow_story, look
 from covey.cli.visit import story as ask_story
 from covey.core.effects import Level
 from covey.core.story import Event
@@ -55,7 +55,13 @@ def story(master: str, node: str, as_json: bool) -> None:
     name = f"worker:{node}" if node.isdigit() else node
     found = asyncio.run(ask_story(find(master), name))
     if not found:
-        known = sorted({event.node for event in asyncio.run(ask_story(find(master)))})
+        door = find(master)
+        here = next((member for member in asyncio.run(look(door)).nodes if member.name == name), None)
+        if here is not None:
+            if not as_json:
+                click.echo(f"nothing has happened to {name} so far: it is {here.state}")
+            return
+        known = sorted({event.node for event in asyncio.run(ask_story(door))})
         raise UsageError(f"nothing is known of {node}: there are stories of {', '.join(known) or 'nobody yet'}")
     for event in found:
         _tell(event, as_json=as_json)

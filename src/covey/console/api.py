@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.console import guard, live, metrics, openapi, page, replies
 from covey.core.story import TOLD_MAX
-from covey.errors import CoveyError
+from covey.errors import CoveyError, StoreError
 
 MAX_BODY = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
@@ -47,6 +47,60 @@ class Source(live.Source, Protocol):
 Answer = Callable[[Request], Awaitable[Response]]
 
 
+class Answers:
+    """What every kind of cluster answers: one method per operation of `openapi.COMMON`, by its name."""
+
+    def __init__(self, source: Source, settings: Sequence[tuple[str, str, str, str]], key: str) -> None:
+        self.version = _version()
+        self.watched = live.Live(source, self.version)
+        self.document = b""  # set once all operations are known
+        self._source = source
+        self._settings = replies.SettingsReply("Get settings successful.", [replies.Setting(*setting) for setting in settings])
+        self._key = key
+
+    async def nodes(self, request: Request) -> Response:
+        return as_json(replies.nodes(self._source.view()))
+
+    async def state(self, request: Request) -> Response:
+        return as_json(replies.state(self._source.view()))
+
+    async def view(self, request: Request) -> Response:
+        return as_json(self._source.view())
+
+    async def stop(self, request: Request) -> Response:
+        reason = replies.stop_reason(await whole_body(request))
+        log.info("stop asked by %s: %s", peer(request), reason)
+        self._source.stop(reason)
+        return as_json(replies.Reply("The cluster was asked to end."))
+
+    async def metrics(self, request: Request) -> Response:
+        return answer(metrics.render(self._source.view(), self.version), metrics.CONTENT_TYPE)
+
+    async def healthz(self, request: Request) -> Response:
+        return as_json(replies.Reply("ok"))
+
+    async def story(self, request: Request) -> Response:
+        said = request.query_params
+        limit = replies.whole_number(said.get("limit", str(TOLD_MAX)), "limit", 1, TOLD_MAX)
+        after, node = replies.moment(said.get("after", "0"), "after"), replies.short(said.get("node", ""), "node")
+        return as_json(replies.StoryReply("Get story successful.", self._source.story.after(after, node, limit)))
+
+    async def settings(self, request: Request) -> Response:
+        return as_json(self._settings)
+
+    async def stream(self, request: Request) -> Response:
+        pieces = self.watched.stream()
+        if pieces is None:
+            return refusal(503, f"{live.CLIENTS_MAX} pages look at this cluster already: close one, or try again")
+        return StreamingResponse(pieces, 200, always(), openapi.EVENT_STREAM)
+
+    async def key(self, request: Request) -> Response:
+        return as_json(replies.KeyReply("Get key successful.", self._key))
+
+    async def openapi(self, request: Request) -> Response:
+        return answer(self.document, "application/json")
+
+
 def make_app(
     source: Source,
     *,
@@ -60,90 +114,34 @@ def make_app(
     `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
     `without` names common ones that make no sense here.
     """
-    version = _version()
-    watched = live.Live(source, version)
     key = secrets.token_urlsafe(24)
-    known = replies.SettingsReply("Get settings successful.", [replies.Setting(*setting) for setting in settings])
+    common = Answers(source, settings, key)
     theirs = {operation.name for operation in more} | without
-    operations = (*(op for op in openapi.COMMON if op.name not in theirs), *more)
-    document = msgspec.json.encode(openapi.document(version, operations))
-
-    async def nodes(request: Request) -> Response:
-        return as_json(replies.nodes(source.view()))
-
-    async def state(request: Request) -> Response:
-        return as_json(replies.state(source.view()))
-
-    async def view(request: Request) -> Response:
-        return as_json(source.view())
-
-    async def stop(request: Request) -> Response:
-        reason = replies.stop_reason(await whole_body(request))
-        log.info("stop asked by %s: %s", peer(request), reason)
-        source.stop(reason)
-        return as_json(replies.Reply("The cluster was asked to end."))
-
-    async def numbers(request: Request) -> Response:
-        return _answer(metrics.render(source.view(), version), metrics.CONTENT_TYPE)
-
-    async def healthz(request: Request) -> Response:
-        return as_json(replies.Reply("ok"))
-
-    async def story(request: Request) -> Response:
-        said = request.query_params
-        limit = replies.whole_number(said.get("limit", str(TOLD_MAX)), "limit", 1, TOLD_MAX)
-        after, node = replies.moment(said.get("after", "0"), "after"), replies.short(said.get("node", ""), "node")
-        return as_json(replies.StoryReply("Get story successful.", source.story.after(after, node, limit)))
-
-    async def given(request: Request) -> Response:
-        return as_json(known)
-
-    async def stream(request: Request) -> Response:
-        pieces = watched.stream()
-        if pieces is None:
-            return refusal(503, f"{live.CLIENTS_MAX} pages look at this cluster already: close one, or try again")
-        return StreamingResponse(pieces, 200, _always(), openapi.EVENT_STREAM)
-
-    async def page_key(request: Request) -> Response:
-        return as_json(replies.KeyReply("Get key successful.", key))
-
-    async def described(request: Request) -> Response:
-        return _answer(document, "application/json")
-
-    answers: dict[str, Answer] = {
-        "nodes": nodes,
-        "state": state,
-        "view": view,
-        "stop": stop,
-        "metrics": numbers,
-        "healthz": healthz,
-        "story": story,
-        "settings": given,
-        "stream": stream,
-        "key": page_key,
-        "openapi": described,
-        **{operation.name: answer for operation, answer in more.items()},
+    doors: dict[openapi.Operation, Answer] = {
+        **{op: getattr(common, op.name) for op in openapi.COMMON if op.name not in theirs},
+        **more,
     }
+    common.document = msgspec.json.encode(openapi.document(common.version, tuple(doors)))
     files = page.files()
     app = Starlette(
         routes=[
             *(Route(path, _file(*found)) for path, found in files.items()),
-            *(Route(op.path, answers[op.name], methods=[op.method]) for op in operations),
+            *(Route(op.path, reply, methods=[op.method]) for op, reply in doors.items()),
         ],
         middleware=[Middleware(Gate, token=token, key=key, open_to_all=_OPEN | files.keys())],
         exception_handlers={HTTPException: _refused, CoveyError: _unusable},
     )
     app.router.redirect_slashes = False  # a redirect would repeat whatever the Host header says
-    app.state.beside = watched.run
-    app.state.operations = operations
+    app.state.beside = common.watched.run
+    app.state.operations = tuple(doors)
     return app
 
 
 def _file(content: bytes, media_type: str) -> Answer:
-    async def answer(request: Request) -> Response:
-        return _answer(content, media_type, headers=page.HEADERS)
+    async def file(request: Request) -> Response:
+        return answer(content, media_type, headers=page.HEADERS)
 
-    return answer
+    return file
 
 
 class Gate:
@@ -218,22 +216,22 @@ async def _refused(request: Request, exc: Exception) -> Response:
 
 async def _unusable(request: Request, exc: Exception) -> Response:
     """A sentence for the caller: they can do something about it."""
-    return refusal(400, str(exc))
+    return refusal(503 if isinstance(exc, StoreError) else 400, str(exc))
 
 
 def as_json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return _answer(msgspec.json.encode(reply), "application/json", status, headers)
+    return answer(msgspec.json.encode(reply), "application/json", status, headers)
 
 
 def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
     return as_json(replies.ErrorReply(sentence), status, headers)
 
 
-def _answer(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, status, {**_always(), **(headers or {})}, media_type)
+def answer(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, {**always(), **(headers or {})}, media_type)
 
 
-def _always() -> dict[str, str]:
+def always() -> dict[str, str]:
     kept_out = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
     return {"Date": formatdate(usegmt=True), "Cache-Control": "no-store", **kept_out}
 

@@ -1,21 +1,32 @@
-"""The console of the operator: every MSJob with its state, workers, restarts, progress and what was told of it."""
+"""The console of the operator: every MSJob with its state, workers, restarts, progress and what was told of it.
+
+Whoever opens one job sees the page of that job's own scheduler: what the page reads there is passed on below
+`/jobs/NAMESPACE/NAME`, by the operator, who has the token. Two wishes are the operator's own, since a scheduler in a pod could
+not keep them: another number of workers, and an end, are written into the job.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from typing import Annotated, Any, Literal, Protocol
+from urllib.parse import quote
 
 import msgspec
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from covey.console import api
-from covey.console.openapi import Operation
+from covey.console import api, live, replies, training
+from covey.console.openapi import EVENT_STREAM, Operation, Parameter
 from covey.core.model import Phase
+from covey.core.scaling import WORLD_MAX
 from covey.core.story import Story
 from covey.core.view import ClusterView
+from covey.errors import PeerError
+
+Key = tuple[str, str]  # namespace and name
 
 CLUSTERS_OWN = frozenset({"nodes", "state", "view", "stop", "metrics"})  # an operator has its numbers elsewhere
 
@@ -45,16 +56,56 @@ class JobsReply(msgspec.Struct, frozen=True):
     code: Literal["0"] = "0"
 
 
+class WorkersBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many workers there are to be."""
+
+    workers: Annotated[int, Meta(ge=1, le=WORLD_MAX)]
+
+
+class SuspendBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """True: the job's pods are taken away. False: it starts anew."""
+
+    suspend: bool
+
+
 JOBS = Operation("jobs", "GET", "/jobs", "The jobs, and how each of them goes.", JobsReply)
+ONE = "/jobs/{namespace}/{name}"
+LIMITS = (("minLength", 1), ("maxLength", 253))
+WHICH = (
+    Parameter("namespace", "path", "string", "The job's.", LIMITS),
+    Parameter("name", "path", "string", "The job's.", LIMITS),
+)
+SCALE = Operation(
+    "job-scale", "POST", f"{ONE}/scale", "Give a job more workers, or fewer.", replies.Reply, WorkersBody, False, WHICH
+)
+SUSPEND = Operation(
+    "job-suspend", "POST", f"{ONE}/suspend", "Stop a job, or let it go on.", replies.Reply, SuspendBody, False, WHICH
+)
+STREAM = Operation(
+    "job-stream", "GET", f"{ONE}/stream", "A job's cluster, as server-sent events.", EVENT_STREAM, parameters=WHICH
+)
+PASSED_ON = tuple(  # to the job's scheduler
+    Operation(f"job-{op.name}", op.method, ONE + op.path, op.summary, op.reply, op.body, False, (*WHICH, *op.parameters))
+    for op in training.OPERATIONS
+    if op.name in ("nodes", "state", "view", "story", "settings", "recoveries", "operation", "logs", "kill", "dump")
+)
 
 
 class Source(Protocol):
-    """What the operator lends the console."""
+    """What the operator lends the console: a look at its jobs, and into each of them. `PeerError` says why not."""
 
     @property
     def story(self) -> Story: ...
 
     def jobs(self) -> Iterable[Mapping[str, Any]]: ...
+
+    async def ask(self, key: Key, method: str, target: str, body: bytes | None) -> tuple[int, bytes]: ...
+
+    def stream(self, key: Key) -> AsyncIterator[bytes]: ...
+
+    async def scale(self, key: Key, workers: int) -> str: ...
+
+    async def suspend(self, key: Key, suspended: bool) -> str: ...
 
 
 def shown(job: Mapping[str, Any]) -> JobView:
@@ -112,11 +163,79 @@ class Board:
         raise AssertionError("an operator has no door for this")
 
 
+class Doors:
+    """The answers below one job's path."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._streams = 0
+
+    async def pass_on(self, request: Request) -> Response:
+        """Ask the job's scheduler, and repeat its answer. Its own doubts about who asks are no business of the asker's."""
+        key = _key(request)
+        path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
+        target = quote(path) + (f"?{request.url.query}" if request.url.query else "")
+        body = await api.whole_body(request) if request.method == "POST" else None
+        try:
+            status, answer = await self._source.ask(key, request.method, target, body)
+        except PeerError as why:
+            return api.refusal(409, str(why))
+        if status in (401, 403):
+            return api.refusal(
+                409, f"the scheduler of {'/'.join(key)} does not let the operator in: its COVEY_TOKEN is another"
+            )
+        return api.answer(answer, "application/json", status)
+
+    async def stream(self, request: Request) -> Response:
+        key = _key(request)
+        if self._streams >= live.CLIENTS_MAX:
+            return api.refusal(503, f"{live.CLIENTS_MAX} pages look at jobs already: close one, or try again")
+        try:
+            pieces = self._source.stream(key)
+            first = await anext(pieces)  # whoever is refused is told so before an answer has begun
+        except (PeerError, StopAsyncIteration) as why:
+            return api.refusal(409, str(why) or f"the scheduler of {'/'.join(key)} said nothing")
+        return StreamingResponse(self._counted(first, pieces), 200, api.always(), EVENT_STREAM)
+
+    async def _counted(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            yield first
+            async for piece in rest:
+                yield piece
+        except PeerError as why:
+            api.log.info("a job's stream ended: %s", why)  # the page asks again, and is told
+        finally:
+            self._streams -= 1
+
+    async def scale(self, request: Request) -> Response:
+        wish = replies.decoded(await api.whole_body(request), WorkersBody, "/scale", '{"workers": 4}')
+        return await self._done(request, self._source.scale(_key(request), wish.workers))
+
+    async def suspend(self, request: Request) -> Response:
+        wish = replies.decoded(await api.whole_body(request), SuspendBody, "/suspend", '{"suspend": true}')
+        return await self._done(request, self._source.suspend(_key(request), wish.suspend))
+
+    async def _done(self, request: Request, wish: Awaitable[str]) -> Response:
+        try:
+            sentence = await wish
+        except PeerError as why:
+            return api.refusal(409, str(why))
+        api.log.info("asked by %s: %s", api.peer(request), sentence)
+        return api.as_json(replies.Reply(sentence))
+
+
+def _key(request: Request) -> Key:
+    return request.path_params["namespace"], request.path_params["name"]
+
+
 def make_app(source: Source, *, token: str) -> Starlette:
     """The application for `covey.console.server.Server`."""
-    board = Board(source)
+    board, doors = Board(source), Doors(source)
 
     async def jobs(request: Request) -> Response:
         return api.as_json(JobsReply("Get jobs successful.", board.jobs()))
 
-    return api.make_app(board, token=token, more={JOBS: jobs}, without=CLUSTERS_OWN)
+    passed_on = dict.fromkeys(PASSED_ON, doors.pass_on)
+    own = {JOBS: jobs, SCALE: doors.scale, SUSPEND: doors.suspend, STREAM: doors.stream}
+    return api.make_app(board, token=token, more={**own, **passed_on}, without=CLUSTERS_OWN)

@@ -56,6 +56,18 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+class Moved(msgspec.Struct, frozen=True, array_like=True):
+    """What changes of a node with every beat. Most rows change in nothing else."""
+
+    name: str
+    step: int
+    phase: str
+    heard_at: float
+    busy_ms: float
+    straggles: float
+    loss: float | None
+
+
 class Point(msgspec.Struct, frozen=True, array_like=True):
     """What the charts show of a moment."""
 
@@ -103,6 +115,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     cluster: Summary
     point: Point | None = None
     nodes: list[Row] = []
+    moved: list[Moved] = []
     gone: list[str] = []
     recoveries: list[Incident] = []
     events: list[Event] = []
@@ -141,6 +154,16 @@ def row(node: NodeView, now: float) -> Row:
         log=bool(node.log),
         address=node.address,
     )
+
+
+def stays(found: Row) -> tuple[object, ...]:
+    """Everything of a row that `Moved` does not tell."""
+    beyond = (found.restarts, found.incarnation, found.pid, found.log, found.address)
+    return (found.name, found.role, found.node_id, found.rank, found.host, found.state, *beyond)
+
+
+def moved(found: Row) -> Moved:
+    return Moved(found.name, found.step, found.phase, found.heard_at, found.busy_ms, found.straggles, found.loss)
 
 
 def summary(view: ClusterView) -> Summary:
@@ -287,12 +310,19 @@ class Live:
         if not self._clients:
             return
         rows = {node.name: row(node, view.now) for node in view.nodes}
-        changed = [found for name, found in rows.items() if self._rows.get(name) != found]
+        other: list[Row] = []
+        same: list[Moved] = []
+        for name, found in rows.items():
+            old = self._rows.get(name)
+            if old is None or stays(old) != stays(found):
+                other.append(found)
+            elif old != found:
+                same.append(moved(found))
         gone = [name for name in self._rows if name not in rows]
         recoveries = [i for i in view.recoveries if self._recoveries.get(i.number) != i]
         events = self._source.story.after(self._told_at, limit=EVENTS_MAX)
         about = self._source.about()
-        news = News(summary(view), now, changed, gone, recoveries, events, about if about != self._about else None)
+        news = News(summary(view), now, other, same, gone, recoveries, events, about if about != self._about else None)
         self._rows, self._about = rows, about
         self._recoveries = dict(list({**self._recoveries, **{i.number: i for i in recoveries}}.items())[-RECOVERIES_MAX:])
         if events:

@@ -30,6 +30,7 @@ COUNTERS = {
     "kills": "Nodes that somebody asked to have killed.",
     "retries": "Steps that were tried again in place.",
     "stuck": "Ranks that all others waited for too long.",
+    "unsaved": "Checkpoints that a rank could not write.",
     "shrinks": "Worlds that went on smaller.",
     "scale_out": "Growths that were begun.",
     "scale_in": "Shrinkings that were asked for.",

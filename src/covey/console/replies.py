@@ -199,12 +199,12 @@ def operation(kept: list[Incident], number: str) -> Incident | None:
 
 def scale_out(body: bytes) -> ScaleAsked:
     """The wish in the body of POST /scaleout, with MindSpore's words where it is none."""
-    asked = _decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
+    asked = decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
     return ScaleAsked(more=int(asked.worker_num), more_servers=int(asked.server_num), start=asked.start)
 
 
 def scale_in(body: bytes) -> ScaleAsked:
-    return ScaleAsked(node_ids=_decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
+    return ScaleAsked(node_ids=decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
 
 
 def stop_reason(body: bytes, path: str = "/stop") -> str:
@@ -212,12 +212,12 @@ def stop_reason(body: bytes, path: str = "/stop") -> str:
     default = ASKED if path == "/stop" else f"asked by POST {path}"
     if not body:
         return default
-    asked = _decoded(body, StopBody, path, '{"reason": "..."}')
+    asked = decoded(body, StopBody, path, '{"reason": "..."}')
     return _printable(asked.reason) or default
 
 
 def victim(body: bytes) -> str:
-    return _decoded(body, KillBody, "/kill", '{"node": "worker:1"}').node
+    return decoded(body, KillBody, "/kill", '{"node": "worker:1"}').node
 
 
 def log_piece(told: LogTold) -> LogReply:
@@ -250,7 +250,7 @@ def short(said: str, name: str) -> str:
 
 
 def gone(body: bytes) -> GoneBody:
-    said = _decoded(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
+    said = decoded(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
     return GoneBody(said.life, _printable(said.reason))
 
 
@@ -266,7 +266,8 @@ _MINDSPORE = {  # what MindSpore says where a body is wrong, by what msgspec say
 }
 
 
-def _decoded(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
+def decoded(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
+    """The body of a POST, or a sentence that says where it breaks."""
     try:
         body.decode()
         return msgspec.json.decode(body, type=kind)

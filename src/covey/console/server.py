@@ -2,7 +2,8 @@
 
 uvicorn reads and writes the HTTP. Its own `Server` is not used: it takes over signals, which are the scheduler's, and waits
 for idle connections when it ends. Nor does uvicorn bound how long a client may take, so `Connection` does: a client that sends
-its request in drops, or never reads its answer, is cut off.
+its request in drops, or never reads its answer, is cut off. Where all places are taken, the oldest connection that never said
+a word makes room: those keep nobody else out.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Server:
         self._limits = limits or Limits()
         self._state = ServerState()
         self._idle = asyncio.Event()
+        self._silent: dict[Connection, None] = {}  # those that never said a word, the oldest first
         self._listeners: list[asyncio.Server] = []
         self._beside: asyncio.Task[None] | None = None  # what the application does by itself (`app.state.beside`)
         # Everything uvicorn would otherwise take from the environment or do to the process's logging is pinned here.
@@ -109,16 +111,24 @@ class Server:
             return
 
     def _connect(self) -> Connection:
-        return Connection(self._config, self._state, self._limits, self._idle)
+        return Connection(self._config, self._state, self._limits, self._idle, self._silent)
 
 
 class Connection(HttpToolsProtocol):
     """One client, with a deadline for whatever it is expected to do next, and errors in our JSON."""
 
-    def __init__(self, config: uvicorn.Config, server_state: ServerState, limits: Limits, idle: asyncio.Event) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        limits: Limits,
+        idle: asyncio.Event,
+        silent: dict[Connection, None],
+    ) -> None:
         super().__init__(config, server_state, app_state={})
         self._limits = limits
         self._idle = idle
+        self._silent = silent
         self._deadline: asyncio.TimerHandle | None = None
         self._asking = False  # a request has begun and not ended
         self._unparsed = 0  # bytes since the parser last completed a head or passed on a piece of body
@@ -130,9 +140,15 @@ class Connection(HttpToolsProtocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._expect_within(self._limits.request_s)
         if len(self.connections) > self._limits.connections:
-            self._refuse(503, f"there are {self._limits.connections} connections already: try again")
+            longest = next(iter(self._silent), None)
+            if longest is None:
+                return self._refuse(503, f"there are {self._limits.connections} connections already: try again")
+            longest._cut_off()
+        self._silent[self] = None
+        return None
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._silent.pop(self, None)
         self._expect_nothing()
         super().connection_lost(exc)
         if not self.connections:
@@ -141,6 +157,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._silent.pop(self, None)
         if self._deadline is None:
             self._expect_within(self._limits.request_s)
         self._unparsed += len(data)
@@ -196,6 +213,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._cut_off)
 
     def _cut_off(self) -> None:
+        self._silent.pop(self, None)
         # With a reset: else the kernel keeps what the client does not read, long after we have closed.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()

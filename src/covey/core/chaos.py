@@ -39,12 +39,9 @@ LASTS_S: Mapping[Fault, tuple[float, float]] = {  # at least and at most
     Fault.DISK: (0.5, 2.0),
     Fault.CLOCK: (0.5, 2.0),
 }
-APART_S: Mapping[
-    Fault, float
-] = {  # whoever dies again sooner is taken for one that cannot live, and given up after a few times
+APART_S: Mapping[Fault, float] = {  # who dies again sooner is taken for one that cannot live, and given up after a few times
     Fault.SCHEDULER: 61.0,
     Fault.TEMPLATE: 31.0,
-    Fault.DISK: 20.0,  # who writes a checkpoint meanwhile ends: all ranks at once, and three times without a step are too many
 }
 AT_NODES = (Fault.KILL, Fault.STOP, Fault.SLOW, Fault.CUT)
 DEADLY = (Fault.KILL, Fault.STOP)  # to a node

@@ -167,28 +167,26 @@ class Cluster(msgspec.Struct):
 
     def record(self) -> ClusterRecord:
         """The cluster as the journal keeps it."""
-        s = self.settings
-        numbers = (s.worker_num, s.server_num)
-        world = self.size(Role.WORKER) if self.resized else -1
+        settings = self.settings
         return ClusterRecord(
-            self.cluster_id,
-            self.job,
-            *numbers,
-            self.phase,
-            self.generation,
-            self.restarts,
-            self.heals,
-            world,
-            self.resized,
-            self.next_seat,
-            self.trains,
-            self.asked,
-            self.sharing,
-            self.coming,
-            self.moved,
-            self.copied,
-            self.next_server,
-            self.ended,
-            self.gone,
-            self.going,
+            job=self.job,
+            worker_num=settings.worker_num,
+            server_num=settings.server_num,
+            phase=self.phase,
+            world=self.size(Role.WORKER) if self.resized else -1,
+            ended=self.ended,
+            **{name: getattr(self, name) for name in KEPT},
         )
+
+    def recall(self, record: ClusterRecord) -> None:
+        """What the journal keeps, but for the phase: what follows from that is the machine's to decide."""
+        for name in KEPT:
+            setattr(self, name, getattr(record, name))
+
+
+# What a cluster and its record call by the same name, and a scheduler that comes back goes on with.
+KEPT = tuple(
+    name
+    for name in ClusterRecord.__struct_fields__
+    if name in Cluster.__struct_fields__ and name not in ("job", "phase", "ended")
+)

@@ -72,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
     reconstruct: int = 0  # devices needed to take masks off; 0: more than two thirds
     compress: str = "NO_COMPRESS"  # how small uploads are
     sparse_rate: float = 1.0  # the share of values in them, where not all are sent
+    download: str = "NO_COMPRESS"  # how small the models are that devices are given, where they understand it
     signed: bool = False  # devices have certificates: in a secure round they sign their keys and the list for each other
     noise: Noise | None = None  # differential privacy
     reach: float = 16.0  # how far a value of an update may be from the model
@@ -89,6 +90,7 @@ class Peer(msgspec.Struct, frozen=True):
     rank: int
     address: str = ""  # HOST:PORT where servers talk to each other
     http: str = ""  # HOST:PORT where devices do
+    host: str = ""  # the id of the machine it runs on
 
 
 class Adoption(msgspec.Struct, frozen=True):
@@ -358,10 +360,13 @@ def began(known_by: str) -> int:
 
 
 def keeper(node_id: str, members: Sequence[Peer]) -> Peer | None:
-    """Who keeps copies of a server's updates, where they are kept: the next one by rank."""
-    others = sorted((peer for peer in members if peer.node_id != node_id), key=lambda peer: peer.rank)
-    rank = next((peer.rank for peer in members if peer.node_id == node_id), -1)
-    return next((peer for peer in others if peer.rank > rank), others[0] if others else None)
+    """Who keeps copies of a server's updates, where they are kept: the next one by rank, on another host if there is any."""
+    mine = next((peer for peer in members if peer.node_id == node_id), None)
+    others = sorted((peer for peer in members if peer is not mine), key=lambda peer: peer.rank)
+    if mine is None or not others:
+        return others[0] if others else None
+    apart = [peer for peer in others if peer.host != mine.host] or others
+    return next((peer for peer in apart if peer.rank > mine.rank), apart[0])
 
 
 def evaluates(plan: Plan, cluster_id: str, iteration: int, device: str) -> bool:

@@ -60,11 +60,25 @@ def _apart(reports: Mapping[int, Report], highest: tuple[int, int]) -> str:
     for rank, report in sorted(reports.items()):
         behind = not report.needs_state and _order(report.completed) < highest
         if behind and report.waits is not None and _order(report.waits) != highest:
-            where = f"rank {rank} waits in collective {report.waits.step}.{report.waits.n}"
+            where = f"rank {rank} waits in collective {report.waits}"
             return (
                 f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
             )
     return ""
+
+
+def left_alone(reports: Mapping[int, Report], waits: Mapping[int, Number]) -> str:
+    """Why some wait for ever: a rank at the end of its program takes part in no other collective. "" if nobody does."""
+    ends = {rank: _order(report.completed) for rank, report in reports.items() if report.finished}
+    if not ends or not waits:
+        return ""
+    first, last = min(ends, key=lambda rank: ends[rank]), max(waits, key=lambda rank: waits[rank])
+    if _order(waits[last]) <= ends[first]:
+        return ""
+    return (
+        f"rank {first} has come to the end of its program, but rank {last} waits for it in collective {waits[last]}:"
+        " do all ranks call the same ones, in one order?"
+    )
 
 
 def _lost(reports: Mapping[int, Report]) -> str:

@@ -6,7 +6,8 @@ RETURNING until its members have re-attached or are overdue. The table `PHASES` 
 
 The machine is one object, cut into rooms that each know only those before them: the `Ledger` here, `resizing` (the world
 changes its size), `sharing` (parameter servers come and go), `spares` (who waits to stand in), `lifecycle` (forming, dying,
-healing, coming back, ending), `watch` (what follows from time alone) and `machine` (who says what over which link).
+healing, coming back, ending), `watch` (what follows from time alone), `joining` (who comes, and as whom), `asking` (what
+visitors want) and `machine` (what members say, and the door to it all).
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from covey.core import formation
 from covey.core.board import Board
 from covey.core.cluster import Cluster
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incidents, Outcome
-from covey.core.messages import Regrouped, Stop
+from covey.core.messages import Agreed, Refused, Regrouped, Scaling, Stop
 from covey.core.model import (
     Agent,
     ClusterSettings,
@@ -42,8 +45,23 @@ PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
+NEVER = float("inf")
 TELL_S = 30.0  # how long members out of reach may take to come and hear of the end, where their silence has no limit
 FIRST_S = 30.0  # until its first sign of progress a life imports, builds and restores: it is not called stuck before this
+
+
+class Deadlines(msgspec.Struct):
+    """By when something is to have happened; what nobody waits for has none."""
+
+    form: float = NEVER  # a last call for more workers than are needed
+    heal: float = NEVER  # every place is filled, and heard
+    shrink: float = NEVER  # a host came for who is lost
+    workers: float = NEVER  # those of a growth have come
+    servers: float = NEVER  # those of a growth have come
+
+    def postpone(self, by_s: float) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + by_s)
 
 
 class Ledger:
@@ -53,9 +71,10 @@ class Ledger:
         self.cluster = Cluster(cluster_id=cluster_id, settings=settings, job=job)
         self.counters: dict[str, float] = {}
         self.incidents = Incidents(wall - now)
+        self.answered: Scaling | Agreed | Refused = Refused("nothing was asked for")  # to a visitor's last wish
         self.first_failure: Failure | None = None
         self._started = self._ticked = self._now = now
-        self._heal_by = self._shrink_by = self._form_at = float("inf")
+        self._deadlines = Deadlines()
         self._speakers: dict[int, Member | Agent] = {}
         self._held: set[str] = set()  # lives that are held off, to say so once
         self._board = Board()
@@ -68,15 +87,13 @@ class Ledger:
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._grouped = False  # a group has met: only then will ranks say that they have gone on
         self._arriving: set[str] = set()  # node ids of those whom a growth waits for
-        self._arrive_by = float("inf")
         self._settled: set[int] = set()  # parameter servers where all is in its place, by the sharing of now
-        self._come_by = float("inf")
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
         self._suspect: Member | None = None  # a place that was not heard when it was last asked
         self._stop: Stop | None = None
         self._untold: set[str] | None = None  # lives that have not heard of the end, for as long as they are waited for
-        self._tell_by = float("inf")
+        self._tell_by = NEVER
         self._out: list[SchedulerEffect] = []
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -130,6 +147,10 @@ class Ledger:
             self._speakers.pop(link, None)
             self._out.append(Close(link))
 
+    def _hang_up(self, agent: Agent) -> None:
+        self._silence(agent.link)
+        agent.link = 0
+
     def _regroup(self, reason: str, *changed: Member) -> None:
         """A new generation: durable first, then whoever changed, then told to the members that were there before."""
         self._next_generation(*changed)
@@ -146,9 +167,15 @@ class Ledger:
         for member in changed:
             self._persist(MemberRecord.of(member))
 
+    def _heal(self, reason: str) -> None:
+        """Places are empty, or ranks have yet to agree: that may take so long, from now."""
+        self._await_healing()
+        if self.cluster.phase is not Phase.HEALING:
+            self._move(Phase.HEALING, reason)
+
     def _await_healing(self) -> None:
         limit = self.cluster.settings.topo_timeout_s
-        self._heal_by = self._now + limit if limit >= 0 else float("inf")
+        self._deadlines.heal = self._now + limit if limit >= 0 else NEVER
 
     def _all_resumed(self) -> bool:
         return len(self._gathering.resumed) == self.cluster.size(Role.WORKER)

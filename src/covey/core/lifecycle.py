@@ -13,6 +13,7 @@ from covey.core import formation, ranks, recovery, scaling
 from covey.core.effects import Close, Level
 from covey.core.healing import Dump, Gathering
 from covey.core.incidents import Incident, Outcome, Stage
+from covey.core.ledger import NEVER
 from covey.core.membership import names
 from covey.core.messages import DumpAsked, Refused, Stop
 from covey.core.model import (
@@ -41,7 +42,7 @@ class Lifecycle(Spared):
         plan, self.cluster.reason = formation.decide(self.cluster)
         if plan is None:
             return
-        if self.cluster.size(Role.WORKER) < self.cluster.goal and self._now < self._form_at:
+        if self.cluster.size(Role.WORKER) < self.cluster.goal and self._now < self._deadlines.form:
             self.cluster.reason = f"{self.cluster.reason}, at most {self.cluster.goal} workers may come: a last call for more"
             return
         self.cluster.seat(plan.ranks)
@@ -59,6 +60,20 @@ class Lifecycle(Spared):
 
     # -- dying -------------------------------------------------------------------------------------------------------
 
+    def _link_lost(self, link: int, reason: str) -> None:
+        speaker = self._speakers.pop(link, None)
+        if speaker is None:
+            return
+        speaker.link = 0
+        if isinstance(speaker, Member):
+            if not speaker.agent:
+                self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
+        elif self.cluster.settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
+            speaker.beat_at = self._now
+            self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
+        else:
+            self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
+
     def _agent_gone(self, agent: Agent, code: int, reason: str, since: float | None = None) -> None:
         """With its agent a child's life is over, and nobody is left to start the next."""
         children = self.cluster.children(agent.id)
@@ -70,6 +85,14 @@ class Lifecycle(Spared):
         self._publish(f"agent:{agent.id}", "gone", reason, Level.of(code))
         for member in [m for m in children if m.present]:
             self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})", since=since)
+
+    def _lose(self, member: Member, reason: str, since: float | None = None) -> None:
+        """A life is over that may still hear: it is told why, where the others are told, before its link is closed."""
+        link = member.link
+        self._over(member, ExitCode.PEER_FAILED, reason, since=since)
+        self._silence(link)
+        if member.link == link:  # else the place is another's already, a spare's
+            member.link = 0
 
     def _over(
         self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
@@ -121,10 +144,8 @@ class Lifecycle(Spared):
         self._open_incident(strategy, reason, failure.reason, since=since, known=self._now, member=member)
         if after is recovery.After.WAIT:
             self.first_failure = self.first_failure or failure
-            self._await_healing()
+            self._heal(reason)
             self._await_host()
-            if self.cluster.phase is not Phase.HEALING:
-                self._move(Phase.HEALING, reason)
             self._regroup(_gone(member, failure), member)
         elif after in (recovery.After.REPLACE, recovery.After.MOVE, recovery.After.PROMOTE):
             self._replace(member, failure, reason, after)
@@ -155,8 +176,7 @@ class Lifecycle(Spared):
 
     def _write_down(self, code: int, reason: str, failure: Failure | None, survivors: set[int]) -> None:
         self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
-        if self.cluster.phase is not Phase.HEALING:
-            self._move(Phase.HEALING, reason)
+        self._heal(reason)
         self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
@@ -175,9 +195,7 @@ class Lifecycle(Spared):
             self.first_failure = self.first_failure or failure
         self._count("replacements")
         self._replacing = self._replacing or member.role is Role.WORKER  # a server's return needs no agreement of the workers
-        self._await_healing()
-        if self.cluster.phase is not Phase.HEALING:
-            self._move(Phase.HEALING, reason)
+        self._heal(reason)
         if member.leaving:
             member.handovers += 1
         else:
@@ -218,7 +236,7 @@ class Lifecycle(Spared):
     def _await_host(self) -> None:
         """The lost may be started again by a host that comes; where the world may shrink instead, not for ever."""
         if recovery.waits_to_shrink(self.cluster.settings):
-            self._shrink_by = min(self._shrink_by, self._now + self.cluster.settings.shrink_after_s)
+            self._deadlines.shrink = min(self._deadlines.shrink, self._now + self.cluster.settings.shrink_after_s)
 
     def _welcome_hosts(self) -> None:
         """What hosts that have come since the formation are good for: first to start again what lost ones had, then to grow."""
@@ -239,7 +257,7 @@ class Lifecycle(Spared):
 
     def _go_on_without_the_lost(self) -> None:
         """No host came in time for who is lost: the world shrinks, where it can."""
-        self._shrink_by = float("inf")
+        self._deadlines.shrink = NEVER
         workers = self.cluster.of(Role.WORKER)
         lost = [m for m in workers if m.state is NodeState.DEAD]
         if not lost:
@@ -300,13 +318,8 @@ class Lifecycle(Spared):
         kept = next((r for r in records if isinstance(r, ClusterRecord)), None)
         if kept is None:
             return self._persist(self.cluster.record())
-        self.cluster.cluster_id = kept.cluster_id
-        self.cluster.generation, self.cluster.restarts, self.cluster.heals = kept.generation, kept.restarts, kept.heals
-        self.cluster.resized, self.cluster.next_seat, self.cluster.trains = kept.resized, kept.next_seat, kept.trains
-        self.cluster.asked, self.cluster.gone, self.cluster.going = kept.asked, kept.gone, kept.going
-        self.cluster.sharing, self.cluster.coming, self.cluster.moved = kept.sharing, kept.coming, kept.moved
-        self.cluster.copied, self.cluster.next_server = kept.copied, kept.next_server
-        self._come_by = self._now + scaling.ARRIVE_S
+        self.cluster.recall(kept)
+        self._deadlines.servers = self._now + scaling.ARRIVE_S
         self.incidents.take_over([record for record in records if isinstance(record, Incident)])
         if kept.phase is Phase.FORMING:
             return None
@@ -341,7 +354,7 @@ class Lifecycle(Spared):
         if not dead:
             self._replacing = False
             self.first_failure = None
-            self._shrink_by = float("inf")
+            self._deadlines.shrink = NEVER
             self._held.clear()
             self.incidents.mark(Stage.REFORMED, self._now)
             self._move(Phase.READY, reason)

@@ -2,8 +2,8 @@
 
 Theory of operation. `step(event, now)` takes a fact and returns wishes, in an order that is a contract: what must be durable
 comes before what may be sent, and a scheduler that dies between any two wishes leaves a journal from which the next one goes
-on. Nothing is journalled per join or per beat; formation, deaths, returns and the end are. Here is what it hears, from whom;
-what follows from that for the cluster as a whole is in `lifecycle`, and `ledger` lists the rooms.
+on. Nothing is journalled per join or per beat; formation, deaths, returns and the end are. Here is what its
+members say; what follows from that for the cluster as a whole is in `lifecycle`, and `ledger` lists the rooms.
 
 Every member is spoken for by a link. A raw node speaks for itself, and the loss of its link is its death. A child of an agent
 is spoken for by the agent, who sees the exit itself: there the agent's word decides, and a lost link alone does not. The loss
@@ -17,13 +17,12 @@ from typing import Any
 
 import msgspec
 
-from covey.core import ranks, recovery, scaling, sharing
-from covey.core.effects import Close, Level, SchedulerEffect
+from covey.core import scaling
+from covey.core.asking import Askable
+from covey.core.effects import Level, SchedulerEffect
 from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
 from covey.core.incidents import Outcome, Stage
-from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import (
-    Agreed,
     Ask,
     Beat,
     Broke,
@@ -33,7 +32,6 @@ from covey.core.messages import (
     Fetched,
     Get,
     Goodbye,
-    Kill,
     KillAsked,
     Leave,
     Put,
@@ -43,27 +41,24 @@ from covey.core.messages import (
     Report,
     Resumed,
     ScaleAsked,
-    Scaling,
     Settled,
     Started,
     StopAsked,
+    Unsaved,
     Value,
-    Welcome,
 )
-from covey.core.model import Agent, AgentRecord, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
-from covey.core.watch import Watch
+from covey.core.model import Agent, ClusterSettings, Member, NodeState, Phase, Role
 from covey.errors import ExitCode
 
 GONE_MAX = 4096  # lives of hosts that are remembered to be over
 AFTER_THE_END = (Register, RegisterAgent, Leave, StopAsked, ScaleAsked, KillAsked)  # what is still answered then
 
 
-class Machine(Watch):
+class Machine(Askable):
     """One cluster's decisions. The shell calls `step`; everybody else only looks."""
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
         super().__init__(settings, cluster_id=cluster_id, job=job, now=now, wall=wall)
-        self.answered: Scaling | Agreed | Refused = Refused("nothing was asked for")  # to a visitor's last wish
         self._hear: dict[type, Callable[[int, Any], None]] = {
             Register: self._register,
             RegisterAgent: self._register_agent,
@@ -79,6 +74,7 @@ class Machine(Watch):
             Resumed: self._resumed,
             Drain: self._drain,
             Dumped: self._dumped,
+            Unsaved: self._unsaved,
             StopAsked: self._stop_asked,
             ScaleAsked: self._scale_asked,
             KillAsked: self._kill_asked,
@@ -105,165 +101,9 @@ class Machine(Watch):
         out, self._out = self._out, []
         return out
 
-    # -- joining -----------------------------------------------------------------------------------------------------
-
     def heard_by(self) -> list[int]:
         """The links of all who are told what becomes of the cluster."""
         return list(self._speakers)
-
-    def _register(self, link: int, wish: Register) -> None:
-        answer = answer_node(self.cluster, wish)
-        who = f"{wish.role}:{wish.node_id or wish.life}"
-        if self._turned_away(link, wish, who, answer):
-            return None
-        if answer.verdict is Verdict.HOLD:
-            return self._hold_off(link, wish.life, who, answer.reason)
-        self._held.discard(wish.life)
-        if answer.verdict is Verdict.ADMIT:
-            return self._admit(link, wish, answer.reason)
-        assert answer.place is not None
-        member = self.cluster.members[answer.place]
-        if answer.verdict is Verdict.REATTACH:
-            return self._reattach(link, member, wish)
-        return self._return(link, member, wish, answer.reason)
-
-    def _hold_off(self, link: int, life: str, who: str, reason: str) -> None:
-        if life not in self._held:
-            self._held.add(life)
-            self._publish(who, "held off", reason, Level.WARNING)
-        self._send(link, Refused(reason, retry_after_s=HOLD_OFF_S))
-
-    def _admit(self, link: int, wish: Register, reason: str) -> None:
-        member = Member(wish.role, node_id(wish), wish.life, wish.host, joined_at=self._now, pid=wish.pid)
-        forming = self.cluster.phase is Phase.FORMING
-        if forming:
-            claim = ranks.claim(wish.node_id)
-            member.rank = claim if claim is not None else -1
-            self._begin_life(member)
-            self.cluster.add(member)
-        else:
-            scaling.admit(self.cluster, member)
-        self._speak(link, member)
-        self._publish(member.name, "joined", reason, Level.DETAIL)
-        self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._form_at = self._now + self.cluster.settings.last_call_s
-        if forming:
-            self._form()
-        else:
-            world = self.cluster.size(Role.WORKER)
-            self._grow([member], f"the world grows from {world - 1} to {world} workers, as {member.name} came", "a worker came")
-
-    def _reattach(self, link: int, member: Member, wish: Register) -> None:
-        """The life we know, over a new connection: it keeps its rank, and is told again what it may have missed."""
-        if member.link and member.link != link:
-            self._silence(member.link)
-        again = member.life != ""
-        member.life, member.host, member.pid = wish.life, wish.host, wish.pid
-        self._speak(link, member)
-        if not again:
-            self._begin_life(member)
-        if member.agent and not self.cluster.heals:
-            self.cluster.heals = True
-            self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death before it hears of a worker
-        self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
-        if member.state in (NodeState.WAITING, NodeState.LEFT):
-            return
-        was, member.state = member.state, NodeState.ALIVE
-        if was is NodeState.DEAD:
-            self._persist(MemberRecord.of(member))
-        if again:
-            self._publish(
-                member.name, "re-attached", f"{'spare' if member.role is Role.SPARE else 'rank'} {member.rank} goes on"
-            )
-        self._send(link, self._places().formed(member))
-        self._settle("every member is here again")
-
-    def _return(self, link: int, member: Member, wish: Register, reason: str) -> None:
-        """The next incarnation of a place whose last life is over."""
-        self.cluster.remove(member)
-        if wish.host.id != member.host.id:
-            member.local_rank = ranks.free_local(self.cluster.of(member.role), wish.host)
-        member.role, member.node_id = wish.role, node_id(wish)
-        member.life, member.host, member.pid = wish.life, wish.host, wish.pid
-        member.incarnation += 1
-        member.restarts += 1
-        member.lives += 1
-        member.state = NodeState.ALIVE
-        self.cluster.add(member)
-        self._layout = None
-        self._count("returns")
-        self._begin_life(member)
-        self._regroup(f"{member.name} is back", member)
-        self._speak(link, member)
-        self._publish(member.name, "returned", reason)
-        self._send(link, Welcome(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._send(link, self._places().formed(member))
-        self._settle("every place is filled again")
-
-    def _register_agent(self, link: int, wish: RegisterAgent) -> None:
-        answer = answer_agent(self.cluster, wish)
-        who = f"agent:{wish.agent}"
-        if self._turned_away(link, wish, who, answer):
-            return None
-        if answer.verdict is Verdict.HOLD:
-            return self._hold_off(link, wish.life, who, answer.reason)
-        if answer.verdict is Verdict.REATTACH:
-            agent = self.cluster.agents[wish.agent]
-            if agent.link and agent.link != link:
-                self._silence(agent.link)
-            self._heard_of_children(agent)
-        else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts, wish.spares)
-            agent = Agent(wish.agent, wish.life, wish.host, *held)
-            self.cluster.agents[agent.id] = agent
-            if self.cluster.phase is Phase.FORMING:
-                for place in range(agent.slots):
-                    self._add_child(agent, Role.WORKER, place)
-                for place in range(agent.servers):
-                    self._add_child(agent, Role.PSERVER, place)
-            else:
-                self._persist(AgentRecord.of(agent))
-            self._form_at = self._now + self.cluster.settings.last_call_s
-            self._publish(who, "joined", answer.reason)
-        self._speak(link, agent)
-        self._send(link, Welcome(self.cluster.cluster_id))
-        if self.cluster.phase is Phase.FORMING:
-            return self._form()
-        self._send(link, self._places().start(agent))
-        self._welcome_hosts()
-        return self._settle("every member is here again")
-
-    def _add_child(self, agent: Agent, role: Role, place: int) -> None:
-        child = f"{agent.id}/{place}"  # until formation gives it its rank
-        member = Member(role, child, "", agent.host, agent=agent.id, joined_at=self._now)
-        if role is Role.WORKER:
-            member.rank = agent.first_rank + place if agent.first_rank >= 0 else -1
-        self.cluster.add(member)
-
-    def _heard_of_children(self, agent: Agent) -> None:
-        """An agent that is back speaks for its children again; it will say which of them ended meanwhile."""
-        for member in self.cluster.children(agent.id):
-            if member.state is NodeState.SUSPECT and not member.link:
-                member.state, member.beat_at = NodeState.ALIVE, self._now
-
-    def _turned_away(self, link: int, wish: Register | RegisterAgent, who: str, answer: Answer) -> bool:
-        """Refuse, where that is the answer. A member of this cluster that missed its end is told that instead."""
-        speaker = self._speakers.get(link)
-        reason = answer.reason
-        if speaker is not None and speaker.life != wish.life:
-            reason = "its connection speaks for another node already"
-        elif answer.verdict is not Verdict.REFUSE:
-            return False
-        if self._stop is not None and (wish.cluster_id == self.cluster.cluster_id or (self._untold and not wish.cluster_id)):
-            self._send(link, self._stop)
-            self._told(wish.life)
-        else:
-            self._count("refused")
-            self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
-            self._send(link, Refused(reason))
-        self._out.append(Close(link))
-        self._link_lost(link, "refused")
-        return True
 
     # -- living ------------------------------------------------------------------------------------------------------
 
@@ -375,6 +215,12 @@ class Machine(Watch):
             self._dump.waiting.discard(member.rank)
             self._end_dump()
 
+    def _unsaved(self, link: int, said: Unsaved) -> None:
+        member = self._speakers.get(link)
+        if isinstance(member, Member):
+            self._count("unsaved")
+            self._publish(member.name, "unsaved", said.reason, Level.WARNING)
+
     def _child_started(self, link: int, said: Started) -> None:
         member = self._child(link, said)
         if member is not None:
@@ -410,21 +256,6 @@ class Machine(Watch):
         mine = isinstance(agent, Agent) and member is not None and member.agent == agent.id
         return member if mine and member is not None and member.incarnation == said.incarnation else None
 
-    def _link_lost(self, link: int, reason: str) -> None:
-        speaker = self._speakers.pop(link, None)
-        if speaker is None:
-            return
-        speaker.link = 0
-        settings = self.cluster.settings
-        if isinstance(speaker, Member):
-            if not speaker.agent:
-                self._over(speaker, ExitCode.PEER_FAILED, f"its connection closed ({reason})")
-        elif settings.waits_for_agents and self.cluster.phase is not Phase.FORMING:
-            speaker.beat_at = self._now
-            self._publish(f"agent:{speaker.id}", "out of reach", reason, Level.WARNING)
-        else:
-            self._agent_gone(speaker, ExitCode.PEER_FAILED, reason)
-
     def _host_gone(self, said: HostGone) -> None:
         """Nobody of that host is waited for any longer, and whoever may still run there is not let in again."""
         if said.life in self.cluster.gone:
@@ -432,76 +263,7 @@ class Machine(Watch):
         self.cluster.gone = (*self.cluster.gone, said.life)[-GONE_MAX:]
         self._persist(self.cluster.record())
         for agent in [agent for agent in self.cluster.agents.values() if agent.host.life == said.life]:
-            self._silence(agent.link)
-            agent.link = 0
+            self._hang_up(agent)
             self._agent_gone(agent, ExitCode.PEER_FAILED, said.reason)
         for member in [m for m in self.cluster.members.values() if m.host.life == said.life and not m.agent]:
-            link = member.link
-            self._over(member, ExitCode.PEER_FAILED, said.reason)
-            self._silence(link)
-            member.link = 0
-
-    def _scale_asked(self, link: int, asked: ScaleAsked) -> None:
-        self._answer(link, self._answer_scale(asked))
-
-    def _answer(self, link: int, answer: Scaling | Agreed | Refused) -> None:
-        self.answered = answer
-        self._send(link, answer)
-
-    def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
-        if asked.roll_back and self.cluster.coming:
-            number = self.incidents.kept[-1].number
-            self._turn_servers_back("asked to")
-            return Scaling(number, "the servers that were to come do not")
-        if asked.roll_back:
-            if not scaling.can_turn_back(self.cluster, self._arriving):
-                return Refused("no growth is under way that could be taken back")
-            self._turn_back("asked to")
-            return Scaling(self.incidents.kept[-1].number, self.cluster.reason)
-        if not asked.start:
-            return self._make_room(asked.more)
-        if sharing.meant(self.cluster, asked):
-            change, reason = sharing.decide(self.cluster, self._settled, asked)
-            return Scaling(self._scale_servers(change, reason), reason) if change is not None else Refused(reason)
-        plan, reason = scaling.decide(self.cluster, asked)
-        return Scaling(self._scale(plan, reason), reason) if plan is not None else Refused(reason)
-
-    def _make_room(self, more: int) -> Scaling | Refused:
-        """So many more may come, and join by themselves."""
-        wanted, reason = scaling.room(self.cluster, more)
-        if wanted is None:
-            return Refused(reason)
-        self.cluster.asked = wanted
-        self._persist(self.cluster.record())
-        self._publish("cluster", "room", reason)
-        self._welcome_hosts()
-        return Scaling(0, reason)
-
-    def _stop_asked(self, link: int, asked: StopAsked) -> None:
-        if asked.dump:
-            return self._dump_asked(link, asked.reason)
-        if self.cluster.phase is not Phase.ENDED:
-            self._end(ExitCode.STOPPED, asked.reason)
-        else:
-            self._tell_no_more()
-        return self._send(link, Goodbye())
-
-    def _dump_asked(self, link: int, reason: str) -> None:
-        """The last rung, without a fault."""
-        ranks_able, why_not = recovery.can_dump(self.cluster)
-        if self._dump is not None:
-            why_not = "the ranks write down what they hold already"
-        if why_not:
-            return self._answer(link, Refused(why_not))
-        self._write_down(ExitCode.STOPPED, reason, None, ranks_able)
-        return self._answer(link, Agreed(f"{len(ranks_able)} ranks write down what they hold, and the run ends"))
-
-    def _kill_asked(self, link: int, asked: KillAsked) -> None:
-        """Chaos: the process is killed, and nothing is decided before its agent tells of the death."""
-        member, why = recovery.victim(self.cluster, asked.node)
-        if member is None:
-            return self._answer(link, Refused(why))
-        self._count("kills")
-        self._publish(member.name, "to be killed", f"{asked.reason}: {why}", Level.WARNING)
-        self._send(self.cluster.agents[member.agent].link, Kill(member.node_id, member.incarnation, member.role))
-        return self._answer(link, Agreed(why))
+            self._lose(member, said.reason)

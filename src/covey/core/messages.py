@@ -7,6 +7,7 @@ limit: what exceeds it is refused where bytes become messages.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -331,6 +332,15 @@ class Number(msgspec.Struct, frozen=True, order=True):
     step: int
     n: int
 
+    def __str__(self) -> str:
+        return f"{self.step}.{self.n}"
+
+    @staticmethod
+    def read(text: str) -> Number | None:
+        """What `str` wrote; None for any other text."""
+        found = re.fullmatch(r"(-?\d{1,12})\.(\d{1,12})", text, re.ASCII)
+        return Number(int(found[1]), int(found[2])) if found else None
+
 
 class Report(Message, frozen=True):
     """A rank, at a safe point of this generation: what it completed last, and where others may fetch what they lack."""
@@ -388,6 +398,13 @@ class Dumped(Message, frozen=True):
 
     step: int
     path: Sentence
+
+
+class Unsaved(Message, frozen=True):
+    """A rank: the checkpoint of this step is not on disk, and why."""
+
+    step: int
+    reason: Sentence
 
 
 class Settled(Message, frozen=True):
@@ -493,7 +510,7 @@ class Confirmed(Message, frozen=True):
     unheard_s: float
 
 
-FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Settled | Put | Get
+FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Unsaved | Settled | Put | Get
 ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
 FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
 Visitor = Ask | AskStory | StopAsked | ScaleAsked | KillAsked

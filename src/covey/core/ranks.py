@@ -56,7 +56,7 @@ def _in_order(members: list[Member]) -> list[Member]:
 
 def _address_order(host: Host) -> tuple[int, int]:
     try:
-        address = ipaddress.ip_address(host.address.split("%")[0])
+        address = ipaddress.ip_address(host.address)
     except ValueError:
         return (0, 0)
     return (address.version, int(address))

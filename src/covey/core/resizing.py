@@ -12,7 +12,7 @@ from covey.core.incidents import Outcome
 from covey.core.ledger import Ledger
 from covey.core.membership import names
 from covey.core.messages import Stop
-from covey.core.model import AgentRecord, Member, Phase, Role
+from covey.core.model import AgentRecord, Member, Role
 
 
 class Resizable(Ledger):
@@ -65,7 +65,7 @@ class Resizable(Ledger):
         self._count("scale_out")
         self._open_incident("scale-out", reason, cause, since=self._now, known=self._now)
         self._arriving = {m.node_id for m in newcomers}
-        self._arrive_by = self._now + scaling.ARRIVE_S
+        self._deadlines.workers = self._now + scaling.ARRIVE_S
         for member in newcomers:
             self._begin_life(member)
         self._resize(reason, reason, newcomers)
@@ -104,8 +104,7 @@ class Resizable(Ledger):
     def _ask_all(self, reason: str) -> None:
         """The scheduler was away, and has not heard who went on: in a new generation everyone says so again."""
         self._replacing = self._grouped = True
-        self._await_healing()
-        self._move(Phase.HEALING, reason)
+        self._heal(reason)
         self._regroup(reason)
 
     def _turn_back(self, reason: str) -> None:
@@ -127,9 +126,7 @@ class Resizable(Ledger):
     def _resize(self, reason: str, what: str, changed: list[Member]) -> None:
         """A new generation in a world of another size: everyone is told its place in it."""
         self._replacing = True
-        self._await_healing()
-        if self.cluster.phase is not Phase.HEALING:
-            self._move(Phase.HEALING, reason)
+        self._heal(reason)
         self.cluster.reason = reason  # also where another change was under way
         self._layout = None
         self.cluster.resized = self.cluster.generation + 1

@@ -300,13 +300,18 @@ class Rounds(Roster):
             elif self.window.full:
                 refused.append(device)
                 reason = f"iteration {self.iteration} has reached the threshold of {self.plan.threshold} devices"
-            elif self.plan.sample < 1.0 and share(f"{self.cluster_id}/{self.round}", device) >= self.plan.sample:
+            elif self.plan.sample < 1.0 and share(self._draw(), device) >= self.plan.sample:
                 refused.append(device)
+                self.window.asked(self._now)
                 reason = reason or f"iteration {self.iteration} samples {self.plan.sample:g} of the devices, and not this one"
             else:
                 self.window.admitted[device] = None
                 admitted.append(device)
         return Joined(asked.round, tuple(admitted), tuple(refused), reason)
+
+    def _draw(self) -> str:
+        """What the sample of devices goes by: another one after a window that too few of them came to."""
+        return f"{self.cluster_id}/{self.round}/{self.window.missed}"
 
     def _stop(self, reason: str, link: int, code: int = 0) -> None:
         if link:
@@ -323,7 +328,7 @@ class Rounds(Roster):
         members = sorted((server for server in self.servers.values() if server.member), key=lambda server: server.rank)
         return Orders(
             generation=self.generation,
-            members=tuple(Peer(server.node_id, server.rank, server.peer, server.http) for server in members),
+            members=tuple(Peer(s.node_id, s.rank, s.peer, s.http, s.host.id) for s in members),
             round=self.round,
             base=self.base,
             stage=self.stage,

@@ -92,7 +92,7 @@ class Sharable(Resizable):
             came = [self._admit_server(agent) for agent in plan.agents]
             self.cluster.coming = tuple(member.rank for member in came)
             self._persist(self.cluster.record())  # after its members: one that is not coming does not count
-            self._come_by = self._now + scaling.ARRIVE_S
+            self._deadlines.servers = self._now + scaling.ARRIVE_S
             self._layout = None
             self._tell_agents(set(plan.agents))
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from covey.core import formation, recovery, scaling
+from covey.core import formation, healing, recovery, scaling
 from covey.core.effects import Level
 from covey.core.lifecycle import Lifecycle
 from covey.core.membership import names
+from covey.core.messages import HealPlan, Number
 from covey.core.model import Agent, Member, NodeState, Phase, Role
 from covey.errors import ExitCode
 
@@ -30,20 +31,24 @@ class Watch(Lifecycle):
             self._end(ExitCode.NOT_FORMED, reason)
         elif self._dump is not None:
             self._end_dump()
-        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._heal_by and (away := self._away()):
+        elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._deadlines.heal and (away := self._away()):
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
-        elif self._now > self._shrink_by:
+        elif self._now > self._deadlines.shrink:
             self._go_on_without_the_lost()
-        elif self._now > self._arrive_by and scaling.can_turn_back(self.cluster, self._arriving):
+        elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster, self._arriving):
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
-        elif self.cluster.coming and self._now > self._come_by:
+        elif self.cluster.coming and self._now > self._deadlines.servers:
             self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self._now - self._gathering.broke_at > EXPLAIN_S:
             self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
+        if self.cluster.phase is Phase.READY:
+            self._judge_ends()
+        if self._dump is None and self.cluster.phase is not Phase.ENDED:
+            self._judge_leavers()
         if settings.stuck_s >= 0 and self._dump is None and self.cluster.phase is not Phase.ENDED:
             self._judge_progress(settings.stuck_s)
         if self.cluster.phase is Phase.READY and self.cluster.trains and not self._let_next_go():
@@ -53,6 +58,30 @@ class Watch(Lifecycle):
         """Who is not here; a replacement is when it has called."""
         away, members = (NodeState.DEAD, NodeState.SUSPECT), self.cluster.placed()
         return [m for m in members if m.state in away or (self._replacing and m.present and not m.link)]
+
+    def _judge_ends(self) -> None:
+        """Nobody can be waited for who has come to the end of its program, and that needs no time to be seen."""
+        reports = self._gathering.reports
+        if any(report.finished for report in reports.values()):
+            said = {m.rank: Number.read(m.progress.waits) for m in self.cluster.of(Role.WORKER) if m.present and m.link}
+            if trouble := healing.left_alone(reports, {rank: number for rank, number in said.items() if number is not None}):
+                self._give_up(ExitCode.PEER_FAILED, trouble)
+
+    def _judge_leavers(self) -> None:
+        """Who has left reports nothing more. Where all others have, either all of them are at their end too, or they can never
+        go on together."""
+        workers, gathering = self.cluster.of(Role.WORKER), self._gathering
+        if gathering.done or not gathering.reports or len(gathering.reports) == len(workers):
+            return None
+        left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in gathering.reports]
+        if len(gathering.reports) + len(left) < len(workers):
+            return None
+        if not all(report.finished for report in gathering.reports.values()):
+            return self._give_up(ExitCode.PEER_FAILED, f"{names(left)} left before the work was done: all others wait to go on")
+        gathering.done = True
+        for member in [m for m in workers if m.rank in gathering.reports]:
+            self._send(member.link, HealPlan(gathering.generation, done=True))
+        return None
 
     def _judge_progress(self, limit: float) -> None:
         """A rank for which all others have waited in one collective for too long is stuck, though it beats; or it has left."""
@@ -71,11 +100,7 @@ class Watch(Lifecycle):
         for member in late:
             if self._now - member.changed_at > limit:
                 self._count("stuck")
-                reason = f"stuck: all others wait for it {where}"
-                link = member.link
-                self._over(member, ExitCode.PEER_FAILED, reason, since=member.changed_at)
-                self._silence(link)
-                member.link = 0
+                self._lose(member, f"stuck: all others wait for it {where}", since=member.changed_at)
 
     def _retry(self) -> None:
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""
@@ -97,9 +122,7 @@ class Watch(Lifecycle):
         if slept > SLEPT_S:
             self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
             self._started += slept
-            self._heal_by += slept
-            self._shrink_by += slept
-            self._arrive_by += slept
+            self._deadlines.postpone(slept)
             speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
             for speaker in speakers:
                 speaker.beat_at = min(speaker.beat_at + slept, self._now)
@@ -109,8 +132,7 @@ class Watch(Lifecycle):
         for agent in list(self.cluster.agents.values()):
             silent = self._now - agent.beat_at
             if silent > limit:
-                self._silence(agent.link)
-                agent.link = 0
+                self._hang_up(agent)
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
         since = self._now - limit / 2
         for member in [member for member in self.cluster.members.values() if member.beat_at < since]:
@@ -121,10 +143,7 @@ class Watch(Lifecycle):
                 continue
             if silent > limit:
                 self._count("silent_deaths")
-                link = member.link
-                self._over(member, ExitCode.PEER_FAILED, _silent(silent, limit), since=member.beat_at)
-                self._silence(link)  # after the end was told: if it can still hear, it should hear why
-                member.link = 0
+                self._lose(member, _silent(silent, limit), since=member.beat_at)
             elif member.state is NodeState.ALIVE:
                 member.state = NodeState.SUSPECT
                 self._publish(member.name, "suspect", f"no beat for {silent:.1f} s", Level.WARNING)

@@ -30,6 +30,7 @@ class Window:
 
     def __init__(self, plan: Plan, now: float) -> None:
         self.admitted: dict[str, None] = {}
+        self.missed = 0
         # An asynchronous round takes all: whoever is late counts in the next.
         self._room = EVERYONE if plan.staleness else plan.threshold
         self._plan = plan
@@ -41,11 +42,21 @@ class Window:
     def full(self) -> bool:
         return len(self.admitted) >= self._room
 
+    def asked(self, now: float) -> None:
+        """A device would come: from the first of them on, the window for devices runs."""
+        if self._first_join_at < 0:
+            self._first_join_at = now
+
     def judge(self, counted: int, now: float) -> Enough | Missed | None:
         """What so many updates mean at this moment."""
+        found = self._judge(counted, now)
+        self.missed += isinstance(found, Missed)
+        return found
+
+    def _judge(self, counted: int, now: float) -> Enough | Missed | None:
         plan, came = self._plan, len(self.admitted)
-        if came and self._first_join_at < 0:
-            self._first_join_at = now
+        if came:
+            self.asked(now)
         if counted and self._first_update_at < 0:
             self._first_update_at = now
         if counted >= plan.needed:
@@ -56,7 +67,7 @@ class Window:
             self._first_update_at = now
             self._take_more(plan.needed - counted)
             return Missed(f"{counted} of {plan.needed} updates came within {plan.update_window_s:g} s")
-        if came and came < plan.threshold and now - self._first_join_at >= plan.start_window_s:
+        if came < plan.threshold and 0 <= self._first_join_at <= now - plan.start_window_s:
             self._first_join_at = now
             return Missed(f"{came} of {plan.threshold} devices came within {plan.start_window_s:g} s")
         if now - self._opened_at >= plan.iteration_window_s:

@@ -1,8 +1,8 @@
 """A worker of `covey run --framework mindspore train.py`: the script's own MindSpore makes the cluster, covey watches over it.
 
 MindSpore brings a scheduler of its own, which is the same script in another role. Rank 0 starts it beside its worker, at the
-address on which all ranks agreed (torchrun's MASTER_ADDR and MASTER_PORT, a new one at each restart). The others become their
-script. It imports no MindSpore.
+address on which all ranks agreed (torchrun's MASTER_ADDR and MASTER_PORT, a new one at each restart), with a log of its own: it
+prints much, and a rank's log is to be the rank's alone. The others become their script. It imports no MindSpore.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import IO, Final
 
+from covey.node.child import exit_of
 from covey.node.kernel import die_with
 
 SCHEDULER_S: Final = 60.0  # it looks every 5 s whether all workers have finished
+LOG: Final = "mindspore_scheduler.log"
+TAIL_BYTES: Final = 2000
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -33,24 +37,32 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> int:
-    command, environ = [sys.executable, "-u", *sys.argv[1:]], environment(os.environ)
+    """The words are the folder for logs, the script and its own."""
+    folder, *words = sys.argv[1:]
+    command, environ = [sys.executable, "-u", *words], environment(os.environ)
     if environ["RANK"] != "0":
         os.execve(sys.executable, command, environ)
-    here = os.getpid()
-    scheduler, worker = (
-        subprocess.Popen(command, env=environ | {"MS_ROLE": role}, preexec_fn=lambda: die_with(here))
-        for role in ("MS_SCHED", "MS_WORKER")
-    )
+    here, log = os.getpid(), Path(folder, LOG)
+
+    def start(role: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        variables = environ | {"MS_ROLE": role}
+        return subprocess.Popen(command, env=variables, stdout=output, stderr=output, preexec_fn=lambda: die_with(here))
+
+    with log.open("ab" if int(environ["TORCHELASTIC_RESTART_COUNT"]) else "wb") as output:
+        scheduler = start("MS_SCHED", output)
+    worker = start("MS_WORKER")
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        worker.send_signal(number)
+        (worker if worker.poll() is None else scheduler).send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
     first, status = os.wait()
     if first == scheduler.pid and (code := os.waitstatus_to_exitcode(status)):
-        print(f"covey: MindSpore's scheduler ended with {code} before the workers", file=sys.stderr)  # noqa: T201
+        ended = exit_of("", first, code)
+        said = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        sys.stderr.write(f"{said}\ncovey: MindSpore's scheduler ended before the workers: {ended.reason}. {log} has more.\n")
         worker.kill()
-        return code if code > 0 else 128 - code
+        return ended.code
     code = worker.wait() if first == scheduler.pid else os.waitstatus_to_exitcode(status)
     if code:
         scheduler.kill()
@@ -60,7 +72,8 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             scheduler.kill()
     if code < 0:  # as the worker, so that the report names its signal
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # whose default cannot be set
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(here, -code)
     return code
 

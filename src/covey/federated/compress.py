@@ -81,6 +81,14 @@ def decode(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float
     return change
 
 
+def bytes_of(size: int, kind: str, rate: float) -> int:
+    """How many bytes of values an upload has; 0 for one that is not made smaller."""
+    if kind == NONE:
+        return 0
+    count = size if kind == "QUANT" else kept(size, rate)
+    return count + 4 * -(-count // BLOCK) + (4 * count if kind == "TOP_K" else 0)
+
+
 def kept(size: int, rate: float) -> int:
     """How many values are sent."""
     return max(1, int(size * rate))

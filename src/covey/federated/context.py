@@ -27,6 +27,7 @@ from covey.federated.updates import DURABILITIES
 VARIABLE = "COVEY_FL_CONTEXT"
 HOST_MAX = 100
 PORT_MAX = 65535
+NUMBER_MAX = 2**53  # which every language can be told
 PASSWORDS = ("client_password", "server_password")
 RECONSTRUCT_MISSPELLED = "reconstruct_secrets_threshhold"
 Value = bool | int | float | str
@@ -50,6 +51,11 @@ def _number(low: float, high: float = math.inf, *, above: bool = False, below: b
 
 def _one_of(*words: str) -> Callable[[Any], bool]:
     return lambda value: value in words
+
+
+def _prefix(value: str) -> bool:
+    plain = value.isascii() and value.isprintable() and not set(value) & set(" ?#%")
+    return value == "" or (value.startswith("/") and not value.endswith("/") and plain)
 
 
 def _any(value: Any) -> bool:
@@ -110,11 +116,11 @@ KEYS: Mapping[str, Key] = {
     "client_password": Key("", _any, _TEXT),
     "server_password": Key("", _any, _TEXT),
     "config_file_path": Key("", _any, _TEXT),
-    "http_url_prefix": Key("", lambda v: v == "" or v.startswith("/"), 'a text that begins with "/"'),
+    "http_url_prefix": Key("", _prefix, 'a path that begins with "/" and does not end with it'),
     "checkpoint_dir": Key("", _any, _TEXT),
     "upload_compress_type": Key("NO_COMPRESS", _one_of(*compress.KINDS), ", ".join(compress.KINDS)),
     "upload_sparse_rate": Key(0.4, _number(0, 1, above=True), "a number above 0, up to 1"),
-    "download_compress_type": Key("NO_COMPRESS", _one_of("NO_COMPRESS", "QUANT"), "NO_COMPRESS or QUANT", ("QUANT",)),
+    "download_compress_type": Key("NO_COMPRESS", _one_of("NO_COMPRESS", "QUANT"), "NO_COMPRESS or QUANT"),
     "instance_name": Key("", _any, _TEXT),
     "participation_time_level": Key("5,15", _any, _TEXT),
     "continuous_failure_times": Key(10, _POSITIVE, _COUNT),
@@ -193,6 +199,8 @@ def check(key: str, value: object) -> Value:
         raise UsageError(f"set_fl_context: {key} must be {word}, not {shown}")
     if (isinstance(value, float) and not math.isfinite(value)) or not found.fits(value):
         raise UsageError(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
+    if isinstance(value, int) and value > NUMBER_MAX:
+        raise UsageError(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
     if value in found.later:
         raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
@@ -253,6 +261,7 @@ def plan() -> Plan:
         signed=bool(get_fl_context("pki_verify")),
         compress=text("upload_compress_type"),
         sparse_rate=float(get_fl_context("upload_sparse_rate")),
+        download=text("download_compress_type"),
     )
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated import compress, masked_device
 from covey.federated.compress import Compressor
-from covey.federated.model import Floats, Layout, flat_head, raw, read_head
+from covey.federated.model import Floats, Layout, Small, flat_head, raw, read_head
 from covey.federated.privacy.identity import Identity, Trust, request_text
 from covey.federated.privacy.noise import on_device
 from covey.federated.privacy.ring import Told
@@ -37,6 +37,7 @@ from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, F
 
 WAIT_MS: Final = 20_000  # how long a server may hold a request
 SLACK_S: Final = 20.0
+SMALL: Final = ("QUANT",)  # the ways this device understands a model that is made smaller
 Weights = dict[str, Any]
 
 
@@ -71,7 +72,7 @@ class Task:
 
     def send(self, weights: Mapping[str, Any] | Floats, *, loss: float | None = None, accuracy: float | None = None) -> bool:
         """Send the update until a server has counted it; False if the round closed before."""
-        flat = weights if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
+        flat = self._layout.one_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
         if self.plan.cipher.encrypt_type == "PW_ENCRYPT":
             done = masked_device.send(self._device, self, flat - self.flat, self._told(loss, accuracy))
@@ -164,29 +165,34 @@ class Device:
 
     def join(self) -> Task | None:
         """Wait to be admitted to a round; None when the training is disabled or finished."""
+        limit = time.monotonic() + self._patience_s
         while True:
-            asked = StartJob(self.fl_id, now_ms(), self.data_size, self.fl_name, self._done, wait=WAIT_MS)
+            asked = StartJob(
+                self.fl_id, now_ms(), self.data_size, self.fl_name, self._done, download_compress_types=SMALL, wait=WAIT_MS
+            )
             answer, body, start = self._ask("startFLJob", [msgspec.json.encode(asked)], JSON)
             if answer.retcode == Code.SUCCEED:
-                layout, flat = _model(body, start)
+                layout, flat = _model(answer, body, start)
                 return Task(self, answer, layout, flat)
-            if "disabled or finished" in answer.reason:
+            if answer.instance:
                 return None
-            if answer.retcode == Code.REQUEST_ERROR:
+            failed = answer.retcode == Code.SYSTEM_ERROR
+            if answer.retcode == Code.REQUEST_ERROR or (failed and time.monotonic() > limit):
                 raise Refused(answer.retcode, answer.reason)
-            self._move_on() if "another" in answer.reason else self._pause(answer)
+            limit = limit if failed else time.monotonic() + self._patience_s
+            self._wait(answer, move_on=failed)
 
     def model(self, iteration: int = -1, wait_ms: int = WAIT_MS) -> tuple[int, Weights]:
         """The newest model, or that of an iteration once it is finished; and its iteration."""
         while True:
-            asked = GetModel(now_ms(), iteration, self.fl_name, wait_ms)
+            asked = GetModel(now_ms(), iteration, self.fl_name, SMALL, wait_ms)
             answer, body, start = self._ask("getModel", [msgspec.json.encode(asked)], JSON)
             if answer.retcode == Code.SUCCEED:
-                layout, flat = _model(body, start)
+                layout, flat = _model(answer, body, start)
                 return answer.iteration, layout.tensors(flat)
             if answer.retcode != Code.NOT_READY:
                 raise Refused(answer.retcode, answer.reason)
-            self._pause(answer)
+            self._wait(answer)
 
     def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
         """Send an update until it is counted; False when the round has closed. With a layout it is one array, the model's."""
@@ -202,8 +208,7 @@ class Device:
                 return False
             if answer.retcode == Code.REQUEST_ERROR or time.monotonic() > limit:
                 raise Refused(answer.retcode, answer.reason)
-            self._move_on()
-            self._pause(answer)
+            self._wait(answer, move_on=True)
 
     def counted(self, iteration: int) -> None:
         """This device's update is in: it wants the next iteration."""
@@ -215,9 +220,7 @@ class Device:
         if answer.retcode == Code.REQUEST_ERROR:
             raise Refused(answer.retcode, answer.reason)
         if answer.retcode == Code.NOT_READY:
-            if "another" in answer.reason:
-                self._move_on()
-            self._pause(answer)
+            self._wait(answer)
         assert isinstance(answer, SecureAnswer)
         return answer
 
@@ -240,19 +243,13 @@ class Device:
         while True:
             try:
                 kind, body = self._request(path, pieces, content_type)
-            except (OSError, http.client.HTTPException) as error:
+                return _read(kind, body)
+            except (OSError, http.client.HTTPException, ValueError, msgspec.MsgspecError) as error:
                 where = self._servers[self._at]
                 self._move_on()
                 if time.monotonic() > limit:
                     raise PeerError(f"no server answered ({where[1]}:{where[2]}: {error})", ExitCode.UNREACHABLE) from None
                 time.sleep(random.uniform(0.02, 0.1))
-                continue
-            if kind == MSGPACK:
-                return msgspec.msgpack.decode(body, type=SecureAnswer), body, 0
-            if kind != SAFETENSORS:
-                return msgspec.json.decode(body, type=Answer), body, 0
-            _, metadata, start = read_head(body)
-            return msgspec.convert(metadata, Answer, strict=False), body, start
 
     def _request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
         connection = self._connected()
@@ -297,16 +294,35 @@ class Device:
             self.close()
         self._at = (self._at + 1) % len(self._servers)
 
-    def _pause(self, answer: Answer) -> None:
-        """Until the server's `next_req_time`, by its own clock."""
+    def _wait(self, answer: Answer, *, move_on: bool = False) -> None:
+        """Until the server's `next_req_time`, by its own clock; then ask it again, or another if it says so."""
+        if move_on or answer.elsewhere:
+            self._move_on()
         wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000
         time.sleep(min(max(wait, 0.01), 5.0))
 
 
-def _model(body: memoryview, start: int) -> tuple[Layout, Floats]:
+def _read(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
+    """An answer, and where the values of its model begin. Raises `ValueError` or `MsgspecError` for what is none of ours."""
+    if kind == MSGPACK:
+        return msgspec.msgpack.decode(body, type=SecureAnswer), body, 0
+    if kind != SAFETENSORS:
+        return msgspec.json.decode(body, type=Answer), body, 0
+    _, metadata, start = read_head(body)
+    return msgspec.convert(metadata, Answer, strict=False), body, start
+
+
+def _model(answer: Answer, body: memoryview, start: int) -> tuple[Layout, Floats]:
+    """Raises `PeerError` for a body that is not what its header says."""
     tensors, _, _ = read_head(body)
-    layout = Layout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
-    return layout, layout.decode(body)[1]
+    try:
+        layout = Layout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
+        if not answer.download_compress_type:
+            return layout, layout.decode(body)[1]
+        steps = np.frombuffer(body, np.int8, offset=start)
+        return layout, layout.grow(Small(steps, msgspec.json.decode(answer.scales, type=dict[str, float])))
+    except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise PeerError(f"a server gave a model that cannot be read: {error}") from None
 
 
 def _split(url: str) -> tuple[str, str, int, str]:

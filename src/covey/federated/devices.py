@@ -9,14 +9,14 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
-from covey.federated import openapi, page
+from covey.federated import compress, openapi, page
 from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
@@ -35,11 +35,12 @@ from covey.federated.protocol import (
 )
 from covey.federated.relay import PATHS, Relay
 from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
+from covey.node.log import log
 
 if TYPE_CHECKING:
     from covey.federated.server import Server
 
-HEADER_ROOM: Final = 256 * 1024  # beyond the tensors
+FIELDS_ROOM: Final = 256 * 1024  # beyond the tensors and their names
 
 
 class Devices:
@@ -49,7 +50,9 @@ class Devices:
         self._server = server
         self._replies = replies
         self._joins: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
-        limit = 4 * server.layout.size + HEADER_ROOM
+        plan, size = server.settings.plan, server.layout.size
+        values = max(4 * size, compress.bytes_of(size, plan.compress, plan.sparse_rate))
+        limit = values + len(server.layout.head({})) + FIELDS_ROOM
         self.relay = Relay(server, replies)
         self._gate = Gate(server.settings.gate)
         self._site = Site(self._receive, self._refusal, body_max=limit)
@@ -92,22 +95,35 @@ class Devices:
         except Refusal as refusal:
             code = Code.NOT_READY if refusal.later else Code.REQUEST_ERROR
             return self._replies.say(request, code, str(refusal), retry_ms=1000 if refusal.later else 0)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             return self._replies.say(request, Code.REQUEST_ERROR, str(error))
+        except Exception as error:  # a defect of ours, or of the user's strategy: a device is not to wait for an answer
+            return self._failed(request, error)
+
+    def _failed(self, request: Request, error: Exception) -> None:
+        log.exception("%s could not be answered", request.path)
+        reason = f"this server failed ({type(error).__name__}): its log says more"
+        self._replies.say(request, Code.SYSTEM_ERROR, reason, retry_ms=self._replies.pause_ms())
 
     def _refusal(self, status: int, sentence: str) -> bytes:
         code = Code.NOT_READY if status in (408, 503) else Code.REQUEST_ERROR
         return msgspec.json.encode(Answer(int(code), sentence, now_ms()))
 
-    def _keep(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _keep(self, request: Request, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._answered(request, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _answered(self, request: Request, work: Any) -> None:
+        try:
+            await work
+        except Exception as error:  # as in `_receive`
+            self._failed(request, error)
 
     def _secure(self, name: str, request: Request) -> None:
         work = self.relay.check(request, name)
         if work is not None:
-            self._keep(work)
+            self._keep(request, work)
 
     # -- startFLJob --------------------------------------------------------------------------------------------------
 
@@ -118,7 +134,7 @@ class Devices:
         if asked.data_size < 1:
             reason = f"data_size is {asked.data_size}: a device needs at least one sample"
             return self._replies.say(request, Code.OUT_OF_TIME, reason)
-        return self._keep(self._join(request, asked))
+        return self._keep(request, self._join(request, asked))
 
     async def _join(self, request: Request, asked: StartJob) -> None:
         until = time.monotonic() + asked.wait / 1000
@@ -129,7 +145,7 @@ class Devices:
             if orders is not None and orders.instance is Instance.FINISHED:
                 return self._replies.say(request, Code.OUT_OF_TIME, NOT_RUNNING)
             if orders is not None and not server.claims.is_member:
-                return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS)
+                return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
             if orders is not None and not server.running:
                 reason = NOT_RUNNING
             elif orders is not None and asked.iteration == orders.round - orders.base:
@@ -153,6 +169,16 @@ class Devices:
                 return await waiting
         except TimeoutError:
             return False, "the scheduler does not answer at present"
+        finally:
+            self._stop_waiting(device, waiting)
+
+    def _stop_waiting(self, device: str, waiting: asyncio.Future[tuple[bool, str]]) -> None:
+        """A question that was lost with its scheduler must not be remembered for ever."""
+        asked = self._joins.get(device, [])
+        if waiting in asked:
+            asked.remove(waiting)
+            if not asked:
+                del self._joins[device]
 
     def joined(self, message: Joined) -> None:
         """The scheduler's word has come."""
@@ -195,17 +221,24 @@ class Devices:
             ticket=ticket(server.key, round_number, asked.fl_id, asked.data_size),
             fl_plan_config=msgspec.json.encode(fl_plan).decode(),
         )
-        self._send_model(request, answer, server.models.values)
+        self._send_model(request, answer, server.models.values, asked.download_compress_types)
 
-    def _send_model(self, request: Request, answer: Answer, values: Floats) -> None:
-        request.reply([self._server.layout.head(answer.texts()), raw(values)], SAFETENSORS)
+    def _send_model(self, request: Request, answer: Answer, values: Floats, understood: Sequence[str]) -> None:
+        server = self._server
+        kind = server.orders.plan.download if server.orders is not None else compress.NONE
+        if kind == compress.NONE or kind not in understood:
+            return request.reply([server.layout.head(answer.texts()), raw(values)], SAFETENSORS)
+        small = server.models.small() if values is server.models.values else server.layout.shrink(values)
+        scales = msgspec.json.encode(small.scales).decode()
+        answer = msgspec.structs.replace(answer, download_compress_type=kind, scales=scales)
+        return request.reply([server.layout.head_small(answer.texts()), raw(small.steps)], SAFETENSORS)
 
     # -- getModel ----------------------------------------------------------------------------------------------------
 
     def _get_model(self, request: Request) -> None:
         asked: GetModel = read_fields(GetModel, request.body, request.content_type)
         if not self._replies.refused(request, asked.timestamp, asked.fl_name):
-            self._keep(self._wait_for_model(request, asked))
+            self._keep(request, self._wait_for_model(request, asked))
 
     async def _wait_for_model(self, request: Request, asked: GetModel) -> None:
         until = time.monotonic() + asked.wait / 1000
@@ -217,8 +250,10 @@ class Devices:
             behind = orders is None or server.models.round < orders.round - 1  # a newer one is on its way to this server
             wanted = asked.iteration if asked.iteration >= 0 else newest + behind
             if newest >= wanted or (orders is not None and wanted > orders.round - base):
+                kept = await server.models.kept(base + wanted) if 0 <= asked.iteration < newest else None
+                newest, values = (wanted, kept) if kept is not None else (server.models.round - base, server.models.values)
                 answer = Answer(int(Code.SUCCEED), "", now_ms(), iteration=newest)
-                return self._send_model(request, answer, server.models.values)
+                return self._send_model(request, answer, values, asked.download_compress_types)
             left = until - time.monotonic()
             if left <= 0 or request.gone:
                 reason = f"iteration {asked.iteration} is not finished yet"

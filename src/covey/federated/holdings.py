@@ -15,7 +15,7 @@ from covey.core.federation import Adoption, Copy, Orders, Stage
 from covey.errors import PeerError, StoreError
 from covey.federated.part import Part, Sum
 from covey.federated.peers import Bytes
-from covey.federated.safekeeping import copies_of, keep_copy
+from covey.federated.safekeeping import Copies, copies_of
 from covey.federated.updates import Folder, Logged, mapped, read
 from covey.node.log import log
 
@@ -34,6 +34,7 @@ class Holdings:
         self._durability = durability
         self._staleness = staleness  # rounds whose devices must be remembered
         self._folder = Folder(Path())
+        self._copies = Copies()
 
     @property
     def path(self) -> Path:
@@ -80,6 +81,7 @@ class Holdings:
 
     def _adopt(self, part: Part, adoption: Adoption) -> None:
         where = copies_of(self._folder, adoption.life) if adoption.copies else Path(adoption.folder)
+        self._copies.drop(adoption.life)
         try:
             taken = self._folder.take_from(where, adoption.life, part.round - self._staleness, part.round)
         except (OSError, StoreError) as error:
@@ -129,7 +131,11 @@ class Holdings:
         return mapped(logs[what]) if what in logs else None
 
     def keep_copy(self, node_id: str, message: Copy) -> None:
-        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours."""
+        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours, or if the disk refuses."""
         if self.part is not None and message.life in self.part.adopted:
             raise PeerError(f"the copies of server {node_id} have been taken over")
-        keep_copy(self._folder, message)
+        try:
+            self._copies.keep(self._folder, message)
+        except StoreError as error:
+            log.error("%s", error)
+            raise PeerError(str(error)) from None

@@ -27,6 +27,7 @@ _REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method
 _REASONS_MORE: Final = {
     411: "Length Required",
     413: "Content Too Large",
+    415: "Unsupported Media Type",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
 }
@@ -164,6 +165,8 @@ class Connection(asyncio.BufferedProtocol):
             return self._refuse(400, "this is not a request that HTTP/1.1 allows")
         if b"transfer-encoding" in self._headers:
             return self._refuse(411, "send a Content-Length: chunked bodies are not taken")
+        if self._headers.get(b"content-encoding", b"identity") != b"identity":
+            return self._refuse(415, "send the body as it is: a Content-Encoding is not taken")
         if not 0 <= length <= self._site.body_max:
             return self._refuse(413, f"the body has {length} bytes, and {self._site.body_max} is the limit")
         if self._site.receiving + length > self._site.receiving_max:

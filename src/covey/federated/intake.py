@@ -68,19 +68,19 @@ class Intake:
     def receive(self, request: Request) -> None:
         """One request. Raises `ValueError` with a sentence for a body that is no update of this model."""
         server, say = self._server, self._replies.say
-        plan = server.settings.plan
+        orders, part = server.orders, server.holdings.part
+        plan = orders.plan if orders is not None else server.settings.plan  # what devices were told, whatever this server was
         secure, small = plan.secure, plan.compress != NONE
         metadata, arrays = decode_flat(request.body) if small else ({}, {})
         if not small:
             metadata, values = decode_masked(request.body) if secure else server.layout.decode(request.body)
         fields = read_metadata(metadata)
-        orders, part = server.orders, server.holdings.part
         if self._replies.refused(request, fields.timestamp, fields.fl_name, fields.fl_id):
             return None
         if orders is None or part is None or not server.accepts:
             return say(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)
         if not server.claims.is_member:
-            return say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS)
+            return say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
         if not server.running:
             return say(request, Code.OUT_OF_TIME, NOT_RUNNING, retry_ms=self._replies.pause_ms())
         began = fields.iteration + orders.base
@@ -134,7 +134,8 @@ class Intake:
         round_number, device = key
         size, loss, accuracy = weighed(fields.data_size, fields.upload_loss, fields.upload_accuracy)
         evaluated = weighed(fields.eval_data_size, fields.eval_loss, fields.eval_accuracy)
-        weight = 1 if self._server.settings.plan.noise is not None else fields.data_size
+        orders = self._server.orders
+        weight = 1 if orders is not None and orders.plan.noise is not None else fields.data_size
         update = Update(device, weight, Numbers(0, 0, loss, accuracy, size, *evaluated))
         self._waiting[key] = Waiting(update, values, [request], until)
         return self.carry(self._server.claims.came(round_number, device, time.monotonic()))
@@ -199,7 +200,12 @@ class Intake:
 
     def _answer(self, key: Key, code: Code, reason: str, retry_ms: int = 0) -> None:
         waiting = self._waiting.pop(key, None)
-        for request in waiting.requests if waiting is not None else ():
+        if waiting is not None:
+            self._tell(waiting, code, reason, retry_ms)
+
+    def _tell(self, waiting: Waiting, code: Code, reason: str, retry_ms: int) -> None:
+        requests, waiting.requests = waiting.requests, []
+        for request in requests:
             self._replies.say(request, code, reason, retry_ms=retry_ms)
 
     def _refuse(self, key: Key, outcome: Outcome) -> None:
@@ -222,7 +228,8 @@ class Intake:
     def expire(self, now: float) -> None:
         """Whoever has waited long enough is told to try again."""
         for key in [key for key, waiting in self._waiting.items() if now > waiting.until]:
-            if not self._server.claims.held.get(key[0], {}).get(key[1], True):
-                continue  # granted, and being written: its answer comes
+            if not self._server.claims.held.get(key[0], {}).get(key[1], True):  # granted, and being written: who asks again
+                self._tell(self._waiting[key], Code.NOT_READY, UNKNOWN, RETRY_MS)  # hears of it then
+                continue
             self._server.claims.dropped(*key)
             self._answer(key, Code.NOT_READY, UNKNOWN, RETRY_MS)

@@ -86,10 +86,11 @@ class Keeper:
                 return self.end()
             if code == 0:
                 return None  # scaled in, or told to stop
-            if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
+            lived = loop.time() - started >= STEADY_S
+            if code > 0 and code in list(ExitCode) and not (lived and code == ExitCode.DISK):  # it said why it cannot run
                 log.error("%s ended with code %d: see %s", role.name, code, self._log(role))
                 return self.end(code)
-            quick = quick + 1 if loop.time() - started < STEADY_S else 1
+            quick = 1 if lived else quick + 1
             if quick > QUICK_MAX:
                 log.error("%s died %d times: see %s", role.name, quick, self._log(role))
                 return self.end(int(ExitCode.PEER_FAILED))

@@ -64,7 +64,7 @@ def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, 
         workers, servers = _count(asked, "worker_num"), _count(asked, "server_num")
         if workers:
             raise UsageError("The Worker does not currently support scale out.")
-        scheduler.carry(rounds.scale_out(servers, scheduler.now()))
+        scheduler.promise(rounds.scale_out(servers, scheduler.now()))
         return api.as_json(Reply("Cluster begin to scale out."))
 
     async def scalein(request: Request) -> Response:
@@ -76,28 +76,28 @@ def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, 
             raise UsageError("The node ids should be a list of texts.")
         if scheduler.node_id in ids:
             raise UsageError(f"The node id:{scheduler.node_id} is illegal: it is the scheduler.")
-        scheduler.carry(rounds.scale_in(ids, scheduler.now()))
+        scheduler.promise(rounds.scale_in(ids, scheduler.now()))
         return api.as_json(Reply("Cluster begin to scale in."))
 
     async def rollback(request: Request) -> Response:
-        scheduler.carry(rounds.roll_back(scheduler.now()))
+        scheduler.promise(rounds.roll_back(scheduler.now()))
         return api.as_json(Reply("Cluster scale out rollback success."))
 
     async def new_instance(request: Request) -> Response:
         body = await api.whole_body(request)
         plan = changed(rounds.plan, _object(body) if body else {})
-        scheduler.carry(rounds.new_instance(plan, scheduler.now()))
+        scheduler.promise(rounds.new_instance(plan, scheduler.now()))
         return api.as_json(ResultReply("Start new instance successful.", scheduler.query()))
 
     async def query(request: Request) -> Response:
         return api.as_json(ResultReply("Query Instance successful.", scheduler.query()))
 
     async def enable(request: Request) -> Response:
-        scheduler.carry(rounds.set_enabled(True, scheduler.now()))
+        scheduler.promise(rounds.set_enabled(True, scheduler.now()))
         return api.as_json(ResultReply("start enabling FL-Server successful.", scheduler.query()))
 
     async def disable(request: Request) -> Response:
-        scheduler.carry(rounds.set_enabled(False, scheduler.now()))
+        scheduler.promise(rounds.set_enabled(False, scheduler.now()))
         return api.as_json(ResultReply("start disabling FL-Server successful.", scheduler.query()))
 
     answers: dict[str, Callable[[Request], Awaitable[Response]]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +20,9 @@ from covey.errors import UsageError
 Floats = NDArray[np.float32]
 HEADER_MAX = 16 * 1024 * 1024
 FLOAT_KINDS = "f"
+OTHER_KINDS = "iub"  # counters and flags: not learned, so they stay on the device
+METADATA = "__metadata__"
+LEVELS = 127
 
 
 class _Tensor(msgspec.Struct):
@@ -28,6 +31,13 @@ class _Tensor(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+class Small(NamedTuple):
+    """A model in 8 bits a value (`download_compress_type=QUANT`)."""
+
+    steps: NDArray[np.int8]
+    scales: dict[str, float]  # by tensor: what one step is
 
 
 class Layout:
@@ -43,7 +53,6 @@ class Layout:
             self.places[name] = (start, end)
             self._tensors[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [4 * start, 4 * end]}
         self.size = end
-        self.fingerprint = hashlib.blake2b(msgspec.json.encode(self._tensors), digest_size=8).hexdigest()
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
         """What comes before the values in a safetensors file."""
@@ -52,6 +61,32 @@ class Layout:
     def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
         """A whole safetensors file."""
         return self.head(metadata) + values.tobytes()
+
+    def head_small(self, metadata: Mapping[str, str]) -> bytes:
+        """What comes before the values in 8 bits."""
+        tensors = {
+            name: {"dtype": "I8", "shape": list(self.shapes[name]), "data_offsets": [start, end]}
+            for name, (start, end) in self.places.items()
+        }
+        return _head(tensors, metadata)
+
+    def shrink(self, values: Floats) -> Small:
+        """Every value in 8 bits, with a scale for each tensor."""
+        steps, scales = np.zeros(self.size, np.int8), {}
+        for name, (start, end) in self.places.items():
+            scales[name] = float(np.abs(values[start:end]).max(initial=0.0)) / LEVELS
+            if scales[name]:
+                steps[start:end] = np.rint(values[start:end] / scales[name])
+        return Small(steps, scales)
+
+    def grow(self, small: Small) -> Floats:
+        """What `shrink` kept of the values. Raises `ValueError` for another model's."""
+        if small.steps.shape != (self.size,) or small.scales.keys() != self.places.keys():
+            raise ValueError("the model's values in 8 bits are not as many as its header says")
+        flat = small.steps.astype(np.float32)
+        for name, (start, end) in self.places.items():
+            flat[start:end] *= np.float32(small.scales[name])
+        return flat
 
     def decode(self, body: memoryview) -> tuple[dict[str, str], Floats]:
         """The metadata and the values of a safetensors body of exactly this layout. Raises `ValueError` with a sentence."""
@@ -90,6 +125,12 @@ class Layout:
         """The values by name, as views."""
         return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.places.items()}
 
+    def one_array(self, values: NDArray[Any]) -> Floats:
+        """All values as one array already, in the order of names. Raises `UsageError` for another size."""
+        if values.size != self.size:
+            raise UsageError(f"an array of {values.size} values came, and the model has {self.size}")
+        return np.ascontiguousarray(values.reshape(-1), np.float32)
+
     def flatten(self, tensors: Mapping[str, Any]) -> Floats:
         """The values of tensors by name in one array. Raises `UsageError` for a name or shape of another model."""
         flat = np.empty(self.size, np.float32)
@@ -104,7 +145,7 @@ class Layout:
 
 
 def _head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
+    text = msgspec.json.encode({METADATA: dict(metadata), **tensors})
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -120,7 +161,7 @@ def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
         tensors = msgspec.json.decode(body[8 : 8 + length], type=dict[str, dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the body is not safetensors: {error}") from None
-    metadata = tensors.pop("__metadata__", {})
+    metadata = tensors.pop(METADATA, {})
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("the body is not safetensors: its metadata are not texts")
     return tensors, metadata, 8 + length
@@ -167,7 +208,7 @@ def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
     return metadata, np.frombuffer(body[start:] if start % 4 == 0 else bytes(body[start:]), np.float32)
 
 
-def raw(values: Floats) -> memoryview:
+def raw(values: NDArray[Any]) -> memoryview:
     """The bytes of an array, not copied."""
     return values.data.cast("B")
 
@@ -175,7 +216,8 @@ def raw(values: Floats) -> memoryview:
 def as_numpy(value: Any) -> NDArray[Any]:
     """A numpy array of an array or of something torch-like."""
     if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()  # numpy has no bfloat16
     return np.asarray(value)
 
 
@@ -185,10 +227,16 @@ def take(model: Any) -> tuple[Layout, Floats]:
     if not isinstance(tensors, Mapping):
         raise UsageError(f"a model is a torch module or a dict of numpy arrays, and this is a {type(model).__name__}")
     arrays = {str(name): as_numpy(value) for name, value in tensors.items()}
+    strange = next((name for name, array in arrays.items() if array.dtype.kind not in FLOAT_KINDS + OTHER_KINDS), None)
+    if strange is not None:
+        kind = arrays[strange].dtype
+        raise UsageError(f"the model's {strange} is of {kind}: floating tensors are learned, whole numbers stay as they are")
     floats = {name: array for name, array in arrays.items() if array.dtype.kind in FLOAT_KINDS}
-    if not floats:
-        raise UsageError("the model has no floating tensors: there is nothing to learn")
+    if METADATA in floats:
+        raise UsageError(f"the model has a tensor called {METADATA}, which safetensors keeps for itself: rename it")
     layout = Layout({name: array.shape for name, array in floats.items()})
+    if not layout.size:
+        raise UsageError("the model has no floating values: there is nothing to learn")
     values = layout.flatten(floats)
     if not np.isfinite(values).all():
         raise UsageError("the model has values that are not finite: start from finite ones")

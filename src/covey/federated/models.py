@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from covey.core.federation import Orders
-from covey.errors import PeerError
+from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import summing
 from covey.federated.masked_sum import MaskedSum
-from covey.federated.model import Floats, Layout, digest
+from covey.federated.model import Floats, Layout, Small, digest
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
 from covey.federated.privacy.noise import on_mean
-from covey.federated.store import ModelStore, State
+from covey.federated.store import ModelStore, State, pack_state, unpack_state
 from covey.federated.strategies import Strategy
 
 
@@ -33,6 +34,7 @@ class Models:
         self._peers = peers
         self._by_round: dict[int, Floats] = {0: values}
         self._store: ModelStore | None = None
+        self._small: tuple[str, Small] | None = None
         self._state: State = {}  # the strategy's, as it was stored with the newest model
 
     def open(self, folder: Path, *, name: str, keep: int, sync: bool) -> None:
@@ -46,15 +48,29 @@ class Models:
             values, self._state = self._store.load(entry.round)
             self._has(entry.round, values, entry.digest)
 
+    def small(self) -> Small:
+        """The newest in 8 bits a value, made once for all devices."""
+        if self._small is None or self._small[0] != self.digest:
+            self._small = (self.digest, self._layout.shrink(self.values))
+        return self._small[1]
+
     def of(self, round_number: int) -> Floats | None:
         """The model of a round, if devices may still have begun with it."""
         return self._by_round.get(round_number)
+
+    async def kept(self, round_number: int) -> Floats | None:
+        """The model of a round, if it is still there: in memory, or in the store."""
+        found = self.of(round_number)
+        if found is None and self._store is not None and self._store.has(round_number):
+            with contextlib.suppress(StoreError):  # it was thinned out meanwhile, or is damaged: then there is none
+                found, _ = await asyncio.to_thread(self._store.load, round_number)
+        return found
 
     def give(self, what: str, round_number: int) -> Bytes | None:
         """What another server may fetch: the newest model, or the strategy's state beside it."""
         if self.round != round_number:
             return None
-        return summing.pack_state(self._state) if what == "state" else self._layout.encode(self.values, {})
+        return pack_state(self._state) if what == "state" else self._layout.encode(self.values, {})
 
     async def make(self, me: str, orders: Orders, part: Part, spool: Path) -> bool:
         """Make the model of this round from everyone's parts; False if it is not wanted any more."""
@@ -78,8 +94,8 @@ class Models:
         metrics = summing.metrics(numbers)
         if self._evaluate is not None:
             metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self._layout, made)
-            if self.round != orders.round - 1:
-                return False
+        if self.round != orders.round - 1:  # another server was chosen meanwhile, and its model has come
+            return False
         found = self._store.save(orders.round, made, state, metrics)
         self._state, self.metrics = state, metrics
         self._has(orders.round, made, found)
@@ -100,11 +116,15 @@ class Models:
         if orders.source == me or not orders.source:
             return False
         content = await self._peers.fetch(orders.source, "model", wanted)
-        _, values = self._layout.decode(memoryview(content))
+        try:
+            _, values = self._layout.decode(memoryview(content))
+        except ValueError as error:
+            sentence = f"the cluster learns another model than this server was given: {error}"
+            raise UsageError(sentence, ExitCode.REFUSED) from None
         found, now = digest(values), latest()
         if now is None or now.round - 1 != wanted or found != now.digest:
             raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
-        self._state = summing.unpack_state(await self._peers.fetch(orders.source, "state", wanted))
+        self._state = unpack_state(bytes(await self._peers.fetch(orders.source, "state", wanted)))
         self._store.save(wanted, values, self._state, orders.metrics)
         self._has(wanted, values.copy(), found)
         return True

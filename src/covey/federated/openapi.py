@@ -72,9 +72,7 @@ def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool = Fal
             "requestBody": {"required": True, "content": content},
             "responses": {
                 "200": {"description": "The verdict is retcode.", "content": answers},
-                "405": refused,
-                "408": refused,
-                "413": refused,
+                **dict.fromkeys(("400", "405", "408", "411", "413", "415", "431", "503"), refused),
             },
         }
     }

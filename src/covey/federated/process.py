@@ -96,12 +96,11 @@ def _loop_factory() -> Any:
 
 
 def _cluster_id(root: Path) -> str:
-    """The cluster to go on with: named by its keeper, else the one that recovery finds, else a new one."""
-    named = os.environ.get(CLUSTER_VARIABLE, "")
-    current = root / "current"
-    if not named and context.recovery() is not None and current.exists():
+    """The cluster to go on with: the one that recovery finds, else the one its keeper names, else a new one."""
+    named, current = "", root / "current"
+    if context.recovery() is not None and current.exists():
         named = current.read_text().strip()
-    named = named or uuid.uuid4().hex[:12]
+    named = named or os.environ.get(CLUSTER_VARIABLE, "") or uuid.uuid4().hex[:12]
     (root / named).mkdir(parents=True, exist_ok=True)
     write_file(current, named.encode(), sync=False)
     return named

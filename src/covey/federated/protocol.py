@@ -27,6 +27,10 @@ NOT_RUNNING: Final = "The server's training job is disabled or finished."
 DeviceName = Annotated[str, Meta(min_length=1, max_length=DEVICE_ID_MAX)]
 Wait = Annotated[int, Meta(ge=0, le=WAIT_MAX_MS, description="How long the server may wait for a better answer, in ms.")]
 
+Compressions = Annotated[
+    tuple[str, ...], Meta(max_length=16, description="QUANT: the model may come in 8 bits a value, if the servers do that.")
+]
+
 
 class Code(IntEnum):
     """`retcode`."""
@@ -47,6 +51,7 @@ class StartJob(msgspec.Struct, frozen=True):
     fl_name: str = ""
     iteration: Annotated[int, Meta(description="The last one this device's update was counted in: the next is wanted.")] = 0
     eval_data_size: int = 0
+    download_compress_types: Compressions = ()
     wait: Wait = 0
 
 
@@ -56,6 +61,7 @@ class GetModel(msgspec.Struct, frozen=True):
     timestamp: Annotated[int, Meta(description="Milliseconds since 1970.")]
     iteration: Annotated[int, Meta(description="The one whose model is wanted; -1 for the newest.")] = -1
     fl_name: str = ""
+    download_compress_types: Compressions = ()
     wait: Wait = 0
 
 
@@ -87,10 +93,16 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     next_req_time: Annotated[str, Meta(description="Milliseconds since 1970: when to ask again.")] = ""
     ticket: str = ""
     fl_plan_config: str = ""
+    download_compress_type: Annotated[
+        str, Meta(description="QUANT: tensors are I8, and a value is that times its tensor's number in `scales`.")
+    ] = ""
+    scales: Annotated[str, Meta(description="QUANT: a JSON object, by tensor.")] = ""
+    instance: Annotated[str, Meta(description="kDisable or kFinish: no round is to be waited for. Empty while there is.")] = ""
+    elsewhere: Annotated[bool, Meta(description="This server cannot serve at present: ask another.")] = False
 
     def texts(self) -> dict[str, str]:
-        """As metadata."""
-        fields = msgspec.to_builtins(self)
+        """As metadata; a model always says which iteration's it is, the first one too."""
+        fields = {"iteration": self.iteration, **msgspec.to_builtins(self)}
         return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
 
 

@@ -73,7 +73,8 @@ class Relay:
         if self._replies.refused(request, ask.timestamp, "", ask.fl_id):
             return None
         if orders is None or not server.claims.is_member:
-            return say(request, Code.NOT_READY, "the cluster is not ready: try another server", retry_ms=RETRY_MS)
+            reason = "the cluster is not ready: try another server"
+            return say(request, Code.NOT_READY, reason, retry_ms=RETRY_MS, elsewhere=True)
         if not orders.plan.secure:
             return say(request, Code.REQUEST_ERROR, f"{name} belongs to encrypt_type=PW_ENCRYPT, which is not on here")
         round_number = self._round_of(ask, orders)

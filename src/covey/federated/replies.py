@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from covey.core.federation import Instance
 from covey.federated.http import Request
 from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
 
@@ -26,12 +27,21 @@ class Replies:
         self._server = server
         self.refusals: Counter[str] = Counter()  # by the word for why
 
-    def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0) -> None:
-        """An answer in the language of the request."""
+    def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False) -> None:
+        """An answer in the language of the request. What a program goes by is in its fields; the reason is for people."""
         if code is not Code.SUCCEED:
             self.refusals[code.name.lower().replace("_", " ")] += 1
-        again = str(now_ms() + retry_ms) if retry_ms else ""
-        self.send(request, Answer(int(code), reason[:REASON_MAX], now_ms(), iteration=self.iteration, next_req_time=again))
+        orders, now = self._server.orders, now_ms()
+        answer = Answer(
+            int(code),
+            reason[:REASON_MAX],
+            now,
+            iteration=self.iteration,
+            next_req_time=str(now + retry_ms) if retry_ms else "",
+            instance=str(orders.instance) if orders is not None and orders.instance is not Instance.RUNNING else "",
+            elsewhere=elsewhere,
+        )
+        self.send(request, answer)
 
     def send(self, request: Request, answer: Answer) -> None:
         """Fields without a model."""

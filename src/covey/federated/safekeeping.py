@@ -1,8 +1,8 @@
 """Durability beyond the process: an update on the disk, or at a second server, before it is acknowledged.
 
-A sync serves every update that was written before it began. Copies lie at the next server by rank, in a folder named after
-the life of the server they belong to; a new keeper is first sent what the one before it had, so whoever keeps them has all of
-them.
+A sync serves every update that was written before it began. Copies lie at the next server by rank, on another host if there
+is any, in a folder named after the life of the server they belong to; a new keeper is first sent what the one before it had,
+so whoever keeps them has all of them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from covey.core.claims import Claims
 from covey.core.federation import Copy, Peer, keeper
-from covey.errors import PeerError
+from covey.errors import PeerError, StoreError
 from covey.federated.model import Floats
 from covey.federated.part import Part
 from covey.federated.peers import Peers
-from covey.federated.updates import Folder, Update, pack, read
+from covey.federated.updates import Folder, Update, UpdateLog, pack, read
 from covey.node.log import log
 
 RETRY_S = 0.1
@@ -30,7 +30,7 @@ class Safekeeping:
         self._peers = peers
         self._syncing: asyncio.Task[None] | None = None
         self._copying = asyncio.Lock()
-        self._copied_to = (-1, "")  # the round, and the address of who has copies of all we hold of it
+        self._copied_to = (-1, "", 0)  # the round, who has copies of all we hold of it, and how many logs we took over
 
     async def sync(self, part: Part) -> None:
         """Wait for a sync that began after the record was written. Raises `OSError`."""
@@ -49,7 +49,7 @@ class Safekeeping:
             peer = keeper(claims.node_id, claims.members)
             if peer is None:
                 return None
-            place = (part.round, peer.address)
+            place = (part.round, peer.address, len(part.adopted))
             try:
                 async with self._copying:
                     if self._copied_to != place:
@@ -67,15 +67,39 @@ class Safekeeping:
                 await self._peers.copy(peer.node_id, self._life, part.round, _record(update, values))
 
 
-def keep_copy(folder: Folder, message: Copy) -> None:
-    """Keep a copy of another server's update; those of earlier rounds are over."""
-    path = copies_of(folder, message.life)
-    path.mkdir(exist_ok=True)
-    for old in path.glob("updates-*.log"):
-        if old.name != f"updates-{message.round}.log":
-            old.unlink()
-    with (path / f"updates-{message.round}.log").open("ab") as file:
-        file.write(message.record)
+class Copies:
+    """What one server keeps for others: a log for each life of theirs, of the round it is in."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, UpdateLog] = {}
+
+    def keep(self, folder: Folder, message: Copy) -> None:
+        """Keep a copy of another server's update; those of earlier rounds are over. Raises `StoreError`."""
+        log = self._logs.get(message.life)
+        if log is None or log.round != message.round:
+            self.drop(message.life)
+            log = self._logs[message.life] = _open(copies_of(folder, message.life), message.round)
+        log.write([message.record])
+
+    def drop(self, life: str) -> None:
+        """These copies are ours now, or of no use."""
+        if (log := self._logs.pop(life, None)) is not None:
+            log.close()
+
+
+def _open(path: Path, round_number: int) -> UpdateLog:
+    """The log of copies of a round. What an earlier life of ours did not finish is cut off: more is written behind it."""
+    try:
+        path.mkdir(exist_ok=True)
+        for old in path.glob("updates-*.log"):
+            if old.name != f"updates-{round_number}.log":
+                old.unlink()
+            else:
+                for _ in read(old):
+                    pass
+    except OSError as error:
+        raise StoreError(f"copies cannot be kept in {path} ({error.strerror}): free the disk or make it writable") from None
+    return UpdateLog(path, round_number, checksum=False)
 
 
 def copies_of(folder: Folder, life: str) -> Path:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.05
 GOODBYE_S: Final = 5.0
+RETRY_DISK_S: Final = 0.5
+WAITING_MAX: Final = 100_000  # wishes, for the disk
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
 _record: Final = msgspec.msgpack.Decoder(FederationRecord)
 
@@ -61,6 +63,9 @@ class Scheduler:
         self._links: dict[int, Link] = {}
         self._last_link = 0
         self._ended: asyncio.Future[End] | None = None
+        self._wishes: deque[Effect] = deque()  # those that wait for the disk
+        self._again: asyncio.TimerHandle | None = None
+        self._stuck = ""  # why the disk refuses
         self._followers: set[int] = set()
         self._teller = Storyteller()
         self._noted = rounds.round
@@ -113,6 +118,8 @@ class Scheduler:
         del self._links[link.id]
         self._followers.discard(link.id)
         self._teller.gone(link)
+        if self._ended is not None and self._ended.done():
+            return  # everyone was told to go: nobody's log is to be taken over
         self.carry(self.rounds.step(LinkLost(reason, link.id), asyncio.get_running_loop().time()))
 
     async def _tick(self) -> None:
@@ -121,37 +128,66 @@ class Scheduler:
             self.carry(self.rounds.step(Ticked(), asyncio.get_running_loop().time()))
 
     def carry(self, wishes: list[Effect]) -> None:
-        """Carry out wishes, in order. A record that cannot be written ends the process: nothing after it may be said."""
-        for wish in wishes:
+        """Carry out wishes, in order. While a record cannot be written, what comes after it waits: none of it may be said."""
+        self._wishes.extend(wishes)
+        if self._again is None:
+            self._carry_on()
+        elif len(self._wishes) > WAITING_MAX:
+            os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
+
+    def promise(self, wishes: list[Effect]) -> None:
+        """Carry out what a person asked for. Raises `StoreError` where that must wait."""
+        self.carry(wishes)
+        if self._stuck:
+            raise StoreError(f"it is decided, but cannot be written down yet, and may be lost: {self._stuck}")
+
+    def _carry_on(self) -> None:
+        self._again, kept = None, False
+        while self._wishes:
+            wish = self._wishes[0]
             if isinstance(wish, Keep):
-                self._keep(wish.record)
-            elif isinstance(wish, Send):
-                link = self._links.get(wish.link)
-                if link is not None:
-                    link.send(wish.message)
-            elif isinstance(wish, Close):
-                link = self._links.get(wish.link)
-                if link is not None:
-                    link.close()
-            elif isinstance(wish, Publish):
-                self._teller.note(wish)
-            else:
-                assert isinstance(wish, End)
-                if self._ended is not None and not self._ended.done():
-                    self._ended.set_result(wish)
+                if not self._kept(wish.record):
+                    self._again = asyncio.get_running_loop().call_later(RETRY_DISK_S, self._carry_on)
+                    break
+                kept = True
+            self._wishes.popleft()
+            self._carry_out(wish)
         self._note_rounds()
         self._teller.tell_on()
-        if self._followers and any(isinstance(wish, Keep) for wish in wishes):
+        if self._followers and kept:
             told = Told(msgspec.json.encode(self.view()))
             for link_id in self._followers & self._links.keys():
                 self._links[link_id].send(told)
 
-    def _keep(self, record: FederationRecord) -> None:
+    def _carry_out(self, wish: Effect) -> None:
+        if isinstance(wish, Send):
+            link = self._links.get(wish.link)
+            if link is not None:
+                link.send(wish.message)
+        elif isinstance(wish, Close):
+            link = self._links.get(wish.link)
+            if link is not None:
+                link.close()
+        elif isinstance(wish, Publish):
+            self._teller.note(wish)
+        elif isinstance(wish, End) and self._ended is not None and not self._ended.done():
+            self._ended.set_result(wish)
+
+    def _kept(self, record: FederationRecord) -> bool:
+        """Whether a record is written down."""
         try:
             write_file(self._file, msgspec.msgpack.encode(record), sync=self._sync)
         except OSError as error:
-            log.error("%s cannot be written (%s): free the disk or make it writable", self._file, error.strerror)
-            os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
+            stuck, self._stuck = self._stuck, f"{self._file} cannot be written ({error.strerror})"
+            if not stuck:
+                log.error("%s: free the disk or make it writable; until then nothing new is promised", self._stuck)
+            if not self._file.exists():  # nobody was ever promised anything: a folder that cannot be used
+                os._exit(int(ExitCode.DISK))
+            return False
+        if self._stuck:
+            self._stuck = ""
+            log.warning("%s can be written again: what waited is carried out now", self._file)
+        return True
 
     # -- what people see and ask for ---------------------------------------------------------------------------------
 
@@ -178,7 +214,7 @@ class Scheduler:
         return {
             "flName": rounds.job,
             "instanceStatus": str(rounds.instance),
-            "currentIteration": rounds.iteration,
+            "currentIteration": min(rounds.iteration, plan.iterations),
             "flIterationNum": plan.iterations,
             "stage": str(rounds.stage),
             "reason": rounds.reason,

@@ -47,6 +47,7 @@ from covey.federated.models import Models
 from covey.federated.peers import Bytes, Peers
 from covey.federated.replies import Replies
 from covey.federated.safekeeping import Safekeeping
+from covey.federated.store import Unstored
 from covey.federated.strategies import Strategy
 from covey.federated.upstream import Upstream
 from covey.node.log import log
@@ -54,6 +55,7 @@ from covey.node.security import Security
 
 BEAT_S: Final = 1.0
 TICK_S: Final = 0.05
+RETRY_DISK_S: Final = 1.0  # after a model could not be stored
 STAND_S: Final = 0.001  # at most so often is the scheduler told how many were counted
 
 
@@ -261,6 +263,9 @@ class Server:
             await work
         except PeerError as error:
             log.info("%s; it is tried again", error)
+        except Unstored as error:
+            log.error("%s", error)
+            await asyncio.sleep(RETRY_DISK_S)
         except CoveyError as error:
             log.error("%s", error)
             self.end(error.exit_code, str(error))

@@ -40,7 +40,6 @@ class Round(msgspec.Struct, frozen=True):
     devices: int
     accuracy: float  # on the held-out digits
     loss: float  # as the devices told
-    training_s: float
     framework_s: float
     sent_bytes: float = 0.0  # by each device, of values
 
@@ -161,15 +160,12 @@ def simulate(
         started = time.perf_counter()
         chosen = [d for d in range(devices) if sample >= 1 or share(f"{seed}/{number}", str(d)) < sample] or [0]
         framework = time.perf_counter() - started
-        training = 0.0
         total = Accumulator(layout.size)
         rows: list[Floats] = []
         for start in range(0, len(chosen), CHUNK):
             some = chosen[start : start + CHUNK]
-            began = time.perf_counter()
             own, losses = train(layout.tensors(flat), data, [hands[d] for d in some], epochs=epochs, rate=rate, pull=pull)
             packed = np.concatenate([own[name].reshape(len(some), -1) for name in layout.shapes], axis=1)
-            training += time.perf_counter() - began
             began = time.perf_counter()
             for row, device in enumerate(some):
                 weight = len(hands[device])
@@ -194,7 +190,7 @@ def simulate(
         framework += time.perf_counter() - began
         told = summing.metrics(total.numbers)
         right = accuracy(layout.tensors(flat), judges)
-        yield Round(number, len(chosen), right, told["loss"], training, framework, journey.sent_bytes / len(chosen))
+        yield Round(number, len(chosen), right, told["loss"], framework, journey.sent_bytes / len(chosen))
         journey.sent_bytes = 0
 
 

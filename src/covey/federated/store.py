@@ -11,12 +11,18 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from covey.errors import ExitCode, StoreError
+from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.model import Floats, Layout, digest
 
 State = dict[str, NDArray[Any]]
+NO_STATE = b"-"
+
+
+class Unstored(StoreError):
+    """The disk refuses a model: nobody hears of it, and it is made again."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -46,11 +52,10 @@ class ModelStore:
     @property
     def best(self) -> Entry | None:
         """The one with the least loss."""
-        rated = [(_loss(entry), entry) for entry in self.entries if _loss(entry) is not None]
-        return min(rated, key=lambda pair: pair[0] or 0.0)[1] if rated else None
+        return _best(self.entries)
 
     def save(self, round_number: int, values: Floats, state: State, metrics: Mapping[str, float]) -> str:
-        """Store a model and the strategy's state; returns the digest."""
+        """Store a model and the strategy's state; returns the digest. Raises `Unstored`; what was stored is then as it was."""
         found = digest(values)
         file = f"{self._name}_iteration_{round_number}.safetensors"
         entry = Entry(round_number, file, found, dict(metrics))
@@ -59,18 +64,18 @@ class ModelStore:
             metadata = {"round": str(round_number), "digest": found}
             write_file(self._folder / file, self._layout.encode(values, metadata), sync=self._sync)
             if state:
-                temporary = self._folder / f"{file}.state.new"
-                save_file({key: np.ascontiguousarray(array) for key, array in state.items()}, temporary)
-                temporary.rename(self._folder / f"{file}.state")
-            self.entries = [old for old in self.entries if old.round < round_number] + [entry]
-            gone = self._thin()
-            write_file(self._folder / "manifest.json", msgspec.json.encode(self.entries), sync=self._sync)
+                write_file(self._folder / f"{file}.state", pack_state(state), sync=self._sync)
+            kept = self._thinned([*(old for old in self.entries if old.round < round_number), entry])
+            write_file(self._folder / "manifest.json", msgspec.json.encode(kept), sync=self._sync)
+            gone, self.entries = [old.file for old in self.entries if old not in kept and old.file != file], kept
             for name in gone:
                 (self._folder / name).unlink(missing_ok=True)
                 (self._folder / f"{name}.state").unlink(missing_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"the model of round {round_number} cannot be stored in {self._folder}: {error.strerror}"
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise Unstored(
+                f"the model of round {round_number} cannot be stored in {self._folder} ({reason}): free the disk or make it"
+                " writable, it is tried again"
             ) from None
         return found
 
@@ -81,7 +86,7 @@ class ModelStore:
         try:
             _, values = self._layout.decode(memoryview(path.read_bytes()))
             state_file = self._folder / f"{entry.file}.state"
-            state = load_file(state_file) if state_file.exists() else {}
+            state = unpack_state(state_file.read_bytes()) if state_file.exists() else {}
         except (OSError, ValueError) as error:
             raise StoreError(f"the model {path} cannot be read: {error}", ExitCode.BAD_JOURNAL) from None
         if digest(values) != entry.digest:
@@ -91,12 +96,9 @@ class ModelStore:
     def has(self, round_number: int) -> bool:
         return any(entry.round == round_number for entry in self.entries)
 
-    def _thin(self) -> list[str]:
-        kept = self.entries[-self._keep :] if self._keep else self.entries
-        best = self.best
-        gone = [entry for entry in self.entries if entry not in kept and entry is not best]
-        self.entries = [entry for entry in self.entries if entry not in gone]
-        return [entry.file for entry in gone]
+    def _thinned(self, entries: list[Entry]) -> list[Entry]:
+        newest, best = entries[-self._keep :], _best(entries)  # all, where `keep` is 0
+        return [entry for entry in entries if entry in newest or entry is best]
 
     def _read_manifest(self) -> list[Entry]:
         path = self._folder / "manifest.json"
@@ -106,6 +108,22 @@ class ModelStore:
             return []
         except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(f"{path} cannot be read ({error}): move it away to begin anew", ExitCode.BAD_JOURNAL) from None
+
+
+def pack_state(state: State) -> bytes:
+    """A strategy's arrays, for a file or another server. Raises `UsageError` for what is none."""
+    try:
+        return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else NO_STATE
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"a strategy's state is arrays by name, and {sorted(state)} cannot be stored: {error}") from None
+
+
+def unpack_state(content: bytes) -> State:
+    """The same again. Raises `ValueError`."""
+    try:
+        return load(content) if content != NO_STATE else {}
+    except SafetensorError as error:
+        raise ValueError(f"the strategy's state is damaged: {error}") from None
 
 
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:
@@ -121,6 +139,11 @@ def write_file(path: Path, content: bytes, *, sync: bool) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+def _best(entries: list[Entry]) -> Entry | None:
+    rated = [(_loss(entry), entry) for entry in entries if _loss(entry) is not None]
+    return min(rated, key=lambda pair: pair[0] or 0.0)[1] if rated else None
 
 
 def _loss(entry: Entry) -> float | None:

@@ -5,7 +5,11 @@ Every number is whole until the last division, so whoever is chosen makes the sa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federation import Numbers, Orders
-from covey.errors import CoveyError, PeerError, StoreError
+from covey.errors import CoveyError, ExitCode, PeerError, StoreError, UsageError
 from covey.federated.accumulator import UNIT
 from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
@@ -23,7 +27,7 @@ from covey.federated.part import Part, Sum
 from covey.federated.peers import Peers
 from covey.federated.privacy import ring
 from covey.federated.privacy.session import unmask
-from covey.federated.store import State
+from covey.federated.store import State, Unstored
 from covey.federated.strategies import Strategy
 from covey.federated.updates import Update, read, unpack
 from covey.node.log import log
@@ -81,7 +85,10 @@ def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[n
 
 def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: State) -> Floats:
     """The next model. One that is not finite is refused: the round before it would be lost for good."""
-    made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
+    try:
+        made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
+    except Exception as error:  # the user's code: anything may come out of it
+        raise _failed(strategy, "make", error) from error
     if made.shape != model.shape or not np.isfinite(made).all():
         name = type(strategy).__name__
         raise StoreError(f"{name} made a model of {made.shape} values that cannot be used: the model stays as it was")
@@ -91,10 +98,16 @@ def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: S
 def judged(evaluate: Evaluate, layout: Layout, values: Floats) -> dict[str, float]:
     """What the user's own evaluation says of a model. One that fails costs its numbers, not the round."""
     try:
-        return {f"central_{name}": float(value) for name, value in evaluate(layout.tensors(values.copy())).items()}
+        found = {name: float(value) for name, value in evaluate(layout.tensors(values.copy())).items()}
     except Exception as error:  # the user's code: anything may come out of it
         log.error("the evaluation failed, and the round goes on without it: %s: %s", type(error).__name__, error)
         return {}
+    strange = [name for name, value in found.items() if not math.isfinite(value)]
+    if strange:
+        log.warning("the evaluation's %s is no number: a loss counts as the greatest there is", ", ".join(strange))
+    if "loss" in strange:  # a model that ran away is never the best, and manifests have no word for infinity
+        found["loss"] = sys.float_info.max
+    return {f"central_{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
 def metrics(numbers: Numbers) -> dict[str, float]:
@@ -120,7 +133,8 @@ async def columns(
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
-        rows = np.memmap(path, np.float32, "w+", shape=(count, size))
+        _reserve(path, 4 * size * count)
+        rows = np.memmap(path, np.float32, "r+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
             seen: set[str] = set()  # copies may have been sent twice
@@ -129,15 +143,40 @@ async def columns(
                     rows[row], weights[row] = values, update.weight
                     row += 1
                 seen.add(update.device)
+                await asyncio.sleep(0)  # beats and devices are not to wait for all of them
             if len(seen) != expected.count:
                 raise PeerError(f"server {node_id} gave {len(seen)} updates, and {expected.count} were sealed")
-        made = np.empty(size, np.float64)
-        for start in range(0, size, BLOCK):
-            made[start : start + BLOCK] = strategy.column(np.ascontiguousarray(rows[:, start : start + BLOCK]), weights)
-        return made
+        return await asyncio.to_thread(_by_columns, strategy, rows, weights)
+    except OSError as error:
+        raise StoreError(f"{count} updates cannot be spooled to {path} ({error.strerror}): free the disk") from None
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _by_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A strategy's aggregate of all updates, a block of values at a time."""
+    made = np.empty(rows.shape[1], np.float64)
+    try:
+        for start in range(0, len(made), BLOCK):
+            made[start : start + BLOCK] = strategy.column(np.ascontiguousarray(rows[:, start : start + BLOCK]), weights)
+    except Exception as error:  # the user's code: anything may come out of it
+        raise _failed(strategy, "column", error) from error
+    return made
+
+
+def _failed(strategy: Strategy, method: str, error: Exception) -> UsageError:
+    name = f"{type(strategy).__name__}.{method}"
+    return UsageError(f"{name} failed ({type(error).__name__}: {error}): the model stays as it was", ExitCode.BAD_SCRIPT)
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Room on the disk, before it is mapped: a map of a file that has none is a signal, not an error. Raises `Unstored`."""
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+    except OSError as error:
+        raise Unstored(f"{path} has no room for {size} bytes of updates ({error.strerror}): free the disk") from None
 
 
 async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIterator[tuple[Update, Floats]]:
@@ -154,16 +193,3 @@ async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIter
             for update, values, end in unpack(content):  # noqa: B007
                 yield update, values
             rest = bytes(content[end:])
-
-
-def pack_state(state: State) -> bytes:
-    """A strategy's arrays for another server."""
-    from safetensors.numpy import save
-
-    return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else b"-"
-
-
-def unpack_state(content: bytearray) -> State:
-    from safetensors.numpy import load
-
-    return load(bytes(content)) if len(content) > 1 else {}

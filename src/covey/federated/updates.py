@@ -89,7 +89,10 @@ class UpdateLog:
 
     def append(self, update: Update, values: Floats) -> None:
         """Hand a record to the kernel. Raises `StoreError`; the log is then as it was."""
-        pieces = pack(update, values, checksum=self._checksum)
+        self.write(pack(update, values, checksum=self._checksum))
+
+    def write(self, pieces: list[bytes | memoryview]) -> None:
+        """The same with a record that is packed already."""
         whole = sum(len(piece) for piece in pieces)
         try:
             written = os.writev(self._file, pieces)

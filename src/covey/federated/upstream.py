@@ -18,6 +18,7 @@ from covey.wire.address import join
 from covey.wire.link import Link, connect
 
 RECONNECT_S: Final = (0.05, 0.5)
+FIRST_S: Final = 900.0  # servers may be started before their scheduler: as long as it waits for them
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
 
 
@@ -36,7 +37,8 @@ class Upstream:
     ) -> None:
         self._scheduler = scheduler
         self._guard = guard
-        self._patience_s = patience_s  # negative: for ever
+        self._patience_s = patience_s  # for one that was there; negative: for ever
+        self._met = False
         self._opened = opened
         self._heard = heard
         self._end = end
@@ -78,14 +80,15 @@ class Upstream:
             elif wait == RECONNECT_S[1] and not waiting:
                 waiting = True
                 log.warning("the scheduler at %s cannot be reached yet (%s); it is called again", join(host, port), reason)
-            if 0 <= self._patience_s < time.monotonic() - self._lost_at:
-                sentence = f"the scheduler did not come back within {self._patience_s:g} s ({reason})"
+            patience_s, word = (self._patience_s, "come back") if self._met else (FIRST_S, "come")
+            if 0 <= patience_s < time.monotonic() - self._lost_at:
+                sentence = f"the scheduler did not {word} within {patience_s:g} s ({reason})"
                 return self._end(ExitCode.SCHEDULER_LOST, sentence)
             await asyncio.sleep(wait)
             wait = min(2 * wait, RECONNECT_S[1])
 
     def _on_open(self, link: Link) -> None:
-        self._link = link
+        self._link, self._met = link, True
         self._opened()
 
     def _on_message(self, link: Link, message: Message) -> None:

@@ -37,7 +37,7 @@ from covey.core.model import JOB, Failure, Role
 from covey.errors import CoveyError, ExitCode
 from covey.node import host, logs
 from covey.node.child import ChildSpec, Exit
-from covey.node.children import Children
+from covey.node.children import Children, open_outputs
 from covey.node.environment import worker_environment
 from covey.node.learn import LEARN_VARIABLE, learned
 from covey.node.log import log
@@ -295,6 +295,10 @@ class Agent:
                 return
 
     async def _start(self, start: Start) -> None:
+        for assignment in start.assignments:
+            if assignment.incarnation == 1 and assignment.name not in self._started:
+                with open_outputs(self._spec(assignment, again=False)):
+                    pass  # emptied before anyone reads it: what an earlier run left there is not this one's
         self.on_start(start)
         for assignment in start.assignments:
             name = assignment.name

@@ -22,6 +22,7 @@ from covey.errors import ExitCode
 from covey.node import entry, kernel, lifeline
 from covey.node.child import ChildSpec
 from covey.node.learn import LEARN_VARIABLE, Learner
+from covey.node.output import outlast_full_disks
 from covey.node.threads import restore_threads
 
 GROUP_END_S = 0.1
@@ -78,8 +79,7 @@ def restore_libraries() -> None:
 
 
 def restore_interpreter(spec: ChildSpec) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    outlast_full_disks()  # and line by line, as an unbuffered log would be
     flags = ["-m"] if spec.module else []
     sys.argv = [*(flags or spec.argv[:1]), *spec.argv[1:]]
     sys.orig_argv = [sys.executable, *flags, *spec.argv]

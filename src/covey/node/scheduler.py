@@ -60,6 +60,7 @@ from covey.store.shared_journal import SharedJournal
 from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
+LOOK_SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster
 RETRY_DISK_S: Final = 1.0
 WAITING_EFFECTS_MAX: Final = 1_000_000
 FOLLOWERS_MAX: Final = 64
@@ -128,7 +129,8 @@ class Scheduler:
         self._lines = Lines()
         self._logs: dict[int, tuple[Link, asyncio.Future[LogTold]]] = {}  # questions under way: whom, and for the answer
         self._log_number = 0
-        self._followers: dict[int, bytes] = {}
+        self._followers: set[int] = set()  # links
+        self._look_at = 0.0  # not before this are they told again, unless there is news
         self._teller = Storyteller()
         self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
@@ -307,7 +309,7 @@ class Scheduler:
     def _closed(self, link: Link, reason: str) -> None:
         if not link.id:
             return self._stranger(link, reason)
-        self._followers.pop(link.id, None)
+        self._followers.discard(link.id)
         self._teller.gone(link)
         if link.misbehaved:
             self._stranger(link, reason)
@@ -320,7 +322,8 @@ class Scheduler:
             await asyncio.sleep(TICK_S)
             self._pulse()
             self._step(Ticked())
-            self._tell_followers()
+            if time.monotonic() >= self._look_at:
+                self._tell_followers()
 
     def _pulse(self) -> None:
         if not self._term.leads():
@@ -457,17 +460,18 @@ class Scheduler:
         if ask.follow and len(self._followers) >= FOLLOWERS_MAX:
             link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
             return
-        view = msgspec.json.encode(self.view())
-        link.send(Told(view))
+        link.send(Told(msgspec.json.encode(self.view())))
         if ask.follow:
-            self._followers[link.id] = view
+            self._followers.add(link.id)
 
     def _tell_followers(self) -> None:
         if not self._followers:
             return
+        began = time.monotonic()
         view = msgspec.json.encode(self.view())
         for link_id in list(self._followers):
             self._lines.links[link_id].send(Told(view))
+        self._look_at = time.monotonic() + (time.monotonic() - began) / LOOK_SHARE
 
     def _stranger(self, link: Link, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""
@@ -486,8 +490,9 @@ def raise_file_limit() -> None:
 
 def exit_now(code: int) -> None:
     """End this process without returning to the program: it must never run training code in the scheduler's place."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

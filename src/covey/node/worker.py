@@ -47,6 +47,7 @@ from covey.node import host, security, spare, supervise
 from covey.node.child_runtime import ChildRuntime
 from covey.node.ending import Ending, exit_flushed
 from covey.node.log import configure, log
+from covey.node.output import outlast_full_disks
 from covey.node.relay import pace_s
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
@@ -100,6 +101,8 @@ class Node:
 
     def join(self) -> Formed:
         """Block until this node has its rank. Raises `PeerError` with the reason and the code to end with."""
+        if self._door.relay:  # its log is its agent's
+            outlast_full_disks()
         self._thread.start()
         os.register_at_fork(before=self._ending.forking, after_in_parent=self._ending.forked, after_in_child=self._forked)
         with self._changed:
@@ -205,7 +208,7 @@ class Node:
 
     def _beat(self) -> Beat:
         waits = self.waits
-        return Beat(msgspec.structs.replace(self._progress, waits=f"{waits.step}.{waits.n}" if waits is not None else ""))
+        return Beat(msgspec.structs.replace(self._progress, waits=str(waits) if waits is not None else ""))
 
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""

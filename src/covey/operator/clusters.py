@@ -16,7 +16,7 @@ import hmac
 import secrets
 import time
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,6 +37,7 @@ AT_ONCE = 8
 FORGOTTEN_AFTER = 3  # failures in a row: what was known is no longer
 BACKOFF_MAX_S = 300.0
 TIMEOUT_S = 3.0
+PATIENCE_S = 20.0  # of a person who looks
 KEY_NAME = "covey-operator-key"
 KEY_FIELD = "key"
 
@@ -70,6 +71,9 @@ class Clusters:
         followed = self._followed.get(key)
         return followed.live if followed is not None else None
 
+    def follows(self, key: Key) -> bool:
+        return key in self._followed
+
     def follow(self, key: Key, place: Place | None, *, hurry: bool = False) -> None:
         """Look at a job's cluster from now on, there; None: no longer. `hurry`: something is awaited."""
         if place is None:
@@ -96,11 +100,33 @@ class Clusters:
         """A pod is over, whoever was in it."""
         await self._post(key, "/gone", {"life": uid, "reason": reason})
 
-    async def _post(self, key: Key, path: str, body: dict[str, Any]) -> None:
+    async def ask(self, key: Key, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        """What the job's scheduler answers to a person: status and body, as they are."""
+        return await _ask(self._place(key), method, target, body, PATIENCE_S)
+
+    async def stream(self, key: Key) -> AsyncIterator[bytes]:
+        """What the job's scheduler streams to a page, a line at a time, until it ends."""
+        place = self._place(key)
+        http = _http(place, PATIENCE_S)
+        try:
+            async for part in http.lines("/stream", {}, _headers(place), PATIENCE_S):
+                if isinstance(part, bytes):
+                    yield part + b"\n"
+                elif part.status != 200:
+                    raise PeerError(_refusal(part.status, part.body))
+        except (OSError, TimeoutError) as error:
+            raise PeerError(f"the job's scheduler does not answer: {error or type(error).__name__}") from None
+        finally:
+            http.close()
+
+    def _place(self, key: Key) -> Place:
         followed = self._followed.get(key)
         if followed is None:
             raise PeerError("the job's scheduler is not known")
-        status, answer = await _ask(followed.place, "POST", path, msgspec.json.encode(body))
+        return followed.place
+
+    async def _post(self, key: Key, path: str, body: dict[str, Any]) -> None:
+        status, answer = await _ask(self._place(key), "POST", path, msgspec.json.encode(body))
         if status != 200:
             raise PeerError(_refusal(status, answer))
 
@@ -140,12 +166,21 @@ class Clusters:
             self._changed(key)
 
 
-async def _ask(place: Place, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+def _http(place: Place, timeout_s: float) -> Http:
     host = f"[{place.host}]" if ":" in place.host else place.host
-    http = Http(f"http://{host}:{place.port}", None, timeout_s=TIMEOUT_S)
+    return Http(f"http://{host}:{place.port}", None, timeout_s=timeout_s)
+
+
+def _headers(place: Place) -> dict[str, str]:
+    return {"Authorization": f"Bearer {place.token}", "Content-Type": "application/json"}
+
+
+async def _ask(
+    place: Place, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
+) -> tuple[int, bytes]:
+    http = _http(place, timeout_s)
     try:
-        headers = {"Authorization": f"Bearer {place.token}", "Content-Type": "application/json"}
-        answer = await http.ask(method, path, None, headers, body)
+        answer = await http.ask(method, path, None, _headers(place), body)
     except (OSError, TimeoutError) as error:
         raise PeerError(f"{method} {path}: {error or type(error).__name__}") from None
     finally:

@@ -114,7 +114,7 @@ class Controller:
         self._key = secret_key
         self.go = asyncio.Event()  # the caches are filled
         self._api = api
-        self._kind = kind
+        self.kind = kind
         self._caches = caches
         self._metrics = metrics
         self._convert = convert
@@ -122,6 +122,10 @@ class Controller:
         self._clock = clock
         self.on_tell: Callable[[Thing, Tell], None] = lambda thing, tell: None
         self._events: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
+
+    @property
+    def jobs(self) -> Reflector:
+        return self._caches.jobs
 
     async def run(self, workers: int) -> None:
         """For ever, with so many jobs at once."""
@@ -158,7 +162,7 @@ class Controller:
             self.clusters.follow(key, None)
             return None
         began = time.perf_counter()
-        thing = {"apiVersion": self._kind.root.removeprefix("apis/"), "kind": self._kind.name, **thing}
+        thing = {"apiVersion": self.kind.root.removeprefix("apis/"), "kind": self.kind.name, **thing}
         job = self._convert(thing)
         made = plan(job, self._observe(key, thing), self._clock())
         if made.status is not None:
@@ -210,7 +214,7 @@ class Controller:
     async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
         body = {**thing, "status": status}
         namespace = thing["metadata"]["namespace"]
-        answer = await self._api.replace(self._kind, namespace, body, "status", brief=True)
+        answer = await self._api.replace(self.kind, namespace, body, "status", brief=True)
         written = {**body, "metadata": answer["metadata"]}
         self._caches.jobs.put(written)
         return written
@@ -269,13 +273,13 @@ class Controller:
             await self._adopt(thing, action)
         elif isinstance(action, Label):
             patch = {"metadata": {"labels": {action.key: action.value}}}
-            self._caches.jobs.put(await api.patch(self._kind, namespace, job.name, patch))
+            self._caches.jobs.put(await api.patch(self.kind, namespace, job.name, patch))
         elif isinstance(action, LetGo | Expect):
             await self._resize(thing, job, action)
         elif isinstance(action, SayGone):
             await self._say_gone(job, action)
         elif isinstance(action, DeleteJob):
-            await self._unless(MISSING, api.delete(self._kind, namespace, job.name, uid=job.uid))
+            await self._unless(MISSING, api.delete(self.kind, namespace, job.name, uid=job.uid))
 
     async def _resize(self, thing: Thing, job: Job, action: LetGo | Expect) -> None:
         key = (job.namespace, job.name)
@@ -334,7 +338,7 @@ class Controller:
     async def _adopt(self, thing: Thing, action: Adopt) -> None:
         """Only after a fresh look at the job: the cached one may be gone, with another in its place."""
         metadata = thing["metadata"]
-        fresh = await self._api.get(self._kind, metadata["namespace"], metadata["name"])
+        fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
             return
         kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ from covey.core.job import ascend
 from covey.core.job.actions import Tell
 from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
 from covey.core.story import Story
+from covey.errors import PeerError
 from covey.node.log import log
 from covey.operator import clusters
 from covey.operator import lease as leases
 from covey.operator import metrics as numbers
 from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
 from covey.operator.controller import Caches, Controller, Owned
-from covey.operator.reflector import Reflector, key_of
+from covey.operator.reflector import Key, Reflector, key_of
 
 WORKERS = 16
 SELECTOR = f"{OPERATOR_LABEL}={OPERATOR}"
@@ -84,13 +85,51 @@ class Operator:
         self.port = 0
         self.leading = asyncio.Event()
         self.story = Story()  # what was told of jobs, of late
-        self._kinds: list[Reflector] = []  # of jobs
+        self._controllers: list[Controller] = []  # one per kind of job, while this replica acts
         self._ready = False
         self._key = b""
 
     def jobs(self) -> list[Thing]:
         """All jobs as the API server has them; none while another replica acts."""
-        return [thing for kind in self._kinds for thing in kind]
+        return [thing for controller in self._controllers for thing in controller.jobs]
+
+    # -- a person's wishes (`covey.console.jobs`) ---------------------------------------------------------------------
+
+    async def ask(self, key: Key, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+        """Ask the scheduler inside a job."""
+        return await self._inside(key).ask(key, method, target, body)
+
+    def stream(self, key: Key) -> AsyncIterator[bytes]:
+        return self._inside(key).stream(key)
+
+    async def scale(self, key: Key, workers: int) -> str:
+        """Write another number of workers into the job: what follows is what follows `kubectl scale`."""
+        controller, job = self._found(key)
+        field = "replicaSpecs" if controller.kind is ASCENDJOB else "msReplicaSpecs"
+        role = next((role for role in job["spec"].get(field) or {} if role.lower() == "worker"), None)
+        if role is None:
+            raise PeerError(f"{'/'.join(key)} has no role Worker: its size cannot be changed")
+        await self.api.patch(controller.kind, *key, {"spec": {field: {role: {"replicas": workers}}}})
+        return f"{'/'.join(key)} is to have {workers} workers"
+
+    async def suspend(self, key: Key, suspended: bool) -> str:
+        """Take the job's pods away, or let it start anew."""
+        controller, _ = self._found(key)
+        await self.api.patch(controller.kind, *key, {"spec": {"runPolicy": {"suspend": suspended}}})
+        return f"{'/'.join(key)} is suspended: its pods go" if suspended else f"{'/'.join(key)} starts anew"
+
+    def _found(self, key: Key) -> tuple[Controller, Thing]:
+        for controller in self._controllers:
+            if (job := controller.jobs.get(key)) is not None:
+                return controller, job
+        raise PeerError(f"there is no job {'/'.join(key)} here")
+
+    def _inside(self, key: Key) -> clusters.Clusters:
+        controller, job = self._found(key)
+        if not controller.clusters.follows(key):
+            state = (job.get("status") or {}).get("state") or "not looked at yet"
+            raise PeerError(f"{'/'.join(key)} is {state}: its scheduler can be asked once it runs, where covey's is in it")
+        return controller.clusters
 
     def _note(self, thing: Thing, tell: Tell) -> None:
         name = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
@@ -135,7 +174,7 @@ class Operator:
             try:
                 await asyncio.Event().wait()
             finally:
-                self._kinds.clear()
+                self._controllers.clear()
                 self.leading.clear()
                 self.metrics.leader.set(0)
 
@@ -176,7 +215,7 @@ class Operator:
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
         controller.on_tell = self._note
         found.append(controller)
-        self._kinds.append(caches.jobs)
+        self._controllers.append(controller)
         for reflector in mine:
             group.create_task(reflector.run())
         group.create_task(self._start(controller, [*mine, owned.pods, owned.services]))

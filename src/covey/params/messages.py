@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from covey.core.shards import Sharing
-from covey.errors import CoveyError, PeerError, UsageError
+from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.params.optimizers import Array, Rule
 
 MAGIC: Final = b"cvp1"
@@ -219,13 +219,15 @@ class Moved(Message, frozen=True):
 
 
 class No(Message, frozen=True):
-    """Not done, and why. `stale`: the asker is the life of a rank that is over."""
+    """Not done, and why. `stale`: the asker is the life of a rank that is over. `disk`: the server's disk refuses."""
 
     reason: str
     stale: bool = False
+    disk: bool = False
 
     def error(self) -> CoveyError:
-        return PeerError(self.reason) if self.stale else UsageError(self.reason)
+        kind = PeerError if self.stale else StoreError if self.disk else UsageError
+        return kind(self.reason)
 
 
 Worker = Declare | Push | Pull | Check | Standing | Save | Load

@@ -213,7 +213,9 @@ class Server(Desk):
                 self._held.hold(connection, asked)
                 return
             answer, arrays = self._answer(asked, body)
-        except (TooLarge, UsageError, StoreError) as error:
+        except StoreError as error:
+            answer = No(str(error), disk=True)
+        except (TooLarge, UsageError) as error:
             answer = No(str(error))
         except msgspec.MsgspecError as error:
             answer = No(f"a message was not understood: {error}")

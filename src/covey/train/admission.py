@@ -1,10 +1,12 @@
-"""What a loop cannot train, said when it is made and in one sentence."""
+"""What a loop is given: taken in the forms that programs have it in, and refused in one sentence where it cannot be trained."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from covey.errors import UsageError
+from covey.train.arguments import of_kind, whole
+from covey.train.data import Data
 
 CUT: Final = "it cuts the parameters by collectives of its own, which do not heal: use covey.ShardedOptimizer"
 WRAPPERS: Final = {
@@ -15,6 +17,34 @@ WRAPPERS: Final = {
 OPTIMIZERS: Final = {
     "ZeroRedundancyOptimizer": "its collectives are torch's own, which do not heal: use covey.ShardedOptimizer",
 }
+
+
+def numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> None:
+    """Raises `UsageError` for one that is none."""
+    whole("Loop", "epochs", epochs, 0)
+    whole("Loop", "steps", 0 if steps is None else steps, 0)
+    whole("Loop", "accumulate", accumulate, 1)
+    whole("Loop", "seed", seed, 0)
+
+
+def data_of(data: Any) -> Data:
+    """Ours, also from a torch DataLoader."""
+    from covey.train.loaders import as_data, is_loader
+
+    found = as_data(data) if is_loader(data) else data
+    of_kind("Loop", "data", found, Data)
+    assert isinstance(found, Data)
+    return found
+
+
+def model_of(model: Any, loop: Any) -> Any:
+    """The one to train, also from what stands for torch's DistributedDataParallel."""
+    from covey.train.wrapped import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    model.trained_by(loop)
+    return model.module
 
 
 def admit(model: Any, optimizer: Any) -> None:

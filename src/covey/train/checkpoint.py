@@ -90,10 +90,8 @@ class Checkpoint:
         path = self._write(self.prefix, step, state, rank, world, generation)
         try:
             self._prune(path.parent, step)
-        except OSError as error:
-            raise StoreError(
-                f"old checkpoints cannot be removed from {path.parent} ({_why(error)}): make it writable"
-            ) from None
+        except OSError as error:  # this one counts all the same
+            log.warning("old checkpoints cannot be removed from %s (%s): make it writable", path.parent, _why(error))
         return path
 
     def dump(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
@@ -115,6 +113,16 @@ class Checkpoint:
             for prefix in (self.prefix, DUMP):
                 found.update(_steps(folder, prefix))
         return sorted(found, reverse=True)
+
+    def newest_step(self) -> int | None:
+        """The newest step of which any rank has a copy that is whole as far as its manifest tells: no tensor is read."""
+        for step in self.available():
+            for path in self._copies(step, rank=0):
+                with contextlib.suppress(_UnusableError, OSError):
+                    manifest, size = _unseal(path), path.with_suffix(".safetensors").stat().st_size
+                    if (manifest.step, manifest.prefix, manifest.size) == (step, self.prefix, size):
+                        return step
+        return None
 
     def load(self, step: int, *, rank: int) -> Any | None:
         """The state of a step: this rank's own copy if it is whole, else any other rank's, else None."""
@@ -154,7 +162,7 @@ class Checkpoint:
         except OSError as error:
             raise StoreError(
                 f"the checkpoint of step {step} cannot be written to {folder} ({_why(error)}):"
-                " free the disk or make it writable; the earlier checkpoints are untouched"
+                " free the disk or make it writable"
             ) from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # what cannot be removed now is removed after a later checkpoint

@@ -24,6 +24,7 @@ from covey.params.client import Client, Given
 from covey.params.messages import DTYPES, Begin, Spec
 from covey.params.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
 from covey.train.arguments import of_kind
+from covey.train.collectives import Collectives
 from covey.train.embedding import Embedding
 from covey.train.gloo import Done, Gloo, torch_module
 from covey.train.group import Group
@@ -179,7 +180,7 @@ class Served:
             self._caches[name] = Cache(table.embedding_size, table.vocab_cache_size)
         return self._caches[name]
 
-    def fetch_ahead(self) -> None:
+    def _fetch_ahead(self) -> None:
         """The step is complete on all servers, and this rank has gone on: what the next one needs may be asked for. Not
         earlier: asking for a step's values makes the one before it final, and a replacement may still have to repeat it."""
         for name, table in self.tables.items():
@@ -214,15 +215,20 @@ class Served:
         for table in self.tables.values():
             table.used = []
 
-    def push(self) -> Push:
-        """This step's gradients, as a collective."""
+    def push(self, collectives: Collectives | None) -> None:
+        """This step's gradients: in sync mode as one of its collectives, where there are others."""
         if self.pushed:  # the servers know gradients by (step, rank) and take them once: a second push would be lost
             raise UsageError(
                 "where parameters are served the optimizer may step once in each step of the loop: take its next batch before"
                 " step() is called again"
             )
         self.pushed = True
-        return Push(self.client, self.step, self.gradients(), self._news)
+        push = Push(self.client, self.step, self.gradients(), self._news)
+        if collectives is not None and self.sync:
+            collectives.run(push)
+        else:
+            push.run_alone()
+        self._fetch_ahead()
 
     def save(self, step: int, folder: str, keep: int) -> None:
         """Have the servers write down their rows; wait for it."""

@@ -1,7 +1,7 @@
 """What a training consists of: model, optimizer and registered parts; as they are now, and as they were at a step's boundary.
 
 Between a boundary and the optimizer's step only buffers and parts change, so only they are copied at a boundary. If something
-else changed the parameters meanwhile (a second optimizer, a program that writes to them), the boundary is gone, and `intact`
+else changed the parameters meanwhile (a second optimizer, a program that writes to them), the boundary is gone, and `whole`
 says so: such a state cannot be given to a replacement that begins there.
 """
 
@@ -46,6 +46,7 @@ class State:
         self._boundary_buffers: dict[str, Any] = {}
         self._boundary_parts: dict[str, Any] = {}
         self._boundary_version = 0
+        self.stepping = self.applied = False  # the optimizer runs; has run in this step
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """A further part, by a getter and a setter. One that was given already is put in place at once."""
@@ -69,11 +70,12 @@ class State:
         """A step is over: until the next one begins, the boundary is what is now."""
         self._boundary_buffers, self._boundary_parts = {}, {}
         self._boundary_version = self._version()
+        self.applied = False
 
     @property
-    def intact(self) -> bool:
-        """Whether the parameters still are those of the boundary."""
-        return self._version() == self._boundary_version
+    def whole(self) -> bool:
+        """Whether this is the state of a boundary, or that after the optimizer, and nothing in between."""
+        return not self.stepping and (self.applied or self._version() == self._boundary_version)
 
     def rewind(self) -> None:
         """Everything that a step changes before its optimizer runs, as it was at the boundary."""
@@ -99,12 +101,13 @@ class State:
             PARTS: {name: get() for name, (get, _) in self._parts.items()},
         }
 
-    def at_boundary(self) -> dict[str, Any]:
-        """As it was when the step began. Only while `intact`, and before the optimizer ran."""
+    def at_rest(self) -> dict[str, Any]:
+        """As it is after the optimizer ran, or as it was when the step began. Only while `whole`."""
         state = self.now()
-        for name, buffer in self._boundary_buffers.items():
-            state[MODEL if name in state[MODEL] else BUFFERS][name] = buffer
-        state[PARTS] |= self._boundary_parts
+        if not self.applied:
+            for name, buffer in self._boundary_buffers.items():
+                state[MODEL if name in state[MODEL] else BUFFERS][name] = buffer
+            state[PARTS] |= self._boundary_parts
         return state
 
     def put(self, state: dict[str, Any], *, again: bool) -> None:
@@ -121,6 +124,10 @@ class State:
         for name in self._parts:
             if name in self._given:
                 self._put_part(name)
+
+    def values(self) -> list[Any]:
+        """The model's parameters and buffers: what all ranks begin with alike."""
+        return [tensor.detach() for tensor in (*self._parameters, *self._model.buffers())]
 
     def homes(self) -> dict[str, Any]:
         """Where in this process each tensor of the model's state belongs."""

@@ -1,13 +1,17 @@
 // What a person may do to a cluster. Each is asked twice, and the answer is the scheduler's own sentence.
 
 import { byId, h, plural } from "/console/dom.js";
-import { post } from "/console/net.js";
+import { job, post } from "/console/net.js";
 
-/** A note at the edge of the page, gone after a while. */
-export function note(text, bad = false) {
-  const made = h("p", { class: "note", "data-bad": String(bad), text });
-  byId("notes").append(made);
-  setTimeout(() => made.remove(), bad ? 15_000 : 8000);
+/** A note at the edge of the page, gone after a while unless somebody is at it; a later one of the same `name` takes its place. */
+export function note(text, { bad = false, name = "", link = "", to = "" } = {}) {
+  const made = h("p", { class: "note", "data-bad": String(bad), "data-name": name }, text, link && " ", link && h("a", { href: to, text: link }),
+    h("button", { type: "button", class: "plain", "aria-label": "Close this note", text: "×", onclick: () => made.remove() }));
+  const old = name && [...byId("notes").children].find((note) => note.dataset.name === name);
+  if (old) old.replaceWith(made);
+  else byId("notes").append(made);
+  const leave = () => (made.matches(":hover, :focus-within") ? setTimeout(leave, 1000) : made.remove());
+  setTimeout(leave, bad || link ? 15_000 : 8000);
 }
 
 /** Ask; `act(form)` returns what is posted, as [path, body], once it was confirmed. */
@@ -61,12 +65,13 @@ export function scale(model) {
   const wanted = h("input", { type: "number", name: "wanted", min: "1", max: "4096", required: true, value: String(members.length) });
   confirm({
     title: `Change the number of ${role}s`,
-    says: [`There are ${members.length}. More are started at the next boundary; fewer drain first, those with the highest ranks.`],
+    says: [`There are ${members.length}. More are started at the next boundary; fewer drain first, those with the highest ranks.`, job && `The number is written into the job ${job}.`].filter(Boolean),
     fields: [field(`${role}s`, wanted)],
     button: "Scale",
     act: () => {
       const change = Number(wanted.value) - members.length;
       if (change === 0) throw new Error(`there are ${plural(members.length, role)} already`);
+      if (job) return post("/scale", { workers: Number(wanted.value) });
       if (change > 0) return post("/scaleout", federated ? { worker_num: 0, server_num: change } : { worker_num: change, server_num: 0 });
       return post("/scalein", { node_ids: members.slice(change).map((node) => node.id) });
     },
@@ -78,6 +83,13 @@ export const drain = (node) => confirm({
   says: [`It finishes its step, hands over what it holds and leaves; the world is smaller by one.`],
   button: "Drain",
   act: () => post("/scalein", { node_ids: [node.role === "server" ? node.id : node.name] }),
+});
+
+export const drainHost = (host, nodes) => confirm({
+  title: `Drain the host ${host}?`,
+  says: [`${plural(nodes.length, "worker")} finish their step, hand over what they hold and leave: ${nodes.map((node) => node.name).join(", ")}.`],
+  button: "Drain host",
+  act: () => post("/scalein", { node_ids: nodes.map((node) => node.name) }),
 });
 
 export const kill = (node) => confirm({
@@ -102,9 +114,25 @@ export function dump() {
   });
 }
 
+const suspend = () => confirm({
+  title: `Stop the job ${job}?`,
+  says: ["It is suspended: its pods are taken away, and what was not written down is lost. The job stays, and can be resumed."],
+  button: "Stop",
+  danger: true,
+  act: () => post("/suspend", { suspend: true }),
+});
+
+export const resume = () => confirm({
+  title: `Resume the job ${job}?`,
+  says: ["Its pods are created anew; what its program wrote down is where it begins."],
+  button: "Resume",
+  act: () => post("/suspend", { suspend: false }),
+});
+
 export function stop(model) {
+  if (job) return suspend();
   const reason = why();
-  confirm({
+  return confirm({
     title: "Stop the cluster?",
     says: [`${plural(model.workers().length, model.about.kind === "federated" ? "server" : "worker")} end. What was not written down is lost.`],
     fields: [field("Why", reason)],

@@ -1,13 +1,14 @@
 // The page: what is above every view, which view is shown, the panel of one node, and the keys.
 
 import * as actions from "/console/actions.js";
-import { byId, h, mark, number, plural, put, span } from "/console/dom.js";
+import { byId, h, mark, milliseconds, number, plural, put, span } from "/console/dom.js";
 import { Logs } from "/console/logs.js";
 import { Model } from "/console/model.js";
-import { follow, get, open } from "/console/net.js";
+import { Away, Jobs } from "/console/jobs.js";
+import { follow, get, job, open } from "/console/net.js";
 import { Nodes } from "/console/nodes.js";
-import { Recoveries, Settings, Story, line } from "/console/recoveries.js";
-import { Jobs, Rounds } from "/console/rounds.js";
+import { Recoveries, Settings, Story, line, ofRank, took } from "/console/recoveries.js";
+import { Rounds } from "/console/rounds.js";
 
 const TICK_MS = 1000;
 
@@ -18,16 +19,17 @@ let shown = "";
 let panel = null;
 let waiting = null; // news that were not drawn yet
 let phase = "";
+let away = null; // a job of an operator whose scheduler cannot be asked
 
 // -- above every view ------------------------------------------------------------------------------------------------
 
 function header() {
   const { cluster } = model;
-  put(byId("cluster"), cluster.cluster_id);
+  put(byId("cluster"), job || cluster.cluster_id);
   put(byId("phase"), cluster.phase);
   mark(byId("phase"), "state", cluster.phase);
   put(byId("reason"), cluster.reason);
-  document.title = `${cluster.phase} · covey ${cluster.cluster_id}`;
+  document.title = `${cluster.phase} · covey ${job || cluster.cluster_id}`;
   if (phase && phase !== cluster.phase) put(byId("said"), `The cluster is ${cluster.phase}: ${cluster.reason}`);
   phase = cluster.phase;
   figures();
@@ -70,11 +72,26 @@ function jobFigures(jobs) {
   return { jobs: String(jobs.length), running: of("Running"), restarting: of("Restarting"), succeeded: of("Succeeded"), failed: of("Failed"), restarts: String(restarts) };
 }
 
-function line_(state, why) {
+function line_(state, why, status = 0) {
   const element = byId("line");
   mark(element, "state", model.ended ? "ended" : state);
   put(element, model.ended ? "ended" : state === "live" ? "live" : "reconnecting");
   element.title = why;
+  if (job && status === 409) {
+    away ??= new Away();
+    shown = ""; // whatever view is chosen is put back when there is something to see
+    document.body.classList.add("away");
+    away.draw(why).catch((error) => actions.note(error.message, { bad: true }));
+  } else if (!model.cluster && why) byId("main").replaceChildren(h("p", { class: "empty", role: "status", text: why }));
+}
+
+/** Say what happened to whom, what is done about it and how long it took; the same note tells the end of what it began with. */
+function tell(incident) {
+  const resized = incident.strategy.startsWith("scale");
+  const open = incident.outcome === "open";
+  const end = open ? "under way" : `${incident.outcome} after ${milliseconds(took(incident))}`;
+  const text = resized ? `${incident.strategy}: ${end}.` : `${incident.node}${ofRank(incident)}: ${incident.cause}. ${incident.strategy} ${end}.`;
+  actions.note(text, { name: `incident-${incident.number}`, link: "Waterfall", to: `#recoveries/${incident.number}`, bad: incident.outcome === "ended" });
 }
 
 // -- views -----------------------------------------------------------------------------------------------------------
@@ -117,7 +134,7 @@ function route() {
     }
     view.draw({ whole: true, names: [], reordered: true, events: [], recoveries: [...model.recoveries.values()] });
   }
-  view.open?.(rest.join("/"))?.catch?.((error) => actions.note(error.message, true));
+  view.open?.(rest.join("/"))?.catch?.((error) => actions.note(error.message, { bad: true }));
 }
 
 function heard(kind, piece) {
@@ -125,7 +142,9 @@ function heard(kind, piece) {
   if (!Object.keys(views).length) {
     build();
     route();
-  }
+  } else if (!shown) route();
+  document.body.classList.remove("away");
+  if (kind === "news" && "recoveries" in views) news.recoveries.forEach(tell);
   if (waiting) {
     waiting.whole ||= news.whole;
     waiting.reordered ||= news.reordered;
@@ -183,9 +202,16 @@ class Panel {
     const now = () => model.nodes.get(this.name) ?? node;
     this.buttons.replaceChildren(...[
       node.hasLog && h("a", { class: "button", href: `#logs/${node.name}`, text: "Log" }),
-      node.role !== "spare" && button("Drain…", () => actions.drain(now())),
+      !job && node.role !== "spare" && button("Drain…", () => actions.drain(now())),
+      !job && this.beside().length > 1 && button("Drain host…", () => actions.drainHost(node.host, this.beside())),
       model.about.kind === "training" && button("Kill…", () => actions.kill(now()), "danger-text"),
     ].filter(Boolean));
+  }
+
+  /** The workers on this node's host. */
+  beside() {
+    const { host } = model.nodes.get(this.name) ?? {};
+    return [...model.nodes.values()].filter((node) => node.role === "worker" && node.host === host && node.rank >= 0 && node.state !== "left");
   }
 
   async read() {
@@ -209,7 +235,7 @@ async function openPanel(name) {
   try {
     await panel.read();
   } catch (error) {
-    actions.note(error.message, true);
+    actions.note(error.message, { bad: true });
   }
 }
 
@@ -258,5 +284,11 @@ setInterval(() => {
   figures();
 }, TICK_MS);
 
-await open(actions.askToken);
+if (job) {
+  const mark_ = document.querySelector(".mark");
+  mark_.href = "/";
+  mark_.setAttribute("aria-label", "covey, to all jobs");
+  put(byId("cluster"), job);
+}
+await open(actions.askToken).catch((error) => line_("lost", error.message)); // the stream asks again
 await follow(heard, line_);

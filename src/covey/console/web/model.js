@@ -2,10 +2,11 @@
 
 const FIELDS = ["name", "role", "id", "rank", "host", "state", "step", "doing", "heardAt", "restarts", "incarnation", "pid",
   "busyMs", "straggles", "loss", "hasLog", "address"];
+const MOVING = ["name", "step", "doing", "heardAt", "busyMs", "straggles", "loss"];
 const EVENTS_MAX = 1000;
 const POINTS_MAX = 2400;
 
-const node = (row) => Object.fromEntries(FIELDS.map((field, place) => [field, row[place]]));
+const named = (fields, row) => Object.fromEntries(fields.map((field, place) => [field, row[place]]));
 
 export class Model {
   constructor() {
@@ -36,9 +37,15 @@ export class Model {
     if (piece.about) this.about = piece.about;
     const news = { whole, names: [], reordered: whole, events: piece.events ?? [], recoveries: piece.recoveries ?? [] };
     for (const row of piece.nodes ?? []) {
-      const found = node(row);
+      const found = named(FIELDS, row);
       news.reordered ||= !this.nodes.has(found.name) || this.nodes.get(found.name).rank !== found.rank;
       this.nodes.set(found.name, found);
+      news.names.push(found.name);
+    }
+    for (const row of piece.moved ?? []) {
+      const found = this.nodes.get(row[0]);
+      if (!found) continue;
+      MOVING.forEach((field, place) => { found[field] = row[place]; });
       news.names.push(found.name);
     }
     for (const name of piece.gone ?? []) news.reordered = this.nodes.delete(name) || news.reordered;

@@ -4,6 +4,7 @@
 // header of each request, which no other web page can set or read: a cookie would be sent along with anybody's requests.
 
 const STORE = "covey-token";
+const NOBODY = "the scheduler does not answer: what was asked for may not have been heard";
 const AGAIN_MS = [300, 1000, 2000, 5000];
 
 export class Refused extends Error {
@@ -12,6 +13,13 @@ export class Refused extends Error {
     this.status = status;
   }
 }
+
+/** The job of an operator that is looked into ("namespace/name"), and what stands before the paths of its scheduler. */
+export const job = new URLSearchParams(location.search).get("job") ?? "";
+const base = job ? `/jobs/${job.split("/").map(encodeURIComponent).join("/")}` : "";
+
+/** Where a job of an operator is looked into. */
+export const jobPage = (name) => `/?job=${encodeURIComponent(name).replace("%2F", "/")}`;
 
 let bearer = "";
 let asking = null;
@@ -47,21 +55,33 @@ async function sentence(answer) {
   }
 }
 
-async function request(path, options = {}) {
+/** A scheduler that was started anew has another key: what it refuses for that is asked once more. */
+async function request(path, options = {}, again = true) {
   const headers = { Authorization: `Bearer ${bearer}`, ...(options.body ? { "Content-Type": "application/json" } : {}) };
-  const answer = await fetch(path, { ...options, headers, cache: "no-store" });
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers, cache: "no-store" });
+    if (answer.status === 401 && again) {
+      await open(asking);
+      return request(path, options, false);
+    }
+  } catch (error) {
+    throw error instanceof TypeError ? new Error(NOBODY) : error;
+  }
   if (!answer.ok) throw new Refused(answer.status, await sentence(answer));
   return answer;
 }
 
-export const get = async (path) => (await request(path)).json();
-export const post = async (path, body) => (await request(path, { method: "POST", body: JSON.stringify(body ?? {}) })).json();
+export const get = async (path) => (await request(base + path)).json();
+export const post = async (path, body) => (await request(base + path, { method: "POST", body: JSON.stringify(body ?? {}) })).json();
+/** The port this page came from, also where a job is looked into. */
+export const above = async (path) => (await request(path)).json();
 
 /** The stream, for ever: an end is answered by asking again. `heard(kind, content)` and `line(state, why)` tell of it. */
 export async function follow(heard, line) {
   for (let failures = 0; ; ) {
     try {
-      const answer = await request("/stream");
+      const answer = await request(`${base}/stream`);
       line("live", "");
       await read(answer.body.getReader(), (kind, content) => {
         failures = 0;
@@ -69,20 +89,10 @@ export async function follow(heard, line) {
       });
       continue;
     } catch (error) {
-      if (error.status === 401 || error.status === 403) await again();
-      line("lost", error instanceof Refused ? error.message : "the scheduler does not answer");
+      line("lost", error.message, error.status ?? 0);
     }
     await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]));
     failures += 1;
-  }
-}
-
-/** A scheduler that was started anew has another key. */
-async function again() {
-  try {
-    await open(asking);
-  } catch {
-    return;
   }
 }
 

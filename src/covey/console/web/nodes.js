@@ -47,6 +47,7 @@ export class Nodes {
     this.active = "";
     this.scroller.addEventListener("scroll", () => this.paint(), { passive: true });
     this.scroller.addEventListener("keydown", (event) => this.key(event));
+    this.scroller.addEventListener("focus", () => this.active || !this.scroller.matches(":focus-visible") || this.key(new KeyboardEvent("keydown", { key: "Home" })));
     this.seen = new ResizeObserver(() => this.paint());
     this.seen.observe(this.scroller);
   }

@@ -1,6 +1,10 @@
 // Each incident as a waterfall: every stage begins where the one before it ended.
 
 import { h, milliseconds, moment, put } from "/console/dom.js";
+import { jobPage } from "/console/net.js";
+
+export const took = (incident) => STAGES.reduce((sum, stage) => sum + (incident.ms[stage] ?? 0), 0);
+export const ofRank = (incident) => (incident.rank >= 0 ? ` (rank ${incident.rank})` : "");
 
 const STAGES = ["detected", "decided", "re-formed", "restored", "resumed"];
 
@@ -30,22 +34,29 @@ export class Recoveries {
     this.empty.hidden = this.made.size > 0;
   }
 
+  /** Bring one incident into sight, by its number. */
+  open(number) {
+    const found = this.made.get(Number(number));
+    found?.scrollIntoView({ block: "nearest" });
+    found?.focus();
+  }
+
   incident(incident) {
-    const total = STAGES.reduce((sum, stage) => sum + (incident.ms[stage] ?? 0), 0);
+    const total = took(incident);
     let reached = 0;
     const bars = STAGES.filter((stage) => stage in incident.ms).map((stage) => {
-      const took = incident.ms[stage];
+      const length = incident.ms[stage];
       const bar = h("span", { class: "bar-part" });
       bar.style.left = `${total ? (100 * reached) / total : 0}%`;
-      bar.style.width = `${total ? Math.max(0.4, (100 * took) / total) : 0.4}%`;
-      reached += took;
+      bar.style.width = `${total ? Math.max(0.4, (100 * length) / total) : 0.4}%`;
+      reached += length;
       return h("div", { class: "stage", "data-stage": stage }, h("span", { class: "quiet", text: stage }), h("span", { class: "track" }, bar),
-        h("span", { class: "mono right", text: milliseconds(took) }));
+        h("span", { class: "mono right", text: milliseconds(length) }));
     });
     const rank = incident.rank >= 0 ? `rank ${incident.rank}` : "";
     const open = incident.outcome === "open";
     const who = incident.node.includes(":") ? h("button", { type: "button", class: "link", text: incident.node, onclick: () => this.show(incident.node) }) : incident.node;
-    return h("li", { class: "incident", value: incident.number },
+    return h("li", { class: "incident", value: incident.number, tabindex: "-1" },
       h("h3", {}, h("span", { class: "mono quiet", text: `#${incident.number}` }), who, h("span", { class: "quiet light", text: rank }),
         h("span", { class: "badge", "data-state": open ? "healing" : incident.outcome, text: incident.outcome }),
         h("span", { class: "grow" }), h("strong", { class: "mono", text: open ? "under way" : milliseconds(total) })),
@@ -103,7 +114,8 @@ export class Story {
 }
 
 export function line(event, show) {
-  const who = event.node.includes(":") ? h("button", { type: "button", class: "link", text: event.node, onclick: () => show(event.node) }) : h("span", { text: event.node });
+  const who = show && event.node.includes(":") ? h("button", { type: "button", class: "link", text: event.node, onclick: () => show(event.node) })
+    : event.node.includes("/") ? h("a", { class: "link", href: jobPage(event.node), text: event.node }) : h("span", { text: event.node });
   return h("li", { "data-level": event.level }, h("time", { class: "mono quiet", text: new Date(event.at * 1000).toTimeString().slice(0, 8), title: moment(event.at) }),
     who, h("b", { text: event.what }), h("span", { class: "quiet", text: event.reason }));
 }

@@ -1,8 +1,7 @@
-// A federated cluster: how its rounds go, what its updates came to, who serves them, and what privacy has cost. And an
-// operator: its jobs.
+// A federated cluster: how its rounds go, what its updates came to, who serves them, and what privacy has cost.
 
 import { Chart } from "/console/charts.js";
-import { h, mark, number, put } from "/console/dom.js";
+import { h, number, put } from "/console/dom.js";
 
 export class Rounds {
   constructor(model) {
@@ -45,46 +44,6 @@ export class Rounds {
       this.cells.set(name, cell);
     }
     put(this.cells.get(name), String(text));
-  }
-
-  tick() {}
-}
-
-const COLUMNS = [["job", (job) => `${job.namespace}/${job.name}`], ["state", (job) => job.state], ["workers", (job) => job.workers], ["step", (job) => (job.step >= 0 ? number(job.step) : "–")],
-  ["restarts", (job) => String(job.restarts)], ["cluster", (job) => job.phase || "–"], ["newest recovery", (job) => job.recovery || "–"], ["why", (job) => job.why]];
-
-export class Jobs {
-  constructor(model) {
-    this.model = model;
-    this.rows = new Map();
-    this.body = h("tbody");
-    this.empty = h("p", { class: "empty", text: "There are no jobs, or another replica looks after them." });
-    const head = h("tr", {}, ...COLUMNS.map(([title]) => h("th", { text: title, scope: "col" })));
-    this.element = h("div", {}, h("div", { class: "wide" }, h("table", { class: "plain-table jobs" }, h("thead", {}, head), this.body)), this.empty);
-  }
-
-  draw() {
-    const { jobs } = this.model.about;
-    this.empty.hidden = jobs.length > 0;
-    const names = new Set();
-    for (const job of jobs) {
-      const name = COLUMNS[0][1](job);
-      names.add(name);
-      if (!this.rows.has(name)) {
-        const row = h("tr", {}, ...COLUMNS.map(([title]) => h(title === "job" ? "th" : "td", { class: title === "why" || title === "state" ? "" : "mono" })));
-        row.firstChild.scope = "row";
-        this.rows.set(name, row);
-        this.body.append(row);
-      }
-      const row = this.rows.get(name);
-      mark(row, "job", job.state);
-      COLUMNS.forEach(([, text], place) => put(row.children[place], text(job)));
-    }
-    for (const [name, row] of this.rows) {
-      if (names.has(name)) continue;
-      row.remove();
-      this.rows.delete(name);
-    }
   }
 
   tick() {}

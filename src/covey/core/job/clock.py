@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from datetime import UTC, datetime
 
@@ -23,5 +22,4 @@ def seconds(text: str) -> float | None:
     """A number of seconds, 0 or more; None where it is no such number."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text.strip()):
         return None
-    value = float(text)
-    return value if math.isfinite(value) else None
+    return float(text)

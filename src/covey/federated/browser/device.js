@@ -126,7 +126,7 @@ export async function takePart(flId, data, say) {
     const asked = { fl_id: flId, timestamp: Date.now(), data_size: data.labels.length, iteration: done, wait: WAIT_MS };
     const [start, model] = await post("startFLJob", JSON.stringify(asked));
     if (model === null) {
-      if (start.reason.includes("disabled or finished")) return rounds;
+      if (start.instance) return rounds;
       await new Promise((wake) => setTimeout(wake, 200));
       continue;
     }

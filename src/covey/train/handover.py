@@ -1,0 +1,217 @@
+"""How a training's state goes from one process to the next: to a replacement by way of a survivor, to a later run by way of
+the disk.
+
+A rank gives its state at a safe point: that of the step's boundary, or that after the step's optimizer ran. Who is given the
+former runs the step as if nothing had been; who is given the latter runs it `replaying`: its own optimizer's result is written
+over with what was given, and so is everything else once it joins the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from covey.core.messages import Number
+from covey.errors import StoreError, UsageError
+from covey.train import resume
+from covey.train.checkpoint import Checkpoint
+from covey.train.collectives import Collectives
+from covey.train.following import Offered
+from covey.train.group import Group
+from covey.train.operations import Broadcast
+from covey.train.state import OPTIMIZER, State
+from covey.train.transfer import NOTHING, Donation, Known
+from covey.train.walk import Walk
+
+if TYPE_CHECKING:  # these import torch
+    from covey.train.served import Served
+    from covey.train.sharded import ShardedOptimizer, Sharing
+
+log = logging.getLogger("covey")
+
+
+class Handover:
+    """Of one rank. Its collectives ask it for what others need (collectives.Source)."""
+
+    def __init__(
+        self,
+        state: State,
+        walk: Walk,
+        served: Served,
+        sharded: ShardedOptimizer | None,
+        group: Group,
+        collectives: Collectives | None,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self.replaying = False  # this step's state was given, and is that after its optimizer
+        self.received = False  # this rank is a replacement
+        self._state, self._walk, self._served, self._sharded = state, walk, served, sharded
+        self._group, self._collectives, self._checkpoint = group, collectives, checkpoint
+        self._before = 0  # how many collectives were run before the first step
+        self._shared_at: Number | None = None  # the collective by which the parameters were shared last
+
+    # -- taking ------------------------------------------------------------------------------------------------------
+
+    def begin(self, known: Known) -> None:
+        """Where this rank's training begins: at the start, at a checkpoint, or where the others are."""
+        if self._collectives is not None:
+            self._join(self._collectives, known)
+        else:
+            self._sit()
+            self._resume()
+
+    def _join(self, collectives: Collectives, known: Known) -> None:
+        """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
+        meeting = self._group.meeting
+        assert meeting is not None
+        collectives.homes, collectives.slots, collectives.known = self._state.homes, self._sharded, known
+        if meeting.follow_every and not self._served.any:
+            followed = self._state.tensors if self._sharded is None else self._state.homes
+            collectives.offered = Offered(followed, meeting.inbox.put)
+        if collectives.needs_state:
+            collectives.agree()
+        elif collectives.donation is not None:
+            collectives.collect()
+        given = collectives.donation
+        self._sit()
+        if given is None or given.state is None:
+            collectives.run(Broadcast(self._state.values(), 0, self._group.rank), passing=True)
+            self._resume()
+        else:
+            self._take_over(collectives, given)
+        collectives.known = NOTHING  # its memory is the state's now, or nobody's
+        self._before = collectives.count
+        collectives.source = self
+        meeting.finishes_steps = True
+        if self._checkpoint is not None:
+            self._checkpoint.confirm = meeting.confirm
+
+    def _sit(self) -> None:
+        if self._sharded is not None:
+            self._sharded.sit(self._group.rank, self._group.world)
+
+    def _take_over(self, collectives: Collectives, given: Donation) -> None:
+        self.received = True
+        collectives.skip_to(given.before)
+        self._walk.step, self.replaying = given.step, given.applied
+        if self._sharded is not None:
+            given.state[OPTIMIZER] = self._sharded.given(given.state[OPTIMIZER], collectives.collected)
+            collectives.collected = None
+        self._restore(given.state)
+        collectives.on_live = self.catch_up
+        if not self.replaying:
+            collectives.donation = None
+
+    def _resume(self) -> None:
+        """From the newest checkpoint that any rank has whole, on a fresh start."""
+        if self._checkpoint is None:
+            return
+        state = resume.newest(self._checkpoint, self._group, self._sharded, together=self._collectives is not None)
+        if state is None:
+            return
+        self._walk.step = state["step"]
+        try:
+            self._restore(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"the checkpoint of step {self._walk.step} in {self._checkpoint.folder} does not fit this model and optimizer"
+                f" ({_first_line(error)}): make them as they were, or train in another folder"
+            ) from None
+        world, before = self._group.world, len(self._walk.course.seats)
+        if before != world:
+            log.info("resumed in a world of %d, after one of %d", world, before)
+        self._walk.course = self._walk.course.seated(tuple(range(world)))
+
+    def _restore(self, state: Any) -> None:
+        self._walk.restore(state["course"])
+        self._state.put(state, again=self.replaying)
+
+    def optimizer_stepped(self) -> None:
+        """In a step that is replayed, what was given is the optimizer's result."""
+        if self.replaying:
+            self._restore_given()
+
+    def catch_up(self) -> None:
+        """The replacement joins the others: from here on its state is the one they have."""
+        if self.replaying:
+            self._restore_given()
+            self.replaying = False
+            assert self._collectives is not None
+            self._collectives.donation = None
+
+    def _restore_given(self) -> None:
+        assert self._collectives is not None and self._collectives.donation is not None
+        self._restore(self._collectives.donation.state)
+
+    # -- giving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> bool:
+        return self._state.whole
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the last collective shared the parameters, and the program has changed them since."""
+        assert self._collectives is not None
+        sharded = self._sharded
+        return sharded is not None and self._shared_at == self._collectives.completed and sharded.changed
+
+    def share(self, sharing: Sharing) -> None:
+        """Run an update of the optimizer whose state is cut."""
+        if self._collectives is None:
+            sharing.run_alone()
+        else:
+            self._collectives.run(sharing, limited=False)
+            self._shared_at = self._collectives.completed
+
+    def now(self) -> dict[str, Any]:
+        """Everything a replacement or a checkpoint must have, as it is now."""
+        return self._about() | self._state.now()
+
+    def donate(self) -> Donation:
+        """This rank's state at a safe point."""
+        state = self._about() | self._state.at_rest()
+        if self._sharded is not None:
+            state[OPTIMIZER] = self._sharded.frame()  # each place has its own slots, from who has them
+        return Donation(step=self._walk.step, applied=self._state.applied, before=self._before, state=state)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """At a boundary. Raises `StoreError`."""
+        step = self._walk.step
+        if self._served.any and (self._group.rank == 0 or not self._served.independent):  # by all: any may die
+            self._served.save(step, str(checkpoint.folder.absolute()), checkpoint.keep)
+        checkpoint.save(step, self.now(), **self._writer())
+
+    def dump(self) -> tuple[int, str]:
+        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path; no path where
+        the disk refuses, which is said: another rank's may do."""
+        gasp = self._checkpoint or Checkpoint("covey_dump")
+        step = self._walk.step + self._state.applied
+        state = self._about() | self._state.at_rest() | {"step": step}
+        if self._state.applied:
+            state["course"] = self._walk.ahead.state()
+        if self._served.any:
+            self._served.gasp(step, str(gasp.folder.absolute()))
+        try:
+            return step, str(gasp.dump(step, state, **self._writer()))
+        except StoreError as error:
+            log.error("%s", error)
+            return step, ""
+
+    def _about(self) -> dict[str, Any]:
+        place = self._group.place
+        return {
+            "step": self._walk.step,
+            "course": self._walk.course.state(),
+            "made_in": [place.generation, place.world] if place is not None else [0, 1],
+        }
+
+    def _writer(self) -> dict[str, int]:
+        """Who writes a checkpoint, and when: the generation may be newer than the one this rank's place is of."""
+        meeting = self._group.meeting
+        generation = meeting.place.generation if meeting is not None else 0
+        return {"rank": self._group.rank, "world": self._group.world, "generation": generation}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,0 +1,96 @@
+"""The operator's page in real Chromium, on a real API server: its jobs, and into one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from tests.http.chromium import Tab, browsers, picture
+from tests.operator.cluster import Kubernetes
+from tests.operator.test_elastic_jobs import COVEY_RUN, SLOW_S, elastic
+
+from covey.console import jobs
+from covey.console.server import Server
+from covey.operator.service import Operator
+
+TOKEN = "tests-own-token"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    yield from browsers()
+
+
+@contextlib.contextmanager
+def console(kubernetes: Kubernetes, operator: Operator) -> Iterator[int]:
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = Server(jobs.make_app(operator, token=TOKEN), [sock])
+    kubernetes.do(server.start())
+    yield sock.getsockname()[1]
+    kubernetes.do(server.stop())
+
+
+@pytest.mark.timeout(300)
+def test_a_job_is_looked_into_killed_in_scaled_suspended_and_resumed(
+    kubernetes: Kubernetes, browser: Any, tmp_path: Path
+) -> None:
+    operator = kubernetes.operator()
+    asked = elastic(kubernetes, "more", 2, [*COVEY_RUN, str(kubernetes.folder / "long.py")])
+    asked["metadata"] |= {"labels": {"fault-scheduling": "grace"}, "annotations": {"recover-strategy": "recover-in-place"}}
+    kubernetes.apply(asked)
+    name = f"{kubernetes.namespace}/more"
+    with console(kubernetes, operator) as port:
+        where = f"http://127.0.0.1:{port}"
+        tab = Tab(browser)
+        page = tab.page
+        page.goto(f"{where}/?job=team/none")
+        page.locator("main .trouble", has_text="there is no job team/none here").wait_for()
+        for index in range(2):
+            kubernetes.heard(f"more-worker-{index}", "step 4 world 2", SLOW_S)
+        page.goto(f"{where}/")
+        page.click(f".jobs >> text={name}")
+        for rank in range(2):
+            tab.row(f"worker:{rank}").wait_for()
+        picture(page, tmp_path, "console-job")
+
+        tab.row("worker:1").click()
+        assert page.locator(".panel >> text=Drain").count() == 0, "in a job the last pods go, not whom one likes"
+        page.click(".panel >> text=Kill…")
+        page.click("dialog button.danger")
+        page.locator(".note", has_text="recover-in-place resumed").locator("a").click()
+        incident = page.locator(".incident:focus", has_text="SIGKILL")
+        assert incident.locator(".stage").count() == 5
+        page.keyboard.press("Escape")
+
+        tab.view("logs")
+        tab.until("document.querySelector('.log')?.textContent.includes('world 2')")
+        page.fill("#find", "began pid")
+        page.press("#find", "Enter")
+        tab.until("document.querySelectorAll('.log mark').length > 0")
+        tab.view("settings")
+        page.locator("th", has_text="MS_WORKER_NUM").wait_for()
+        tab.view("story")
+        page.locator(".story li", has_text="to be killed").wait_for()
+
+        page.click("#actions >> text=Scale…")
+        page.fill('dialog input[name="wanted"]', "3")
+        page.click("dialog button.primary")
+        page.locator(".note", has_text="is to have 3 workers").wait_for()
+        assert kubernetes.job("more")["spec"]["msReplicaSpecs"]["Worker"]["replicas"] == 3
+
+        page.click("#actions >> text=Stop…")
+        page.click("dialog button.danger")
+        page.locator("main .trouble", has_text=f"{name} is Suspended").wait_for()
+        kubernetes.wait(lambda: not kubernetes.pods("more"), "the pods to go")
+        picture(page, tmp_path, "console-job-suspended")
+        page.click("text=Resume…")
+        page.click("dialog >> text=Resume >> nth=-1")
+        kubernetes.wait(lambda: len(kubernetes.pods("more")) == 4, "pods of the new number")
+        assert [said for said in tab.complaints if "Failed to load" not in said] == []
+        refused = httpx2.post(f"{where}/jobs/{name}/suspend", json={"suspend": True}, headers={"X-Forwarded-For": "192.0.2.7"})
+        assert refused.status_code == 401

@@ -1,0 +1,65 @@
+"""A disk fills up, and has room again: nobody dies of it, and the bits are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes import healing
+from tests.processes.command import Shell, shells
+from tests.processes.federation import Crowd, Federation
+from tests.processes.harness import until
+from tests.soak.trained import small_disk
+
+from covey.node.faults import full_disk
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_training_outlasts_a_full_disk(shell: Shell, undisturbed: str) -> None:
+    talkative = healing.SCRIPT.replace("seen.append(loop.step)\n", 'seen.append(loop.step); print("step" * 2000)\n')
+    begins, ends = "0:7:forward:hold", "0:12:forward:hold"
+    (shell.folder / "marks").mkdir()
+    with small_disk(shell.logs) as one, small_disk(shell.folder / "marks") as other:
+        if not (one and other):
+            pytest.skip("a file system of its own needs root")
+        run = healing.start(shell, script=talkative, FAULTS=f"{begins} {ends}")
+        healing.reached(shell, begins)
+        with full_disk(shell.logs), full_disk(shell.folder / "marks"):
+            healing.release(shell, begins)
+            healing.reached(shell, ends)
+        healing.release(shell, ends)
+        assert run.wait(healing.LONG_S) == 0, run.tail()
+        assert healing.outcome(shell) == undisturbed
+        for rank in range(healing.WORLD):
+            assert "bytes that were printed here are lost: there was no room for them" in shell.log(rank)
+            assert "BEGINS" in shell.log(rank) and shell.log(rank).count("BEGINS") == 1, "nobody died"
+            kept = {path.name for path in (shell.folder / "marks" / "ckpt" / str(rank)).iterdir()}
+            assert {"train-15.json", "train-20.json"} <= kept and "train-10.json" not in kept
+        assert "training goes on, the newest is that of step 5" in shell.log("scheduler")
+
+
+@pytest.mark.timeout(300)
+def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
+    """Meanwhile nothing new is promised: devices are told to try again, and each model is the exact sum of what was sent."""
+    state = shell.folder / "state"
+    with small_disk(state) as mounted:
+        if not mounted:
+            pytest.skip("a file system of its own needs root")
+        federation = Federation(shell, 2, 4, fl_iteration_num=10**6, update_model_time_window=600_000)
+        crowd = Crowd(federation)
+        crowd.until_round(2)
+        before = {process.pid for process in federation.shell.mine()}
+        with full_disk(state):
+            until(lambda: federation.ask("/disableFLS", {}).get("code") != "0", "a refusal", story=federation.tails)
+            refused = federation.ask("/enableFLS", {})
+            assert "cannot be written down yet" in refused["error_message"], refused
+        rounds = max(crowd.rounds)
+        crowd.until_round(rounds + 2)
+        assert {process.pid for process in federation.shell.mine()} == before, "nobody died"
+        crowd.end()

@@ -1,0 +1,77 @@
+"""Real MindSpore scripts under `covey run --framework mindspore`, where MindSpore is installed: it takes 2.8 GB."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from bench.peers import FOLDER
+from tests.processes.command import Shell, shells
+from tests.processes.harness import Process
+
+ROOT = Path(__file__).parents[2]
+PEER = FOLDER / "mindspore"
+PYTHON = os.environ.get("MINDSPORE_PYTHON") or (str(PEER / "bin" / "python") if (PEER / "installed").exists() else "")
+WHY = "MindSpore is not installed: python -m bench.peers mindspore brings it, or MINDSPORE_PYTHON names a Python that has it"
+END_S = 240.0  # it imports for 2 CPU-seconds in each process, and forms for 7 to 9 s
+
+pytestmark = [pytest.mark.skipif(not PYTHON, reason=WHY), pytest.mark.timeout(600)]
+
+# Reduces until it is ended.
+REDUCES = """
+import os
+
+import mindspore
+from mindspore import ops
+from mindspore.communication import get_rank, init
+
+mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+init()
+life, step, reduce = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0, mindspore.jit(ops.AllReduce())
+while True:
+    total = reduce(mindspore.Tensor([get_rank() + 1.0])).asnumpy()[0]
+    if step < 3:
+        print(f"life {life}: process {os.getpid()} of rank {get_rank()} has {total:g}", flush=True)
+    step += 1
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+def run(shell: Shell, *words: str | Path) -> Process:
+    """`covey run` in MindSpore's environment, which has no torch."""
+    command = [PYTHON, "-m", "covey.cli.main", "run", "--framework", "mindspore", "--log-dir", shell.logs, *words]
+    return shell.start(command, env={"PYTHONPATH": str(ROOT / "src")})
+
+
+def test_a_training_ends_with_the_same_weights_on_every_rank_and_logs_of_their_own(shell: Shell) -> None:
+    training = run(shell, "-n", "3", ROOT / "examples" / "doors" / "mindspore_script.py")
+    assert training.wait(END_S) == 0, training.tail()
+    assert float(shell.heard(0, r"test accuracy (0\.\d+)")[1]) > 0.7
+    assert len({shell.heard(rank, r"test accuracy .*, test loss \S+")[0] for rank in range(3)}) == 1
+    for rank in range(3):
+        assert f"rank {rank} of 3: epoch 2, loss" in shell.log(rank)
+    assert "MetaServerNode" in shell.log("mindspore_scheduler") and "MetaServerNode" not in shell.log(0)
+    shell.nobody()
+
+
+def test_all_start_anew_when_mindspores_scheduler_is_killed_and_the_death_of_a_worker_ends_the_run(shell: Shell) -> None:
+    script = shell.script(REDUCES)
+    training = run(shell, "-n", "2", "--max-restarts", "1", script)
+    shell.heard(1, "life 0: .* has 3", count=3)
+    [scheduler] = [p for p in shell.mine() if p.environ().get("MS_ROLE") == "MS_SCHED" and str(script) in p.cmdline()]
+    scheduler.kill()
+    training.wait_for(r"worker:0 died \(exit code 137\), restart 1 of 1")
+    shell.heard(0, "MindSpore's scheduler ended before the workers: killed by SIGKILL.")
+    shell.heard(0, "life 1: .* has 3", count=3)
+    psutil.Process(int(shell.heard(1, r"life 1: process (\d+) of rank 1 has 3", count=3)[1])).kill()
+    assert training.wait(END_S) == 137, training.tail()
+    assert re.search("first failure: rank 1 .*killed by SIGKILL", training.text()), training.tail()
+    shell.nobody()

@@ -1,0 +1,174 @@
+"""Types what the documents show, from the first block of a page to the last, at terminals of real hosts.
+
+    ```console
+    $ tail -F device/worker_0.log             `$ ` begins a command, `> ` goes on with it
+    ...                                       any lines
+    epoch: 9, step: 0, loss is 1.8            any number with a point will do, and any number of s or ms
+    rank ... is there                         in a line: anything
+    ^C                                        as soon as all of this was printed
+    ```
+
+A command must print what is shown and nothing else, and end with 0. Where the next block is typed elsewhere it is left running,
+and may end with any code. `console second` is another terminal of the same host, `console host 2` one of another. The hosts
+are network namespaces, so every port and address is the one in the text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has
+what a clone has, and both have one home folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from tests.documents import PAGES, ROOT, blocks
+from tests.processes.harness import Processes, until
+from tests.processes.network import Hosts, hosts_possible
+
+DEADLINE_S = 240.0  # for any one command: some start nine interpreters that import torch
+ENDED = "walkthrough: ended with "
+CLONED = ("Makefile", "config", "deploy", "examples", "pyproject.toml", "constraints.txt")
+VARIES = re.compile(r"(?P<lines>^\.\.\.\n)|(?P<any>\.\.\.)|(?P<number>\d+\.\d+(?:e-?\d+)?|\d+(?= m?s\b))", re.MULTILINE)
+MEANT = {"lines": r"(?:.*\n)*?", "any": ".*", "number": r"\d+(?:\.\d+)?(?:e-?\d+)?"}
+
+
+class Command(NamedTuple):
+    """One, and what is shown below it."""
+
+    place: str
+    typed: str
+    shown: str
+    interrupted: bool
+    left: bool = False  # it runs on while the next one is typed elsewhere
+
+
+def commands(page: Path) -> list[Command]:
+    """What a page has to type."""
+    found = []
+    for block in blocks(page):
+        if block.language == "console":
+            for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+                first, *rest = part.splitlines(keepends=True)
+                more = next((n for n, line in enumerate(rest) if not line.startswith("> ")), len(rest))
+                shown = "".join(rest[more:])
+                typed = first + "".join(line[2:] for line in rest[:more])
+                found.append(Command(block.words, typed, shown.removesuffix("^C\n"), shown.endswith("^C\n")))
+    return [one._replace(left=one.place != two.place) for one, two in pairwise(found)] + found[-1:]
+
+
+def pattern(shown: str) -> re.Pattern[str]:
+    """What is shown, with what may vary in it."""
+    parts, end = [], 0
+    for found in VARIES.finditer(shown):
+        parts += [re.escape(shown[end : found.start()]), MEANT[str(found.lastgroup)]]
+        end = found.end()
+    return re.compile("".join([*parts, re.escape(shown[end:])]))
+
+
+class Terminal:
+    """A shell into which one command after the other is typed."""
+
+    def __init__(self, processes: Processes, home: Path, place: str, on: list[str]) -> None:
+        theirs, ours = os.pipe()
+        command = [*on, "bash", f"/dev/fd/{theirs}"]  # not its standard input, which commands would read from
+        self.process = processes.start(command, name=place.replace(" ", "-") or "first", cwd=home, pass_fds=[theirs])
+        os.close(theirs)
+        self._keys = os.fdopen(ours, "w")
+        self._begin = 0
+        self.command: Command | None = None
+
+    def type(self, command: Command) -> None:
+        self.command = command
+        self._keys.write(f"{command.typed}echo '{ENDED}'$?\n")
+        self._keys.flush()
+
+    def shown(self) -> bool:
+        """Whether the command has printed what it should."""
+        assert self.command
+        printed, end, _ = self._printed()
+        wanted = pattern(self.command.shown + "...\n" * self.command.interrupted)
+        whole = wanted.fullmatch(printed) is not None
+        assert whole or not end, f"{self.command.typed}printed\n{printed}\ninstead of\n{self.command.shown}"
+        return whole or wanted.match(printed) is not None
+
+    def ended(self) -> bool:
+        """Whether the command has ended, and as it should; then the next can be typed."""
+        if self.command is None:
+            return True
+        _, end, code = self._printed()
+        if not (end and self.shown()):
+            return False
+        assert code == "0" or self.command.interrupted or self.command.left, f"{self.command.typed}ended with {code}"
+        self._begin += end
+        self.command = None
+        return True
+
+    def interrupt(self) -> None:
+        """Ctrl-C: what runs in front is the newest of the shell's children."""
+        psutil.Process(self.process.pid).children()[-1].send_signal(2)
+
+    def _printed(self) -> tuple[str, int, str]:
+        """What the command has printed in whole lines; where its output ends, if it has ended; its code."""
+        text = self.process.text()[self._begin :]
+        printed, mark, code = text.partition(ENDED)
+        if mark and code.endswith("\n"):
+            return printed if not printed or printed.endswith("\n") else f"{printed}\n", len(text), code.strip()
+        return printed[: printed.rfind("\n") + 1], 0, ""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if not hosts_possible():
+        pytest.skip("network namespaces need root")
+    with Hosts(f"walk{os.getpid()}", network="10.0.0") as made:
+        yield made
+
+
+def cloned(home: Path) -> Path:
+    """What lies in a clone after `make install`: .venv is that of the tests."""
+    home.mkdir()
+    for name in CLONED:
+        here = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(here, home / name, ignore=ignored) if here.is_dir() else shutil.copy(here, home)
+    (home / ".venv").mkdir()
+    (home / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    (home / ".venv/.installed").touch()
+    return home
+
+
+TYPED = {str(page.relative_to(ROOT)): typed for page in PAGES if (typed := commands(page))}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", TYPED)
+def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> None:
+    processes, terminals = Processes(tmp_path), dict[str, Terminal]()
+    clones = [cloned(tmp_path / f"host_{number}") for number in (1, 2)]
+
+    def wait(happened: Callable[[], bool], what: str) -> None:
+        until(happened, what, DEADLINE_S, processes.tails)
+
+    try:
+        for command in TYPED[page]:
+            if command.place not in terminals:
+                host = 1 if command.place == "host 2" else 0
+                terminals[command.place] = Terminal(processes, clones[host], command.place, hosts.on(host))
+            terminal = terminals[command.place]
+            wait(terminal.ended, f"the end of what was typed before {command.typed}")
+            terminal.type(command)
+            wait(terminal.shown, f"what {command.typed}should print:\n{command.shown}")
+            if command.interrupted:
+                terminal.interrupt()
+            if not command.left or command.interrupted:
+                wait(terminal.ended, f"the end of {command.typed}")
+        for terminal in terminals.values():
+            wait(terminal.ended, f"the end of {terminal.command}")
+    finally:
+        processes.end()

@@ -1,0 +1,46 @@
+"""`covey chaos` as the soaks use it: their options, the verb itself, and its table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.processes.command import Shell
+
+
+def parser(description: str | None, *, minutes: float, rate: str, faults: str) -> argparse.ArgumentParser:
+    """The options that every soak has, with its own values for those that are not given."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--minutes", type=float, default=minutes)
+    found.add_argument("--rate", default=rate)
+    found.add_argument("--faults", default=faults)
+    found.add_argument("--seed", type=int, default=7)
+    return found
+
+
+def words(options: argparse.Namespace) -> list[str]:
+    """The same as options of `covey chaos`."""
+    wanted = {"--rate": options.rate, "--faults": options.faults, "--seed": options.seed, "--for": f"{options.minutes}m"}
+    return [str(word) for pair in wanted.items() for word in pair]
+
+
+def harm(shell: Shell, *words: str) -> dict[str, Any]:
+    """`covey chaos` to its end; what `--json` said."""
+    command = [sys.executable, "-m", "covey.cli.main", "chaos", "--json", *words]
+    done = subprocess.run(command, env=shell.environ(), stdout=subprocess.PIPE, timeout=3600)
+    assert done.returncode == 0, f"covey chaos ended with {done.returncode}: {done.stdout!r}\n{shell.tails()}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """What happened, as a table for docs/proof.md."""
+    lines = ["| fault | times | answered by | unnoticed | median ms | worst ms |", "|---|---|---|---|---|---|"]
+    for row in found["rows"]:
+        rungs = ", ".join(f"{count} {rung}" for rung, count in sorted(row["rungs"].items())) or "-"
+        times = f"{row['median_ms']:.0f} | {row['worst_ms']:.0f}" if row["rungs"] else "- | -"
+        lines.append(f"| {row['fault']} | {row['times']} | {rungs} | {row['unnoticed']} | {times} |")
+    return "\n".join(lines)
