@@ -115,6 +115,7 @@ for x in loop:
         fault(loop.step, "between")
 assert [int(value) for value in covey.all_gather(torch.tensor(covey.get_rank()))] == list(range(covey.get_group_size()))
 write(kind="end", value=net.value.item(), rank=covey.get_rank(), world=covey.get_group_size(), steps=loop.step)
+print("ENDS as rank", covey.get_rank(), flush=True)
 '''
 
 

@@ -40,12 +40,13 @@ def test_a_training_resumes_in_other_worlds(shell: Shell) -> None:
     ],
 )
 def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, steps: int, deaths: str) -> None:
-    train(shell, "-n", str(world), STEPS=str(steps), FAULTS=deaths)
+    shown = train(shell, "-n", str(world), STEPS=str(steps), FAULTS=deaths)
     marks = {path.name for path in (shell.folder / "marks").glob("*-*-*")}
     assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
     ends = check(shell, world)
     assert [end["world"] for end in ends] == [world - len(marks)] * (world - len(marks))
     assert ends[0]["steps"] == steps + ("1:15" in deaths or "0:9" in deaths)
+    assert "ENDS as rank 0" in shown, "the console shows the first rank, whoever that is now"
 
 
 @pytest.mark.timeout(300)

@@ -598,6 +598,7 @@ def lose_the_state(made: Machine) -> None:
     for member in made.cluster.of(Role.WORKER):
         made.step(Heard(Report(made.cluster.generation, Number(5, 0), slots=2, holds=b"\x01"), member.link), 1.0)
     assert not made.cluster.trains and all(not m.link for m in made.cluster.of(Role.WORKER)), "all start anew"
+    assert made.cluster.reason.endswith(": all workers start anew, from their newest checkpoint"), "and the console says so"
 
 
 def workers_of(made: Machine) -> list[str]:

@@ -81,3 +81,20 @@ def test_a_host_takes_back_the_very_ranks_it_had(first_rank: int, host: Host, ta
         cluster.members[(Role.WORKER, node_id)].state = NodeState.DEAD
     cluster.agents = {"c": Agent("c", "life of c", host, 1, first_rank, link=3)}
     assert [(member.node_id, agent.id) for member, agent in recovery.takers(cluster)] == [(taken, "c")]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
+    strategies = recovery.ladder(("recover", "elastic-training"))
+    for shrink_after_s, trains, after in (
+        (30.0, True, recovery.After.WAIT),
+        (0.0, True, recovery.After.SHRINK),
+        (0.0, False, recovery.After.WAIT),  # no step is finished, so it cannot shrink
+    ):
+        cluster = formed()
+        settings = ClusterSettings(4, recovery=True, strategies=strategies, extra_ranks=0, shrink_after_s=shrink_after_s)
+        cluster.settings, cluster.trains = settings, trains
+        del cluster.agents["b"]
+        lost = cluster.members[(Role.WORKER, "3")]
+        lost.agent, lost.state = "" if raw else "b", NodeState.DEAD
+        assert recovery.decide(cluster, lost)[0] is after

@@ -97,10 +97,10 @@ class Show:
         except BrokenPipeError:  # nobody reads any more: the run goes on
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
-    def tail(self, path: str, rank: int, prefix: str) -> None:
-        """Echo a rank's log as it grows; one that is echoed already is not echoed twice."""
+    def tail(self, path: str, rank: int, prefix: str, first: int) -> None:
+        """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice."""
         if path not in self._tails:
-            line = follow_file(path, partial(self._echo, rank, prefix), lambda: self._closing)
+            line = follow_file(path, partial(self._echo, rank, prefix), lambda: self._closing, first)
             self._tails[path] = asyncio.create_task(line)
 
     async def _follow(self) -> None:
@@ -155,8 +155,8 @@ class Aside:
     def say(self, text: str) -> None:
         self._loop.call_soon_threadsafe(self._show.say, text)
 
-    def tail(self, path: str, rank: int, prefix: str) -> None:
-        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix)
+    def tail(self, path: str, rank: int, prefix: str, first: int) -> None:
+        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix, first)
 
     async def close(self) -> None:
         """Once everything is printed."""
@@ -216,9 +216,9 @@ def row(node: NodeView) -> list[str]:
 class Tail:
     """New lines of a growing file; a line counts once it is complete, or at the `end`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, first: int = 0) -> None:
         self._path = Path(path)
-        self._position = 0
+        self._position = first
         self._rest = b""
 
     def read(self, *, end: bool = False) -> list[str]:
@@ -235,9 +235,9 @@ class Tail:
         return [text.decode("utf-8", "replace") for text in found]
 
 
-async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool]) -> None:
-    """Lines of a file as they are written; after `closing`, what is left and then the end."""
-    tail = Tail(path)
+async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool], first: int = 0) -> None:
+    """Lines of a file from a byte on, as they are written; after `closing`, what is left and then the end."""
+    tail = Tail(path, first)
     while True:
         last = closing()
         for text in tail.read(end=last):

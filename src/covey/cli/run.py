@@ -94,7 +94,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
         notifier = Notifier(plan.on_event, door, plan.job or " ".join(plan.command)) if plan.on_event else None
-        agent.on_start = lambda start: _echo(plan, show, agent, start)
+        agent.on_start = _Echo(plan, show, agent)
         interrupted = _take_signals(agent, show)
         show.open()
         if notifier is not None:
@@ -311,21 +311,33 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
     return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
 
 
-def _echo(plan: RunPlan, show: Aside, agent: Agent, start: Start) -> None:
-    """Echo the ranks that were asked for; by default the first of this host, bare; several get their rank in front."""
-    if not start.assignments:
-        return
-    ranks = {a.rank: a.local_rank for a in start.assignments if a.role is Role.WORKER}
-    if not ranks:
-        return
-    agent.on_start = lambda start: None  # once: restarts go on in the same logs, and a scheduler that is back says it again
-    streams = echoed(plan, ranks)
-    for rank, stream in streams.items():
-        prefix = f"[{rank}] " if len(streams) > 1 else ""
-        if stream & STDOUT or not agent.separates_stderr:
-            show.tail(agent.log_path(rank), rank, prefix)
-        if stream & STDERR and agent.separates_stderr:
-            show.tail(agent.error_log_path(rank), rank, prefix)
+class _Echo:
+    """The logs that reach the console: those that were asked for; by default that of this host's first rank, bare. Several get
+    their rank in front. Where a world has shrunk, another may be the first: it is echoed from then on."""
+
+    def __init__(self, plan: RunPlan, show: Aside, agent: Agent) -> None:
+        self._plan, self._show, self._agent = plan, show, agent
+        self._known: set[int] = set()  # the workers there were so far,
+        self._echoed: set[int] = set()  # and those of them that are echoed
+
+    def __call__(self, start: Start) -> None:
+        here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
+        numbers = {a.number for a in here.values()}
+        named = self._plan.tee or self._plan.tail_ranks or self._plan.shown_local_ranks
+        if here and (named or not self._echoed & numbers):
+            streams = echoed(self._plan, {rank: a.local_rank for rank, a in here.items()})
+            for rank, stream in streams.items():
+                self._begin(here[rank].number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
+        self._known |= numbers
+
+    def _begin(self, number: int, rank: int, stream: int, prefix: str) -> None:
+        self._echoed.add(number)
+        agent = self._agent
+        paths = [agent.log_path(number)] if stream & STDOUT or not agent.separates_stderr else []
+        paths += [agent.error_log_path(number)] if stream & STDERR and agent.separates_stderr else []
+        for path in paths:
+            first = Path(path).stat().st_size if number in self._known and Path(path).exists() else 0
+            self._show.tail(path, rank, prefix, first)
 
 
 def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:

@@ -298,6 +298,7 @@ class Lifecycle(Spared):
         self._rolled_back_at = self._reached
         reason = f"{reason}: all workers start anew, from their newest checkpoint"
         self._publish("cluster", "roll back", reason, Level.WARNING)
+        self.cluster.reason = reason  # the console says it, too
         return self._restart_all(reason)
 
     def _finished(self) -> None:

@@ -71,9 +71,9 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
     if dead.role is Role.PSERVER and not cluster.rows_outlive and (dead.agent or settings.copies == 0):
         return _rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it, for they had no copy")
     if not dead.agent:
-        if settings.recovery:
+        if _keeps_the_place(cluster, dead):
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
-        return After.END, "recovery is off"
+        return After.END, "nobody is waited for (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
     workers = cluster.of(Role.WORKER)
     if {Strategy.IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC} & set(settings.strategies) and cluster.heals:
         return _heal(cluster, dead)
@@ -127,10 +127,16 @@ def _heal(cluster: Cluster, dead: Member) -> tuple[After, str]:
     if here and spent >= limit:
         return After.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
     nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
-    if agent is None and (settings.recovery or waits_to_shrink(settings)) and not scaling.some_left(cluster):
+    if agent is None and (_keeps_the_place(cluster, dead) or waits_to_shrink(settings)) and not scaling.some_left(cluster):
         until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_to_shrink(settings) else ""
         return After.WAIT, f"{nobody}: waiting for one to come{until}"
     return After.END, nobody
+
+
+def _keeps_the_place(cluster: Cluster, dead: Member) -> bool:
+    """Whether recovery waits for who may come: not where the world is to shrink at once, and can."""
+    at_once = Strategy.ELASTIC in cluster.settings.strategies and not waits_to_shrink(cluster.settings)
+    return cluster.settings.recovery and not (at_once and scaling.shrink(cluster, dead)[0] is not None)
 
 
 def waits_to_shrink(settings: ClusterSettings) -> bool:

@@ -132,7 +132,7 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
     limit = loop.time() + (_patience(settings.topo_timeout_s) if where.given else 0)
     while True:
         try:
-            view = await _follow(_door(where, settings), turn, first=not heard)
+            view = await _follow(_door(where, settings), turn, "" if where.given else settings.job, first=not heard)
         except PeerError as error:
             turn += 1
             left = has_journal(journal_folder(settings, os.environ), settings.job)
@@ -142,11 +142,6 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
                 raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
         else:
             heard = True
-            if view.job not in ("", settings.job) and not where.given:
-                raise UsageError(
-                    f"the scheduler at {where.name} is that of the job {view.job}, not of {settings.job}: jobs on one host need"
-                    " a port each (COVEY_TASKD_PORT)"
-                )
             limit = loop.time() + _patience(settings.node_timeout_s)
             if view.phase is Phase.ENDED:
                 _judge_end(view)
@@ -169,8 +164,9 @@ def _door(where: Place, settings: Settings) -> Door:
     return Door(where.host, where.port, guard.secret, context=guard.client, others=where.others)
 
 
-async def _follow(door: Door, turn: int, *, first: bool) -> ClusterView:
-    """The last view before the scheduler, or the standby whose turn it is, fell silent. Raises PeerError if there was none."""
+async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterView:
+    """The last view before the scheduler, or the standby whose turn it is, fell silent. Raises PeerError if there was none, and
+    UsageError if it is the scheduler of another job."""
     host, port = door.addresses[turn % len(door.addresses)]
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     seen: list[ClusterView] = []
@@ -178,7 +174,9 @@ async def _follow(door: Door, turn: int, *, first: bool) -> ClusterView:
     def hear(link: Any, message: Any) -> None:
         if isinstance(message, Told):
             view = msgspec.json.decode(message.view, type=ClusterView)
-            if first and not seen:
+            if job and view.job not in ("", job):
+                end(link, "it is that of another job")
+            elif first and not seen:
                 log.info("the scheduler of cluster %s at %s decides: this manager only watches", view.cluster_id, door.name)
             seen[:] = [view]
 
@@ -198,6 +196,11 @@ async def _follow(door: Door, turn: int, *, first: bool) -> ClusterView:
     reason = await closed
     if not seen:
         raise PeerError(reason)
+    if job and (other := seen[0].job) not in ("", job):
+        raise UsageError(
+            f"the scheduler at {door.name} is that of the job {other}, not of {job}: jobs on one host need a port each"
+            " (COVEY_TASKD_PORT)"
+        )
     return seen[0]
 
 
