@@ -9,11 +9,11 @@ covey.reduce([p.grad for p in model.parameters()])   # the mean of the gradients
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from covey.context import get_ps_context, reset_ps_context, set_ps_context
 from covey.errors import CoveyError, UsageError
-from covey.federated.context import get_fl_context, reset_fl_context, set_fl_context
 from covey.train.checkpoint import Checkpoint
 from covey.train.data import Data
 from covey.train.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
@@ -30,7 +30,19 @@ from covey.world import (
     set_seed,
 )
 
+if TYPE_CHECKING:
+    from covey.federated import get_fl_context, reset_fl_context, set_fl_context
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What belongs to federated learning is loaded when it is first asked for: it brings numpy, which a scheduler or a verb
+    would wait for in vain."""
+    if name in ("federated", "get_fl_context", "reset_fl_context", "set_fl_context"):
+        federated = importlib.import_module("covey.federated")
+        return federated if name == "federated" else getattr(federated, name)
+    raise AttributeError(f"module 'covey' has no attribute {name!r}")
 
 
 def Loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Any:
