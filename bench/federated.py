@@ -31,6 +31,7 @@ import psutil
 from safetensors.numpy import save_file
 
 from bench import memory, peers, private
+from bench.process import take_along
 from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
 from covey.federated.context import VARIABLE
@@ -297,4 +298,5 @@ def _shown(row: dict[str, float] | None) -> str:
 
 
 if __name__ == "__main__":
+    take_along()
     main()
