@@ -280,6 +280,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     ended: Ended | None = None
     gone: tuple[str, ...] = ()
     going: tuple[str, ...] = ()
+    dumping: Ended | None = None
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident
