@@ -27,7 +27,7 @@ from covey.federated.relay import PATHS
 from covey.federated.safekeeping import Copies, copies_of
 from covey.federated.simulate import CLASSES, deal, digits, simulate
 from covey.federated.store import ModelStore, Unstored
-from covey.federated.summing import _reserve
+from covey.federated.summing import _reserve, metrics
 from covey.federated.updates import Folder, Update, UpdateLog, pack, read
 
 
@@ -36,7 +36,7 @@ def values(seed: int, size: int = 40_000) -> Floats:
 
 
 def said(number: int) -> Numbers:
-    return Numbers(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9)
+    return Numbers(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9, judged=10, eval_judged=11)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
     shuffled = list(updates)
     draw.shuffle(shuffled)  # type: ignore[attr-defined]
     for place, (seed, weight) in enumerate(shuffled):
-        parts[place % servers].add(values(seed, 200), weight, Numbers(loss=weighed(weight, 0.5, None)[1], told=weight))
+        parts[place % servers].add(values(seed, 200), weight, Numbers(loss=weighed(weight, 0.5)[1], told=weight))
     whole = Accumulator(200)
     for part in parts:
         whole.merge(part.total(), part.numbers)
@@ -60,10 +60,14 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
 
 
 def test_what_devices_tell_of_a_model() -> None:
-    assert weighed(4, 0.5, None) == (4, 2 * 2**24, 0) and weighed(4, None, 0.5) == (0, 0, 0)
-    assert weighed(4, float("nan"), 1.0) == (0, 0, 0), "a loss that ran away is no number of zero"
+    assert weighed(4, 0.5) == (4, 2 * 2**24) and weighed(4, None) == (0, 0)
+    assert weighed(4, float("nan")) == (0, 0), "a loss that ran away is no number of zero"
     with pytest.raises(ValueError, match="too large"):
-        weighed(4, 1e30, None)
+        weighed(4, 1e30)
+    one = Numbers(2, 4, loss=2**24, told=4, accuracy=2**23, judged=1)
+    assert metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, "by those who told it"
+    assert "accuracy" not in metrics(Numbers(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
+    assert "eval_accuracy" not in metrics(Numbers(1, 4, loss=1, told=4, eval_size=4))
 
 
 def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:

@@ -110,10 +110,12 @@ class Numbers(msgspec.Struct, frozen=True):
     size: int = 0  # samples
     loss: int = 0  # sum of loss * samples, in 2^-24
     accuracy: int = 0
-    told: int = 0  # samples of the devices that told a loss or accuracy
+    told: int = 0  # samples of the devices that told a loss
     eval_size: int = 0  # samples that devices kept back and evaluated the model they were given on
     eval_loss: int = 0
     eval_accuracy: int = 0
+    judged: int = 0  # samples of the devices that told an accuracy: not all that tell a loss have one
+    eval_judged: int = 0
 
     def __add__(self, other: Numbers) -> Numbers:
         return Numbers(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))

@@ -114,10 +114,13 @@ class Task:
         """What is said about the training where nobody may know whose it is."""
         said, judged = Told(), self._evaluation
         if loss is not None:
-            said = said._replace(told=1.0, loss=float(loss), accuracy=float(accuracy or 0.0))
+            said = said._replace(told=1.0, loss=float(loss))
+        if accuracy is not None:
+            said = said._replace(judged=1.0, accuracy=float(accuracy))
         if judged:
-            found = (float(judged["eval_loss"]), float(judged.get("eval_accuracy", 0.0)))
-            said = said._replace(evaluated=1.0, eval_loss=found[0], eval_accuracy=found[1])
+            said = said._replace(evaluated=1.0, eval_loss=float(judged["eval_loss"]))
+        if "eval_accuracy" in judged:
+            said = said._replace(eval_judged=1.0, eval_accuracy=float(judged["eval_accuracy"]))
         return said
 
 

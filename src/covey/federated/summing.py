@@ -79,6 +79,8 @@ def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[n
         eval_size=round(told.evaluated),
         eval_loss=round(told.eval_loss * UNIT),
         eval_accuracy=round(told.eval_accuracy * UNIT),
+        judged=round(told.judged),
+        eval_judged=round(told.eval_judged),
     )
     return model.astype(np.float64) + values / numbers.size, numbers
 
@@ -115,11 +117,13 @@ def metrics(numbers: Numbers) -> dict[str, float]:
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
         found["loss"] = numbers.loss / UNIT / numbers.told
-        found["accuracy"] = numbers.accuracy / UNIT / numbers.told
+    if numbers.judged:
+        found["accuracy"] = numbers.accuracy / UNIT / numbers.judged
     if numbers.eval_size:
         found["eval_samples"] = float(numbers.eval_size)
         found["eval_loss"] = numbers.eval_loss / UNIT / numbers.eval_size
-        found["eval_accuracy"] = numbers.eval_accuracy / UNIT / numbers.eval_size
+    if numbers.eval_judged:
+        found["eval_accuracy"] = numbers.eval_accuracy / UNIT / numbers.eval_judged
     return found
 
 
