@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -296,6 +297,37 @@ def test_a_server_that_speaks_something_else_is_passed_over() -> None:
         with device, pytest.raises(PeerError, match="no server answered"):
             device.model()
         proxy.join(60)
+
+
+# A new interpreter's first devices, again and again: the types they read are fresh ones every time.
+THREADS = """
+import importlib, sys, threading
+import numpy as np
+from covey.federated import device, protocol
+
+sys.setswitchinterval(1e-6)
+
+def begin(together):
+    together.wait()
+    device.Task(None, protocol.Answer(200, "", 0, fl_plan_config=plan), layout, flat)
+    device._read(protocol.MSGPACK, device.msgspec.msgpack.encode(protocol.SecureAnswer(200, "", 0)))
+
+for _ in range(80):
+    importlib.reload(protocol)
+    importlib.reload(device)
+    plan = device.msgspec.json.encode(protocol.FlPlan("", "", 1, 1, 1, 0.1)).decode()
+    layout, flat = device.Layout({"w": (1,)}), np.zeros(1, np.float32)
+    together = threading.Barrier(8)
+    threads = [threading.Thread(target=begin, args=(together,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_devices_may_begin_in_many_threads_at_once() -> None:
+    assert subprocess.run([sys.executable, "-c", THREADS], timeout=240).returncode == 0
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("QUANT", 1.0), ("TOP_K", 1.0), ("TOP_K", 0.01), ("DIFF_SPARSE_QUANT", 0.4)])
