@@ -396,7 +396,7 @@ def test_a_silent_server_counts_as_gone_and_its_connection_is_closed() -> None:
 
 def test_a_beat_is_answered() -> None:
     bench = Bench().form()
-    assert Send(Alive(), 1) in bench.hear(1, Alive())
+    assert Send(Alive(7.5), 1) in bench.hear(1, Alive(7.5)), "it says which beat it answers"
 
 
 def test_servers_that_do_not_come_end_it_with_a_sentence() -> None:

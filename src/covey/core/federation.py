@@ -213,7 +213,9 @@ class Joined(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """A beat, and its answer."""
+    """A beat, and its answer, which gives back when the beat was sent: one that was read late vouches for no more than that."""
+
+    at: float = 0.0  # by the server's clock
 
 
 # -- between servers -------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Rounds(Roster):
             elif isinstance(message, Joining):
                 self._out.append(Send(self._join(message), link))
             elif isinstance(message, Alive):
-                self._out.append(Send(Alive(), link))
+                self._out.append(Send(message, link))
         return None
 
     # -- servers come and go -----------------------------------------------------------------------------------------
