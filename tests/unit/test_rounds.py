@@ -59,8 +59,8 @@ class Bench:
         self.out += (found := self.machine.step(Ticked(), self.now))
         return found
 
-    def come(self, link: int, node_id: str, life: str = "", host: Host = HERE) -> list[Effect]:
-        return self.hear(link, Enlist(node_id, life or node_id, host, f"h:{node_id}", f"p:{node_id}", folder=node_id))
+    def come(self, link: int, node_id: str, life: str = "", host: Host = HERE, **more: Any) -> list[Effect]:
+        return self.hear(link, Enlist(node_id, life or node_id, host, f"h:{node_id}", f"p:{node_id}", folder=node_id, **more))
 
     def stand(self, link: int, **changed: Any) -> list[Effect]:
         before = self.standing.get(link, Standing(model=0, digest="m0"))
@@ -223,6 +223,21 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert admitted.void == -1
     record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
     assert record.voids == {} and record.missing == ("1",)
+
+
+def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns() -> None:
+    bench = Bench(3, Plan(threshold=9))
+    for link, name in ((1, "0"), (2, "1"), (3, "2")):
+        bench.come(link, name, durability="none")
+    for link in (1, 2, 3):
+        bench.stand(link)
+    for link in (2, 3):
+        bench.out += bench.machine.step(LinkLost("closed", link), bench.now)
+    bench.come(4, "1", life="1b", durability="none")
+    bench.stand(4)
+    assert bench.orders().missing == ("1",), "its devices may send again"
+    bench.stand(1, round=1, adopted=("2",))
+    assert bench.orders().missing == ("1", "2")
 
 
 def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again() -> None:
