@@ -56,7 +56,7 @@ def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[Numbers, NDArray[An
     """A part as it was fetched."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=Numbers)
-    return numbers, np.frombuffer(bytes(content[4 + size :]), kind)
+    return numbers, np.frombuffer(content, kind, offset=4 + size)
 
 
 class Spoiled(CoveyError):
