@@ -27,7 +27,7 @@ from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
 from covey.federated.safekeeping import Copies, copies_of
 from covey.federated.simulate import CLASSES, deal, digits, simulate
-from covey.federated.store import ModelStore, Unstored
+from covey.federated.store import ModelStore, Unstored, unpack_state
 from covey.federated.summing import _reserve, metrics
 from covey.federated.updates import Folder, Update, UpdateLog, pack, read
 
@@ -207,6 +207,8 @@ def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
     assert [entry.round for entry in again.entries] == [1, 3, 4], "the newest two, and the best"
     values_found, state = again.load(4)
     assert np.array_equal(values_found, flat + 4) and state["m"].tolist() == [0, 1, 2]
+    assert np.array_equal(layout.decode(again.content(4))[1], flat + 4), "for other servers, as it lies there"
+    assert unpack_state(bytes(again.content(4, state=True)))["m"].tolist() == [0, 1, 2]
     assert again.newest is not None
     damaged = tmp_path / again.newest.file
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
@@ -233,6 +235,9 @@ NO_MODELS = [
     {"w": np.ones(3), "z": np.ones(3, complex)},
     {"w": np.ones(3), "t": np.array(["a text"])},
     {"__metadata__": np.ones(3)},
+    {"w": [[1.0], [1.0, 2.0]]},
+    {1: np.ones(3), "1": np.ones(2)},
+    {"\ud800": np.ones(3)},
 ]
 
 
@@ -248,6 +253,8 @@ def test_any_floats_are_taken_torchs_halves_too() -> None:
     halves = [torch.tensor([[1.5, 2.5]], dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.float64)]
     layout, flat = take({str(number): half.T for number, half in enumerate(halves)})
     assert flat.tolist() == [1.5, 2.5] * 3 and layout.shapes["0"] == (2, 1)
+    with pytest.raises(UsageError, match="the model's w is no dense array of numbers"):
+        take({"w": torch.ones(2, 2).to_sparse()})
 
 
 def test_a_flat_update_is_made_the_models_or_refused() -> None:
