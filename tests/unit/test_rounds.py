@@ -235,7 +235,7 @@ def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns()
         bench.out += bench.machine.step(LinkLost("closed", link), bench.now)
     bench.come(4, "1", life="1b", durability="none")
     bench.stand(4)
-    assert bench.orders().missing == ("1",), "its devices may send again"
+    assert bench.orders().missing == ("1",) and bench.orders().doubtful, "its devices may send again"
     bench.stand(1, round=1, adopted=("2",))
     assert bench.orders().missing == ("1", "2")
 
@@ -255,6 +255,11 @@ def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again(
     assert "given up" in bench.said("abandoned")[0]
     bench.stand(1, model=1, digest="m0")
     assert (bench.machine.round, bench.machine.iteration, bench.stage()) == (2, 1, Stage.OPEN)
+    assert bench.orders().doubtful, "who was counted in iteration 1 is not any more, and sends again"
+    bench.stand(1, round=2, numbers=Numbers(3))
+    bench.stand(1, sealed=True)
+    bench.stand(1, model=2, digest="m2")
+    assert bench.machine.iteration == 2 and not bench.orders().doubtful
 
 
 def test_whoever_could_tell_what_it_counted_before_is_gone_and_old_updates_must_not_come_again() -> None:
@@ -359,6 +364,7 @@ def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_n
     after.stand(2, round=1)
     after.come(1, "0")
     after.stand(1, drained=True)
+    assert after.machine.servers["0"].left, "and is shown so"
     after.machine.scale_out(1, after.now)
     assert [peer.node_id for peer in after.orders().members] == ["1"]
     after.machine.step(LinkLost("closed", 1), after.now)

@@ -195,6 +195,11 @@ class Orders(Message, frozen=True):
     void: bool = False  # the round is abandoned: its model is the one before
     voided: tuple[int, Sentence] = (-1, "")  # the last round that was, and why
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether devices may believe that this iteration has their update and be wrong: a part was lost, or it began again."""
+        return bool(self.missing) or self.voided[0] == self.round - 1
+
 
 class Joining(Message, frozen=True):
     """Devices that ask to take part in a round."""

@@ -61,6 +61,11 @@ class Server(msgspec.Struct):
     def alive(self) -> bool:
         return self.link > 0 and self.standing is not None
 
+    @property
+    def left(self) -> bool:
+        """It was scaled in, as this scheduler or the one before it has seen: its log is locked no more."""
+        return self.leaving or (self.standing is not None and self.standing.drained)
+
 
 class Roster:
     """The half of the scheduler's machine that knows the servers."""

@@ -160,11 +160,11 @@ class Devices:
             await self._server.until_changed(changed, min(left, 1.0))
 
     def _counted(self, orders: Orders, asked: StartJob) -> bool:
-        """Whether the round has this device's update, as the device says. Where a part was lost, only what is known counts."""
+        """Whether the round has this device's update, as the device says; where it may be wrong, only if that is known here."""
         if asked.iteration != orders.round - orders.base:
             return False
         key = token(asked.fl_id, orders.round) if self._server.strategy.staleness else asked.fl_id
-        return not orders.missing or orders.plan.secure or self._server.claims.knows(orders.round, key)
+        return not orders.doubtful or self._server.claims.knows(orders.round, key)
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""
