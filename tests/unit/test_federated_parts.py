@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.federation import Copy, Numbers, Plan, evaluates
-from covey.errors import PeerError, StoreError, UsageError
+from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
 from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout, Small, take
@@ -351,10 +351,28 @@ class Broken(strategies.Strategy):
         raise KeyError("velocity")
 
 
+class Makes(strategies.Strategy):
+    """The same model whatever comes."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def make(self, model: Floats, mean: Any, state: Any) -> Any:
+        return self.made
+
+
 def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
     layout, flat = take({"w": np.ones(3, np.float32)})
     with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
         summing.apply(Broken(), flat, flat.astype(np.float64), {})
+    for made, why in (
+        (np.full(3, np.nan), "not every value is finite"),
+        (np.ones(2), "is no shape of 3 values"),
+        (None, "shape"),
+    ):
+        with pytest.raises(UsageError, match=why) as ends:
+            summing.apply(Makes(made), flat, flat.astype(np.float64), {})
+        assert ends.value.exit_code == ExitCode.BAD_SCRIPT, "which no restart would mend"
     found = summing.judged(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
     assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, "never the best, and a manifest can say it"
     assert summing.judged(lambda model: {"loss": 1 / 0}, layout, flat) == {}

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federation import Numbers, Orders
-from covey.errors import CoveyError, ExitCode, PeerError, StoreError, UsageError
+from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.federated.accumulator import UNIT
 from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
@@ -91,9 +91,10 @@ def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: S
         made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
     except Exception as error:  # the user's code: anything may come out of it
         raise _failed(strategy, "make", error) from error
-    if made.shape != model.shape or not np.isfinite(made).all():
-        name = type(strategy).__name__
-        raise StoreError(f"{name} made a model of {made.shape} values that cannot be used: the model stays as it was")
+    if made.shape != model.shape:
+        raise _failed(strategy, "make", ValueError(f"{made.shape} is no shape of {model.shape[0]} values"))
+    if not np.isfinite(made).all():
+        raise _failed(strategy, "make", ValueError("not every value is finite"))
     return made
 
 
@@ -133,7 +134,7 @@ async def columns(
     """For strategies that see every update: spool them all to disk as rows, then go through them by columns."""
     count = sum(numbers.count for _, numbers in parts)
     if 4 * size * count > SPOOL_MAX:
-        raise StoreError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_MAX} bytes holds")
+        raise UsageError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_MAX} bytes holds")
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
