@@ -15,6 +15,7 @@ from covey.core.messages import Goodbye
 from covey.errors import PeerError
 from covey.federated.peers import PIECE_MAX, Bytes, Peers
 from covey.federated.upstream import Upstream
+from covey.node.host import address_towards
 from covey.node.security import Security
 from covey.wire.frames import FRAME_MAX
 from covey.wire.link import UNREAD_MAX, Link, Listener
@@ -138,3 +139,9 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
         door.close()
 
     asyncio.run(live())
+
+
+def test_a_server_without_a_way_to_its_scheduler_says_so() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(PeerError, match=r"this host has no way to 255\.255\.255\.255 \(.*\): check the address"):
+        address_towards("255.255.255.255")
