@@ -280,6 +280,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     ended: Ended | None = None
     gone: tuple[str, ...] = ()
     going: tuple[str, ...] = ()
+    arriving: tuple[str, ...] = ()
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident
