@@ -193,7 +193,7 @@ class Machine(Askable):
             self._reached = max(self._reached, said.step)
             if self._all_resumed():
                 self._retries = 0
-                self._arriving = set()
+                self.cluster.arriving = ()
                 if not self._let_next_go():
                     self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")
