@@ -325,7 +325,7 @@ def strangers(shell: Shell, *, half_open: int, body: int) -> str:
     said = []
     for process, port in ports:
         with silent(port, half_open) as held:
-            said.append(f"{process.cmdline()[-1][:40]} ({port}): {held}")
+            said.append(f"{' '.join(process.cmdline()).strip()[-40:]} ({port}): {held}")
         for noise in (PIECE, b"\xff" * len(PIECE), b"GET / HTTP/1.1\r\n" * 1000):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
                 for _ in range(max(1, body // len(noise))):

@@ -78,7 +78,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, site: Site) -> None:
         self._site = site
         self._transport: Any = None
-        self._head = bytearray(HEAD_MAX)
+        self._head = bytearray()  # until something comes
         self._view = memoryview(self._head)
         self._filled = 0
         self._body: memoryview | None = None
@@ -121,6 +121,9 @@ class Connection(asyncio.BufferedProtocol):
         self._let_go()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if not self._head:
+            self._head = bytearray(HEAD_MAX)
+            self._view = memoryview(self._head)
         if self._refused:
             return self._view
         if self._body is not None and not self._busy:
