@@ -31,6 +31,7 @@ import psutil
 from safetensors.numpy import save_file
 
 from bench import memory, peers, private
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
 from covey.federated.context import VARIABLE
@@ -323,4 +324,5 @@ def _shown(row: dict[str, float] | None) -> str:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

@@ -79,6 +79,7 @@ class Joinable(Watch):
                 member.name, "re-attached", f"{'spare' if member.role is Role.SPARE else 'rank'} {member.rank} goes on"
             )
         self._send(link, self._places().formed(member))
+        self._ask_again(member)
         self._settle("every member is here again")
 
     def _return(self, link: int, member: Member, wish: Register, reason: str) -> None:

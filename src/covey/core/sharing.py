@@ -150,8 +150,9 @@ class Sharable(Resizable):
             self._silence(member.link)
             self.cluster.remove(member)
         self.cluster.coming, self._layout = (), None
-        self._publish("servers", "rolled back", f"{reason}; the growth is taken back", Level.WARNING)
-        self._close_incidents(Outcome.ROLLED_BACK, node=SERVERS)
+        reason = f"{reason}; the growth is taken back"
+        self._publish("servers", "rolled back", reason, Level.WARNING)
+        self._close_incidents(Outcome.ROLLED_BACK, node=SERVERS, reason=reason)
         self._persist(self.cluster.record())
         self._tell_agents({m.agent for m in leavers})
 

@@ -38,7 +38,7 @@ class Watch(Lifecycle):
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
         elif self._now > self._deadlines.shrink:
             self._go_on_without_the_lost()
-        elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster, self._arriving):
+        elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster):
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self.cluster.coming and self._now > self._deadlines.servers:
             self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")

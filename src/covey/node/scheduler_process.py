@@ -27,6 +27,11 @@ from covey.node.sockets import Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
+# Interrupted before it can hear it, it ends as other programs do, without the story of an import. It is born deaf to SIGINT.
+START: Final = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    " signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT}); from covey.node.serve import main; main()"
+)
 
 
 class Schedulers:
@@ -121,11 +126,13 @@ class SchedulerProcess:
         def in_child() -> None:
             os.setpgrp()  # Ctrl-C is the agent's to hear; the session stays, by which the agent knows its own from orphans
             kernel.die_with(agent)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
         with self._log_path.open("ab") as file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
+                "-c",
+                START,
                 "covey.node.serve",
                 env={**self._environ, KEPT_VARIABLE: msgspec.json.encode(self._kept).decode()},
                 stdin=asyncio.subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """A scheduler as a process, from the settings alone: `office` has what it is made from.
 
-`python -m covey.node.serve` is what an agent starts; `covey.init()` calls `serve` in a process whose role is MS_SCHED.
+`main` is what an agent starts; `covey.init()` calls `serve` in a process whose role is MS_SCHED.
 """
 
 from __future__ import annotations
@@ -67,7 +67,3 @@ def main() -> None:
         log.error("%s", error)
         code = error.exit_code
     exit_now(code)
-
-
-if __name__ == "__main__":
-    main()
