@@ -6,6 +6,7 @@ own scripts. 04 is run by test_elastic.py.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -141,6 +142,9 @@ def test_the_startup_scripts_start_eight_workers_unless_told(examples: Examples,
     def expected(host: str, first: int, last: int) -> dict[str, str]:
         return {f"worker_{number}": f"MS_WORKER of {workers} at {host}\n" for number in range(first, last)}
 
+    def says(meant: dict[str, str]) -> bool:
+        return told() == meant
+
     here, there, half = "127.0.0.1", "10.9.8.7", workers // 2
     for words, meant in (
         (["run_dynamic_cluster.sh"], expected(here, 0, workers) | {"scheduler": f"MS_SCHED of {workers} at {here}\n"}),
@@ -148,7 +152,7 @@ def test_the_startup_scripts_start_eight_workers_unless_told(examples: Examples,
         (["run_dynamic_cluster_2.sh", there], expected(there, half, workers)),
     ):
         assert examples.run(["bash", *words], cwd=home, env=env | path).code == 0
-        until(lambda meant=meant: told() == meant, f"{meant}", story=lambda: str(told()))
+        until(functools.partial(says, meant), f"{meant}", story=lambda: str(told()))
 
 
 # -- MNIST's files -----------------------------------------------------------------------------------------------------

@@ -301,7 +301,8 @@ def test_a_scheduler_that_is_interrupted_while_it_imports_says_nothing(tmp_path:
 
     async def interrupted() -> int | None:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        process = SchedulerProcess(Kept(([], []), journal=""), environ, log, lambda: True, lambda code, reason: None)
+        kept = Kept(sockets=([], []), journal="")
+        process = SchedulerProcess(kept, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
         await process.start()
         await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")
         await process.stop(60.0)

@@ -19,7 +19,6 @@ from typing import Final
 import msgspec
 
 from covey.errors import ExitCode
-from covey.node import kernel
 from covey.node.log import log
 from covey.node.office import Kept
 from covey.node.serve import KEPT_VARIABLE
@@ -27,11 +26,8 @@ from covey.node.sockets import Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
-# Interrupted before it can hear it, it ends as other programs do, without the story of an import. It is born deaf to SIGINT.
-START: Final = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
-    " signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT}); from covey.node.serve import main; main()"
-)
+# Interrupted while it imports, it ends as other programs do, without the story of an import.
+START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.node.serve import main; main()"
 
 
 class Schedulers:
@@ -59,6 +55,7 @@ class Schedulers:
             log_dir=str(log_path.parent),
             called=called,
             max_restarts=max_restarts,
+            agent=os.getpid(),
         )
         paths = [log_path, *(log_path.with_name(f"{log_path.stem}_{number}.log") for number in range(1, count))]
         self._processes = [SchedulerProcess(kept, environ, path, over, self._one_less) for path in paths]
@@ -121,13 +118,6 @@ class SchedulerProcess:
             await self._process.wait()
 
     async def _spawn(self) -> None:
-        agent = os.getpid()
-
-        def in_child() -> None:
-            os.setpgrp()  # Ctrl-C is the agent's to hear; the session stays, by which the agent knows its own from orphans
-            kernel.die_with(agent)
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
         with self._log_path.open("ab") as file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -139,7 +129,7 @@ class SchedulerProcess:
                 stdout=file,
                 stderr=file,
                 pass_fds=[number for group in self._kept.sockets for number in group],
-                preexec_fn=in_child,
+                process_group=0,  # Ctrl-C is the agent's to hear; the session stays, by which it knows its own from orphans
             )
 
     async def _watch(self) -> None:
