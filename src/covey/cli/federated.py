@@ -16,6 +16,7 @@ import msgspec
 from covey.cli.look import door_of, draw, look
 from covey.cli.parts import JSON, examples, say
 from covey.cli.visit import stop as ask_to_stop
+from covey.core.words import many
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated.compress import KINDS, NONE
 from covey.federated.context import Value, check, from_text
@@ -180,7 +181,8 @@ def status(master: str, as_json: bool) -> None:
     draw(view)
     if instance:
         done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
-        click.echo(f"{done}: {instance['counted']} updates counted, {instance['joined']} devices; {instance['reason']}")
+        counted, joined = many(instance["counted"], "update"), many(instance["joined"], "device")
+        click.echo(f"{done}: {counted} counted, {joined}; {instance['reason']}")
         spent = instance.get("privacy")
         if spent:
             budget = f" of {spent['budget']:g}" if spent["budget"] else ""
@@ -299,7 +301,7 @@ def simulate(
     framework = sum(one.framework_s for one in found) / len(found)
     lines = [
         "".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found),
-        f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})",
+        f"accuracy {100 * last.accuracy:.1f} % after {many(last.number, 'round')} of {last.devices} devices ({strategy})",
         *([f"{last.sent_bytes:.0f} bytes of values per upload"] if compress != NONE else []),
     ]
     if gauss is not None:

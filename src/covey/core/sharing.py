@@ -21,6 +21,7 @@ from covey.core.messages import ScaleAsked, Settled, Shared, Stop
 from covey.core.model import Member, MemberRecord, NodeState, Phase, Role
 from covey.core.resizing import Resizable
 from covey.core.shards import SLOTS, Servers, Sharing, rescale
+from covey.core.words import be, many
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -49,15 +50,13 @@ def decide(cluster: Cluster, settled: set[int], asked: ScaleAsked) -> tuple[Chan
     if unsettled := [f"pserver:{rank}" for rank in here if rank not in settled]:
         return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
     if asked.more or asked.workers >= 0:
-        return (
-            None,
-            f"the parameter servers count on {cluster.size(Role.WORKER)} workers: only the number of servers can change",
-        )
+        workers = many(cluster.size(Role.WORKER), "worker")
+        return None, f"the parameter servers count on {workers}: only the number of servers can change"
     if asked.node_ids:
         return _without(here, asked.node_ids)
     wanted = asked.servers if asked.servers >= 0 else count + asked.more_servers
     if wanted == count:
-        return None, f"there are {count} parameter servers already"
+        return None, f"there {be(count)} {many(count, 'parameter server')} already"
     if not 1 <= wanted <= SLOTS:
         return None, f"{wanted} parameter servers are not possible: 1 to {SLOTS} are"
     if wanted < count:
@@ -151,7 +150,7 @@ class Sharable(Resizable):
             self._speakers.pop(member.link, None)
             cluster.remove(member)
         self._layout = None
-        self._publish("servers", "settled", f"{len(sharing.ring)} parameter servers share all rows")
+        self._publish("servers", "settled", f"all rows are shared by {many(len(sharing.ring), 'parameter server')}")
         self._close_incidents(Outcome.RESUMED, node=SERVERS)
         self._tell_sharing()
         for member in leavers:
