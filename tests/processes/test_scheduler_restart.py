@@ -323,8 +323,16 @@ def test_a_scheduler_that_is_interrupted_while_it_imports_says_nothing(tmp_path:
 
     async def interrupted() -> int | None:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        known = {"journal": "", "log_path": log, "called": "", "max_restarts": 0}
-        process = SchedulerProcess(Sockets([], []), environ, **known, over=lambda: True, gave_up=lambda code, reason: None)
+        process = SchedulerProcess(
+            Sockets([], []),
+            environ,
+            journal="",
+            log_path=log,
+            called="",
+            max_restarts=0,
+            over=lambda: True,
+            gave_up=lambda code, reason: None,
+        )
         await process.start()
         await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")
         await process.stop(60.0)

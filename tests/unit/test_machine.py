@@ -1032,7 +1032,7 @@ def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> No
         before.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
     asked = before.step(Heard(StopAsked("enough", dump=True), 9), 1.0)
     before.step(Heard(Dumped(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
-    formed = [Persist(record) for record in crashed("0", "1")]
+    formed: Effects = [Persist(record) for record in crashed("0", "1")]
     made, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
     for link, rank in ((1, 0), (2, 1)):
         back = made.step(Heard(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1)
