@@ -6,6 +6,7 @@ own scripts. 04 is run by test_elastic.py.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -138,18 +139,20 @@ def test_the_startup_scripts_start_eight_workers_unless_told(examples: Examples,
     def told() -> dict[str, str]:
         return {log.stem: log.read_text() for log in (home / "device").glob("*.log")}
 
-    def start(words: list[str], meant: dict[str, str]) -> None:
-        assert examples.run(["bash", *words], cwd=home, env=env | path).code == 0
-        until(lambda: told() == meant, f"{meant}", story=lambda: str(told()))
-
     def expected(host: str, first: int, last: int) -> dict[str, str]:
         return {f"worker_{number}": f"MS_WORKER of {workers} at {host}\n" for number in range(first, last)}
 
+    def says(meant: dict[str, str]) -> bool:
+        return told() == meant
+
     here, there, half = "127.0.0.1", "10.9.8.7", workers // 2
-    scheduler = f"MS_SCHED of {workers} at"
-    start(["run_dynamic_cluster.sh"], expected(here, 0, workers) | {"scheduler": f"{scheduler} {here}\n"})
-    start(["run_dynamic_cluster_1.sh", there], expected(there, 0, half) | {"scheduler": f"{scheduler} {there}\n"})
-    start(["run_dynamic_cluster_2.sh", there], expected(there, half, workers))
+    for words, meant in (
+        (["run_dynamic_cluster.sh"], expected(here, 0, workers) | {"scheduler": f"MS_SCHED of {workers} at {here}\n"}),
+        (["run_dynamic_cluster_1.sh", there], expected(there, 0, half) | {"scheduler": f"MS_SCHED of {workers} at {there}\n"}),
+        (["run_dynamic_cluster_2.sh", there], expected(there, half, workers)),
+    ):
+        assert examples.run(["bash", *words], cwd=home, env=env | path).code == 0
+        until(functools.partial(says, meant), f"{meant}", story=lambda: str(told()))
 
 
 # -- MNIST's files -----------------------------------------------------------------------------------------------------

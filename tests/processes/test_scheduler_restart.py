@@ -16,8 +16,8 @@ from tests.processes.harness import Process, free_port, nodes_of, until
 from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
 from covey.core.model import ClusterRecord, Ended, Phase
+from covey.node.office import Kept
 from covey.node.scheduler_process import SchedulerProcess
-from covey.node.sockets import Sockets
 from covey.store.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
@@ -323,16 +323,8 @@ def test_a_scheduler_that_is_interrupted_while_it_imports_says_nothing(tmp_path:
 
     async def interrupted() -> int | None:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        process = SchedulerProcess(
-            Sockets([], []),
-            environ,
-            journal="",
-            log_path=log,
-            called="",
-            max_restarts=0,
-            over=lambda: True,
-            gave_up=lambda code, reason: None,
-        )
+        kept = Kept(sockets=([], []), journal="")
+        process = SchedulerProcess(kept, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
         await process.start()
         await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")
         await process.stop(60.0)
