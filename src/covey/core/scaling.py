@@ -13,6 +13,7 @@ from covey.core import ranks
 from covey.core.cluster import Cluster
 from covey.core.messages import ScaleAsked, Seating
 from covey.core.model import Member, NodeState, Phase, Role
+from covey.core.words import be, many
 
 WORLD_MAX = 4096  # workers
 ARRIVE_S = 300.0  # how long those who are to come may take, before the growth is taken back
@@ -32,7 +33,7 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
     if gone.role is not Role.WORKER or not others:
         return None, f"without {gone.name} nobody is left"
     if cluster.size(Role.PSERVER):
-        return None, f"the parameter servers count on {len(workers)} workers"
+        return None, f"the parameter servers count on {many(len(workers), 'worker')}"
     if some_left(cluster):
         return None, "some workers have finished and left already"
     if not cluster.trains:
@@ -84,7 +85,7 @@ def why_not(cluster: Cluster) -> str:
         return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
     if cluster.size(Role.PSERVER):
         world = cluster.size(Role.WORKER)
-        return f"the parameter servers count on {world} workers: only the number of servers can change"
+        return f"the parameter servers count on {many(world, 'worker')}: only the number of servers can change"
     if cluster.settings.most == 1 or not cluster.trains:
         return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
     if some_left(cluster):
@@ -107,11 +108,11 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
             return None, reason
         wanted = world - len(leavers)
     if wanted == world:
-        return None, f"there are {world} workers already"
+        return None, f"there {be(world)} {many(world, 'worker')} already"
     if reason := _impossible(cluster, wanted):
         return None, reason
     if wanted < world:
-        return Resizing([], leavers), f"the world shrinks from {world} to {wanted} workers, as asked"
+        return Resizing([], leavers), f"the world shrinks from {world} to {many(wanted, 'worker')}, as asked"
     agents = emptiest(cluster, wanted - world)
     if not agents:
         return None, "no agent is there that could start a worker: only under covey run can a world grow"
