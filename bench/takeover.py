@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.cluster import _free_port
 from bench.formation import BIN
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.cli.visit import look
 from covey.core.model import Phase
@@ -161,4 +162,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

@@ -6,6 +6,7 @@ Every request is checked in MindSpore's order and answered with a code and a rea
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 import time
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from covey.federated.server import Server
 
 FIELDS_ROOM: Final = 256 * 1024  # beyond the tensors and their names
+CONNECTIONS_MAX: Final = 10_000
+OTHER_FILES: Final = 256  # descriptors for all else: the scheduler, other servers, what is written
 
 
 class Devices:
@@ -55,7 +58,9 @@ class Devices:
         limit = values + len(server.layout.head({})) + FIELDS_ROOM
         self.relay = Relay(server, replies)
         self._gate = Gate(server.settings.gate)
-        self._site = Site(self._receive, self._refusal, body_max=limit)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        places = max(OTHER_FILES, min(CONNECTIONS_MAX, descriptors - OTHER_FILES))
+        self._site = Site(self._receive, self._refusal, body_max=limit, connections_max=places)
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = server.settings.prefix
         self._paths: dict[str, Callable[[Request], None]] = {
