@@ -29,6 +29,7 @@ from covey.core.messages import (
     KillAsked,
     Leave,
     Number,
+    Prepared,
     Put,
     Refused,
     Register,
@@ -518,6 +519,18 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert [r.asked for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
     joined = made.step(Heard(register("c"), 8), 1.0)
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
+
+
+def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> None:
+    made = ready_agents(worker_max=4, last_call_s=0.0)
+    made.cluster.trains = True
+    made.step(Heard(RegisterAgent("c", "life of c", OTHER, 1, cold=True), 3), 1.0)
+    tick(made, 3.0, beats=[1, 2, 3], since=1.0)
+    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
+    another = made.step(Heard(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
+    assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host came too late"
+    made.step(Heard(Prepared(), 3), 3.0)
+    assert sent(tick(made, 4.0, since=3.0), Start)[3].assignments == [Assignment("3", 3, 1, 1)]
 
 
 def cut_in_four(together: int) -> Machine:

@@ -153,13 +153,15 @@ def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | Non
 
 
 def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
-    """May the world grow by itself, because hosts have come that offer more workers than it has?"""
+    """May the world grow by itself, because hosts have come that offer more workers than it has, and can start them
+    at once?"""
     world = cluster.size(Role.WORKER)
     if world >= cluster.goal:
         return None, f"there are {world} workers, as there should be"
     if reason := why_not(cluster):
         return None, reason
-    offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
+    offers = {agent: free for agent, free in cluster.offers(Role.WORKER).items() if not cluster.agents[agent].cold}
+    offered = [agent for agent, free in offers.items() for _ in range(free)][: cluster.goal - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
     return (Resizing(offered, []) if offered else None), (
         f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"
