@@ -1084,6 +1084,31 @@ def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
 
 
+def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> None:
+    before = ready("0", "1", recovery=True)
+    for link in (1, 2):
+        before.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
+    asked = before.step(Heard(StopAsked("enough", dump=True), 9), 1.0)
+    before.step(Heard(Dumped(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
+    formed: Effects = [Persist(record) for record in crashed("0", "1")]
+    made, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    for link, rank in ((1, 0), (2, 1)):
+        back = made.step(Heard(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1)
+        assert sent(back, DumpAsked) == {link: DumpAsked("enough")}
+    assert ended(made.step(Heard(Dumped(4, "here"), 1), 100.2)) is None
+    end = ended(made.step(Heard(Dumped(5, "there"), 2), 100.3))
+    assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
+
+    alone, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    alone.step(Heard(register("0"), 1), 100.1)
+    alone.step(Heard(Dumped(4, "here"), 1), 100.2)
+    tick(alone, 119.0, beats=[1], since=100.0)
+    assert alone.cluster.ended is None
+    tick(alone, 121.0, beats=[1], since=119.0)
+    assert alone.cluster.ended is not None, "who does not come back is not waited for any longer"
+    assert alone.cluster.ended.reason == "enough; step 4 is in here"
+
+
 def training(**settings: Any) -> Machine:
     """Three ranks that have finished a step."""
     made = ready_agents(**settings)

@@ -175,19 +175,26 @@ class Lifecycle(Spared):
         return self._write_down(code, reason, failure, survivors) if survivors else self._end(code, reason, failure)
 
     def _write_down(self, code: int, reason: str, failure: Failure | None, survivors: set[int]) -> None:
-        self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
+        self.cluster.dumping = then = Ended(code, reason, failure)
+        self._dump = Dump(then, survivors, self._now + self.cluster.settings.dump_s)
         self._heal(reason)
+        self._persist(self.cluster.record())  # a scheduler that is lost meanwhile asks again
         self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
                 self._send(member.link, DumpAsked(reason))
+
+    def _ask_again(self, member: Member) -> None:
+        """It is back, and may not have heard that it is to write down what it holds, or its word was lost."""
+        if self._dump is not None and member.role is Role.WORKER and member.rank in self._dump.waiting:
+            self._send(member.link, DumpAsked(self._dump.then.reason))
 
     def _end_dump(self) -> None:
         dump = self._dump
         if dump is not None and (not dump.waiting or self._now > dump.by):
             step, path = self._dumped_last
             said = f"; step {step} is in {path}" if path else "; nobody could write down the state"
-            self._end(dump.code, dump.reason + said, dump.failure)
+            self._end(dump.then.code, dump.then.reason + said, dump.then.failure)
 
     def _replace(self, member: Member, failure: Failure, reason: str, after: recovery.After) -> None:
         """One rank starts anew, on its host or on another, or in a spare; the others wait for it inside their step."""
@@ -329,6 +336,9 @@ class Lifecycle(Spared):
         self._gathering = Gathering(self.cluster.generation)
         self._take_up_a_change()
         self._await_healing()
+        if kept.dumping is not None:
+            ranks_there = {member.rank for member in self.cluster.of(Role.WORKER) if member.present}
+            self._dump = Dump(kept.dumping, ranks_there, self._now + self.cluster.settings.dump_s)
         count = len(self.cluster.members)
         self._move(Phase.RETURNING, f"the scheduler is back and waits for its {count} members to re-attach")
         self._publish("cluster", "restored", f"generation {self.cluster.generation}, {count} members")
