@@ -702,6 +702,19 @@ def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
     assert outcomes(made) == [Outcome.ROLLED_BACK, Outcome.RESUMED, Outcome.RESUMED]
 
 
+def test_a_growth_is_not_taken_back_where_everyone_who_had_the_state_has_died() -> None:
+    made = cut_under_an_agent(2, together=0)
+    made.step(Heard(ScaleAsked(workers=3), 9), 1.0)
+    for name in ("0", "1"):
+        made.step(Heard(Exited(name, 1, 137, "killed"), 1), 1.0)
+    begin_lives(made)
+    for member in made.cluster.of(Role.WORKER):
+        made.step(Heard(Report(made.cluster.generation, None, needs_state=True), member.link), 1.0)
+    assert isinstance(_asked(made, ScaleAsked(roll_back=True)), Refused), "all begin anew, in the larger world"
+    made.step(Heard(Exited("2", 1, 137, "killed"), 1), 1.0)
+    assert (workers_of(made), made.incidents.kept[-1].strategy) == (["0", "1", "2"], "recover-in-place")
+
+
 def come_back(made: Machine, effects: Effects) -> Machine:
     """The next scheduler, with what was durable after these effects; everyone has called again."""
     agents = [AgentRecord.of(agent) for agent in made.cluster.agents.values()]
