@@ -255,7 +255,8 @@ def manager(shell: Shell) -> Site:
     """TaskD's manager, without anybody who registers."""
     compat = shell.ask("compat").text().strip()
     path = ":".join(filter(None, [compat, shell.environ().get("PYTHONPATH")]))
-    env = {"COVEY_TASKD_PORT": shell.port, "MINDX_TASK_ID": "job7", "PYTHONPATH": path, "COVEY_SECRET": SECRET}
+    env: dict[str, str | int | float | None] = {"COVEY_TASKD_PORT": shell.port, "PYTHONPATH": path}
+    env |= {"MINDX_TASK_ID": "job7", "COVEY_SECRET": SECRET}
     shell.start([sys.executable, shell.script(MANAGER, "manager.py")], name="manager", env=env)
     shell.listening(shell.port)
     return _scheduler(shell)
@@ -306,7 +307,7 @@ def _listening(process: psutil.Process) -> list[int]:
 
 def listeners(shell: Shell) -> list[tuple[psutil.Process, int]]:
     """Every port that a process of the run listens on."""
-    found = {}
+    found: dict[int, psutil.Process] = {}
     for process in shell.mine():
         with contextlib.suppress(psutil.Error):
             found |= dict.fromkeys(_listening(process), process)

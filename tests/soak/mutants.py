@@ -31,7 +31,7 @@ TESTS = {  # of each module: those that are about it
     "machine": ("test_machine", "test_machine_tells", "test_scaling", "test_scenarios"),
     "sharing": ("test_ladder", "test_machine_tells"),
     "shards": ("test_shards",),
-    "rounds": ("test_rounds",),
+    "rounds": ("test_rounds", "test_dp"),
     "window": ("test_rounds",),
     "claims": ("test_claims",),
     "shamir": ("test_secure",),
