@@ -255,8 +255,12 @@ def manager(shell: Shell) -> Site:
     """TaskD's manager, without anybody who registers."""
     compat = shell.ask("compat").text().strip()
     path = ":".join(filter(None, [compat, shell.environ().get("PYTHONPATH")]))
-    env: dict[str, str | int | float | None] = {"COVEY_TASKD_PORT": shell.port, "PYTHONPATH": path}
-    env |= {"MINDX_TASK_ID": "job7", "COVEY_SECRET": SECRET}
+    env: dict[str, str | int] = {
+        "COVEY_TASKD_PORT": shell.port,
+        "MINDX_TASK_ID": "job7",
+        "PYTHONPATH": path,
+        "COVEY_SECRET": SECRET,
+    }
     shell.start([sys.executable, shell.script(MANAGER, "manager.py")], name="manager", env=env)
     shell.listening(shell.port)
     return _scheduler(shell)

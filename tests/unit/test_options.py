@@ -243,6 +243,8 @@ def test_options(line: str, field: str, value: object) -> None:
         ("--log-dir", "--log-dir needs a value: --log-dir DIR."),
         ("--virtual-local-rank t.py", "--virtual-local-rank is not supported: every worker here has its true LOCAL_RANK."),
         ("--nproc-pernode 3 t.py", "There is no option --nproc-pernode: --nproc-per-node is the nearest."),
+        ("--nproc 3 t.py", "There is no option --nproc: --nproc-per-node is the nearest."),
+        ("--use-env t.py", "There is no option --use-env: covey run --help shows them."),
         ("--zzz t.py", "There is no option --zzz: covey run --help shows them."),
         ("-q t.py", "There is no option -q: covey run --help shows them."),
     ],
@@ -350,6 +352,31 @@ def test_workers_per_host_overrule_a_variable_and_say_so() -> None:
     made = plan("--nproc-per-node 2 t.py", {"MS_WORKER_NUM": "8"})
     assert made.world == 2
     assert made.remarks == ["MS_WORKER_NUM=8 is overruled by --nproc-per-node 2."]
+
+
+def test_torchruns_variables_count_where_no_option_speaks() -> None:
+    """As an operator of PyTorch jobs sets them in a pod whose command is `torchrun t.py`."""
+    environ = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "node1:29400", "PET_RDZV_BACKEND": "c10d"}
+    environ |= {"PET_MASTER_ADDR": "elsewhere", "PET_MAX_RESTARTS": "3", "PET_STANDALONE": "0", "PET_NODE_RANK": ""}
+    made = plan("t.py --lr 1", environ | {"PET_TEE": "3"})
+    assert (made.world, made.local, made.master_host, made.master_port) == (2, 2, "node1", 29400)
+    assert (made.max_restarts, made.tee, made.command) == (3, {0: 3, 1: 3}, ["t.py", "--lr", "1"])
+    made = plan("--nproc-per-node 3 --nnodes 1 --standalone --max-restarts 1 t.py", environ)
+    assert (made.world, made.alone, made.max_restarts) == (3, True, 1)
+    assert plan("package.train", {"PET_MODULE": "1"}).module
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("PET_NPROC_PER_NODE", "two", "a number of workers, auto, cpu or gpu is."),
+        ("PET_STANDALONE", "yes", "1 (on) or 0 (off) is."),
+        ("PET_MASTER_PORT", "80", "a port from 1024 to 65535 is."),
+    ],
+)
+def test_a_bad_variable_of_torchrun_is_named(variable: str, value: str, allowed: str) -> None:
+    assert refusal("t.py", {variable: value}).endswith(f" is not allowed: {allowed}")
+    assert variable in refusal("t.py", {variable: value})
 
 
 def test_a_bad_variable_is_named() -> None:

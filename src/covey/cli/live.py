@@ -16,7 +16,7 @@ import msgspec
 
 from covey.cli.visit import Visit
 from covey.core.incidents import Outcome
-from covey.core.model import Phase, Role
+from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
 from covey.node.runtime import Door
@@ -137,7 +137,8 @@ class Show:
                 yield str(incident)
         for node in view.nodes if view.phase is not Phase.ENDED else ():
             if node.role is not Role.SCHEDULER and self._states.get(node.name, "alive") != node.state and node.rank >= 0:
-                yield f"{'rank' if node.role is Role.WORKER else node.role} {node.rank} on {node.host} is {node.state}"
+                verb = "has" if node.state == NodeState.LEFT else "is"
+                yield f"{'rank' if node.role is Role.WORKER else node.role} {node.rank} on {node.host} {verb} {node.state}"
             self._states[node.name] = node.state
 
 

@@ -1,7 +1,8 @@
 """The options of `covey run`: one table, from which the command line is read and `--help` is written.
 
 The table is a superset of msrun's and torchrun's options. A long option may be written with dashes or underscores, its
-value after a space or after "=". Options end at the script: what follows belongs to the script.
+value after a space or after "=". Options end at the script: what follows belongs to the script. As with torchrun, each of its
+options may be said by a variable instead, `PET_NNODES` for `--nnodes`: operators of PyTorch jobs start pods in that way.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from covey.wire import address
 
 __all__ = ["OPTIONS", "RunPlan", "describe", "help_text", "parse"]
 
+SWITCH = {"0": False, "1": True}  # a switch, as a variable
 CORES_MAX = 4096
 RANKS_MAX = 4096  # how many ranks an option may name
+CLOSE = 0.7  # how like an option a word must be that is none
 
 # -- kinds of values only these options have -------------------------------------------------------------------------
 
@@ -283,6 +286,13 @@ BY_NAME: dict[str, Option] = {
     _canonical(word): option for options in OPTIONS.values() for option in options for word in option.names.split()
 }
 
+# What torchrun calls as covey does is in the table above its own spellings.
+TORCHRUN_TOO = ("--max-restarts", "--module", "--no-python", "--log-dir", "--node-rank", "--master-addr", "--master-port")
+BY_VARIABLE: dict[str, Option] = {
+    f"PET_{word.removeprefix('--').replace('-', '_').upper()}": BY_NAME[word]
+    for word in (*(option.names.split()[-1] for option in OPTIONS["torchrun's spellings"]), *TORCHRUN_TOO)
+}
+
 # -- reading a command line ------------------------------------------------------------------------------------------
 
 
@@ -316,6 +326,20 @@ class Reading:
         elif option.says:
             self._say(option.says, Given(text, typed))
             self.values[option.says] = value
+
+    def note_variables(self, environ: Mapping[str, str]) -> None:
+        """Take in torchrun's variables, after the options: they count where those said nothing."""
+        for variable, option in BY_VARIABLE.items():
+            text = environ.get(variable, "")
+            field = "sched_host" if option.says == "master" else option.says
+            if not text or field in self.said:
+                continue
+            if option.value:
+                self.note(option, variable, text)
+            elif text not in SWITCH:
+                raise UsageError(f"{variable} {shown(text)} is not allowed: 1 (on) or 0 (off) is.")
+            elif SWITCH[text]:
+                self.note(option, variable, "")
 
     def _value(self, option: Option, typed: str, text: str) -> Any:
         if option.kind is None:
@@ -352,6 +376,7 @@ def parse(
         reading.note(option, typed, _following(option, typed, words) if text is None else text)
         if reading.help:
             return RunPlan(help=True)
+    reading.note_variables(environ)
     settings = {field: given for field, given in reading.said.items() if field in TABLE}
     plan = decide(
         Asked(**reading.values),
@@ -375,7 +400,8 @@ def _split(word: str) -> tuple[str, Option, str | None]:
         text = after if len(word) > 2 else None
     option = BY_NAME.get(_canonical(typed))
     if option is None:
-        close = difflib.get_close_matches(_canonical(typed), BY_NAME, n=1)
+        begun = [word for word in BY_NAME if len(typed) > 3 and word.startswith(_canonical(typed))]
+        close = begun or difflib.get_close_matches(_canonical(typed), BY_NAME, n=1, cutoff=CLOSE)
         hint = f"{close[0]} is the nearest" if close else "covey run --help shows them"
         raise UsageError(f"There is no option {shown(typed)}: {hint}.")
     if not option.value and text is not None:

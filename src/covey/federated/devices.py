@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
+from covey.core.federation import Instance, Joined, Orders, Plan, Stage, evaluates, token
 from covey.federated import compress, openapi, page
 from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
@@ -153,7 +153,7 @@ class Devices:
                 return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
             if orders is not None and not server.running:
                 reason = NOT_RUNNING
-            elif orders is not None and asked.iteration == orders.round - orders.base:
+            elif orders is not None and self._counted(orders, asked):
                 reason = f"iteration {asked.iteration} has this device's update"
             elif orders is not None and orders.stage is Stage.OPEN and server.models.round == orders.round - 1:
                 admitted, reason = await self._ask(asked.fl_id, until)
@@ -163,6 +163,13 @@ class Devices:
             if left <= 0 or request.gone:
                 return self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
             await self._server.until_changed(changed, min(left, 1.0))
+
+    def _counted(self, orders: Orders, asked: StartJob) -> bool:
+        """Whether the round has this device's update, as the device says; where it may be wrong, only if that is known here."""
+        if asked.iteration != orders.round - orders.base:
+            return False
+        key = token(asked.fl_id, orders.round) if self._server.strategy.staleness else asked.fl_id
+        return not orders.doubtful or self._server.claims.knows(orders.round, key)
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""

@@ -80,7 +80,8 @@ def _become(words: list[str]) -> NoReturn:
     """Go on as `covey run`: the same process, to whoever started and watches it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "covey.cli.main", "run", *words])
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}  # the words have these, too
+    os.execve(sys.executable, [sys.executable, "-m", "covey.cli.main", "run", *words], environ)
 
 
 def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str, str]) -> list[str]:
