@@ -42,6 +42,7 @@ from covey.core.messages import (
     Report,
     Resumed,
     ScaleAsked,
+    Seating,
     Settled,
     Shared,
     Start,
@@ -78,8 +79,9 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     assert made.cluster.reason == reason and made.cluster.resized == made.cluster.generation
     assert [a.node_id for a in sent(effects, Start)[1].assignments] == ["0", "1", "2", "3"]
     assert {f.world for f in sent(effects, Formed).values()} == {4} and set(sent(effects, Formed)) == {11, 12, 13}
+    newcomer = made.cluster.members[(Role.WORKER, "3")]
+    assert (newcomer.seat, newcomer.local_rank, newcomer.since, made.cluster.next_seat) == (3, 3, made.cluster.generation, 4)
     beats = [1, 11, 12, 13]
-    assert workers_of(made) == ["0", "1", "2", "3"]
     tick(made, 1.0 + ARRIVE_S, beats=beats, since=1.0)
     assert len(workers_of(made)) == 4, "in its very last moment it may still come"
     effects = tick(made, 1.5 + ARRIVE_S, beats=beats, since=1.0 + ARRIVE_S)
@@ -193,6 +195,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)] and made.incidents.kept[0].node == "servers"
     assert made.counters == {"server_scale_out": 1} and f"servers scale-out: {reason}" in told(effects)
     assert records(effects)[-1].coming == (2,), "it is durable"
+    assert [(r.role, r.rank) for r in kept(effects) if isinstance(r, MemberRecord)] == [(Role.PSERVER, 2)]
     assert [a.node_id for a in sent(effects, Start)[1].assignments] == ["0", "0", "1", "2"]
     newcomer = made.cluster.members[(Role.PSERVER, "2")]
     assert (newcomer.rank, newcomer.local_rank, newcomer.agent, made.cluster.next_server) == (2, 2, "a", 3)
@@ -208,6 +211,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
         22,
     }
     assert records(effects)[-1].sharing == sharing and made.cluster.copied
+    assert sorted(sharing.owners.count(number) for number in range(3)) == [85, 85, 86]
     assert "servers shared anew: 85 of 256 slots move" in told(effects)
     for link in (20, 21):
         made.step(Heard(Settled(1), link), 3.0)
@@ -226,6 +230,7 @@ def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
     assert f"servers scale-in: {reason}" in told(effects) and "servers shared anew: 128 of 256 slots move" in told(effects)
     (sharing,) = {told.sharing for told in sent(effects, Shared).values()}
     assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0,), (1,)) and not made.cluster.copied
+    assert set(sharing.owners) == {0}
     made.step(Heard(Settled(1), 20), 2.0)
     effects = made.step(Heard(Settled(1), 21), 2.0)
     assert sent(effects, Stop) == {21: Stop("pserver:1 leaves: its rows are with others")}
@@ -274,4 +279,5 @@ def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:
             report = Report(generation, Number(5, 0), seated=old, slots=2, holds=b"\x03")
             effects += again.step(Heard(report, member.link), 1.0)
         plans = sent(effects, HealPlan)
-        assert set(plans) == {11, 12} and all((plan.seating is not None) is expected for plan in plans.values())
+        seating = Seating(again.cluster.resized, [0, 1]) if expected else None
+        assert {link: plan.seating for link, plan in plans.items()} == {11: seating, 12: seating}
