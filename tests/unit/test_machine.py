@@ -844,6 +844,32 @@ def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> 
     assert end.reason == "worker:2 left before the work was done: all others wait to go on"
 
 
+@pytest.mark.parametrize("had", [False, True])
+def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(had: bool) -> None:
+    """It had gone on if all others do, though nobody heard it say so; else they wait for it, and that is the end."""
+    made = ready_agents(strategies=("recover-in-place",), beats=False, stuck_s=5.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Put("met", b"", 1), 10), 0.0)
+    made.step(Heard(Exited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
+    made.step(Heard(register("1", "second life", incarnation=2), 21), 1.0)
+    for link in (10, 12):
+        made.step(Heard(Report(2, completed=Number(5, 0), waits=Number(6, 0)), link), 1.0)
+    assert set(sent(made.step(Heard(Report(2, needs_state=True), 21), 1.0), HealPlan)) == {10, 12, 21}
+    made.step(Heard(Exited("2", 1, 0), 2), 1.0)
+    made.step(Heard(Resumed(2, 6), 10), 1.0)
+    effects = tick(made, 6.0, since=0.5)
+    assert not ended(effects) and phase(made) is Phase.HEALING, "the others have time to say so"
+    if had:
+        made.step(Heard(Resumed(2, 6), 21), 6.0)
+        tick(made, 6.5, since=6.0)
+        assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
+        return
+    end = ended(tick(made, 7.0, since=6.0))
+    assert end is not None and end.code == ExitCode.PEER_FAILED
+    assert end.reason == "worker:2 left before the work was done: all others wait to go on for over 5 s"
+
+
 def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:
     made = ready_agents(strategies=("recover-in-place",))
     for rank in range(3):
