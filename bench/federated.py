@@ -31,7 +31,8 @@ import psutil
 from safetensors.numpy import save_file
 
 from bench import memory, peers, private
-from bench.report import Aim, aims_table, machine, publish, spread, table
+from bench.process import take_along
+from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
 from covey.federated.context import VARIABLE
 from covey.federated.device import Device
@@ -161,6 +162,18 @@ def measure_flower(
     return found
 
 
+class Found(msgspec.Struct):
+    """What was measured, by model, servers and durability, or by model and clients."""
+
+    updates: dict[tuple[str, int, str], dict[str, Any]]
+    rounds: dict[tuple[str, int], dict[str, float]]
+    flower: dict[tuple[str, int], dict[str, float] | None]
+    deployed: dict[str, float] | None  # Flower's other path
+    simulated: Spread
+    resident: list[dict[str, float]]
+    secure: dict[str, Any]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -169,19 +182,19 @@ def main() -> None:
     parser.add_argument("--private", action="store_true", help="only what privacy costs")
     parser.add_argument("--memory", action="store_true", help="only what devices cost in memory")
     options = parser.parse_args()
-    about = machine()
+    about = {"machine": machine(), "quick": options.quick}
     resident = memory.measure(cluster, few=options.quick) if not options.private else []
     if options.memory:
-        return _publish_memory(about, resident, quick=options.quick)
+        return _publish_memory(about, resident)
     secure = private.measure(cluster, SIZES["62 k"], few=options.quick)
     if options.private:
-        aims = private.aims(secure)
-        data: dict[str, Any] = {"machine": about, "private": secure, "aims": [aim._asdict() for aim in aims]}
-        data["quick"] = options.quick
-        sections = [aims_table(aims), *private.sections(secure)]
-        return publish("federated-private", data, sections, lambda figure: _draw_private(figure, secure))
+        return _publish_private(about, secure)
     python = str(peers.python_of("flower", install=not options.quick) or "")
-    few = options.quick
+    found = _measure(options.quick, python, resident, secure)
+    return _publish(about, found, "" if python else "Flower is not installed here, so its column is empty.")
+
+
+def _measure(few: bool, python: str, resident: list[dict[str, float]], secure: dict[str, Any]) -> Found:
     updates = {
         (label, servers, durability): measure_updates(
             size, servers, durability, (300 if few else 2000) if size < 10**6 else 100
@@ -197,14 +210,18 @@ def main() -> None:
         if not (few and (size >= 10**6 or clients > 4))
     ]
     rounds = {(label, clients): measure_rounds(size, clients, 20 if few else 100) for label, size, clients in cases}
-    peer = {
+    flower = {
         (label, clients): measure_flower(size, clients, 20 if few else 50, python) if python else None
         for label, size, clients in cases
     }
     deployed = measure_flower(SIZES["62 k"], 4, 3, python, "federated_flower_deployed.py") if python and not few else None
     simulated = spread([one.framework_s for one in simulate(1000, 3 if few else 10, FedAvg())])
-    one, none = updates[("62 k", 1, "process")], updates[("62 k", 1, "none")]
-    two = updates[("62 k", 2, "process")]
+    return Found(updates, rounds, flower, deployed, simulated, resident, secure)
+
+
+def _aims(found: Found) -> list[Aim]:
+    one, none = found.updates[("62 k", 1, "process")], found.updates[("62 k", 1, "none")]
+    two, simulated = found.updates[("62 k", 2, "process")], found.simulated
     aims = [
         _aim("updates of 250 KB per CPU-second, durability process", 1500, one["per_cpu_second"]),
         _aim("the same with durability none", 2500, none["per_cpu_second"]),
@@ -215,57 +232,75 @@ def main() -> None:
             f"{two['per_second'] / one['per_second']:.2f} x",
             two["per_second"] >= 1.6 * one["per_second"],
         ),
+        *memory.aims(found.resident),
+        *private.aims(found.secure),
     ]
-    aims += [*memory.aims(resident), *private.aims(secure)]
-    for key, flower in peer.items():
+    for (label, clients), flower in found.flower.items():
         if flower is not None:
-            ours, theirs = rounds[key]["median"], flower["median"]
-            what = f"a round of {key[1]} clients, {key[0]}, against Flower's persistent path"
+            ours, theirs = found.rounds[(label, clients)]["median"], flower["median"]
+            what = f"a round of {clients} clients, {label}, against Flower's persistent path"
             aims.append(Aim(what, f"at most {theirs:.1f} ms", f"{ours:.1f} ms", ours <= theirs))
-    if deployed is not None:
-        ours, theirs = rounds[("62 k", 4)]["median"], deployed["median"]
+    if found.deployed is not None:
+        ours, theirs = found.rounds[("62 k", 4)]["median"], found.deployed["median"]
         what = "a round of 4 clients, 62 k, against Flower's deployment path"
         aims.append(Aim(what, f"at most a tenth of {theirs:.0f} ms", f"{ours:.1f} ms", ours <= theirs / 10))
+    return aims
+
+
+def _publish(about: dict[str, Any], found: Found, remark: str) -> None:
+    aims = _aims(found)
     update_rows = [
         [label, str(servers), durability, f"{row['per_cpu_second']:.0f}", f"{row['us']:.0f}", f"{row['per_second']:.0f}"]
-        for (label, servers, durability), row in updates.items()
+        for (label, servers, durability), row in found.updates.items()
     ]
     round_rows = [
-        [label, str(clients), f"{row['median']:.1f}", f"{row['p95']:.1f}", _shown(peer[(label, clients)])]
-        for (label, clients), row in rounds.items()
+        [key[0], str(key[1]), f"{row['median']:.1f}", f"{row['p95']:.1f}", _shown(found.flower[key])]
+        for key, row in found.rounds.items()
     ]
     sections = [
         aims_table(aims),
         table(["model", "servers", "durability", "updates per CPU-second", "CPU us each", "per second"], update_rows),
         table(["model", "clients", "covey, ms per round", "p95", "Flower start_server, ms per round"], round_rows),
-        table(["model", "clients", "Flower SuperLink and SuperNodes, ms per round"], [["62 k", "4", _shown(deployed)]]),
-        memory.section(resident),
-        *private.sections(secure),
-        "" if python else "Flower is not installed here, so its column is empty.",
+        table(["model", "clients", "Flower SuperLink and SuperNodes, ms per round"], [["62 k", "4", _shown(found.deployed)]]),
+        memory.section(found.resident),
+        *private.sections(found.secure),
+        remark,
     ]
     data = {
-        "machine": about,
-        "quick": options.quick,
-        "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in updates.items()],
-        "rounds": [{"model": k[0], "clients": k[1], **v, "flower": peer[k]} for k, v in rounds.items()],
-        "flower_deployed": deployed,
-        "memory": resident,
-        "private": secure,
-        "simulated_s": simulated._asdict(),
+        **about,
+        "updates": [{"model": k[0], "servers": k[1], "durability": k[2], **v} for k, v in found.updates.items()],
+        "rounds": [{"model": k[0], "clients": k[1], **v, "flower": found.flower[k]} for k, v in found.rounds.items()],
+        "flower_deployed": found.deployed,
+        "memory": found.resident,
+        "private": found.secure,
+        "simulated_s": found.simulated._asdict(),
         "aims": [aim._asdict() for aim in aims],
     }
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        names = [f"{label}, {servers} x {durability}" for label, servers, durability in updates]
-        axes.barh(names, [row["per_cpu_second"] for row in updates.values()])
+        names = [f"{label}, {servers} x {durability}" for label, servers, durability in found.updates]
+        axes.barh(names, [row["per_cpu_second"] for row in found.updates.values()])
         axes.set_xlabel("updates per second of the servers' CPU")
         axes.invert_yaxis()
 
-    return publish("federated", data, sections, draw)
+    publish("federated", data, sections, draw)
 
 
-def _publish_memory(about: dict[str, Any], rows: list[dict[str, float]], *, quick: bool) -> None:
+def _publish_private(about: dict[str, Any], found: dict[str, Any]) -> None:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        names = [f"{one['kind']} {one['rate']:g}" for one in found["small"]]
+        axes.barh(names, [one["bytes"] for one in found["small"]])
+        axes.set_xlabel("bytes of values per upload, embedded digits")
+        axes.invert_yaxis()
+
+    aims = private.aims(found)
+    data = {**about, "private": found, "aims": [aim._asdict() for aim in aims]}
+    publish("federated-private", data, [aims_table(aims), *private.sections(found)], draw)
+
+
+def _publish_memory(about: dict[str, Any], rows: list[dict[str, float]]) -> None:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for name in ("server_mb", "scheduler_mb"):
@@ -276,16 +311,8 @@ def _publish_memory(about: dict[str, Any], rows: list[dict[str, float]], *, quic
         axes.legend()
 
     aims = memory.aims(rows)
-    data = {"machine": about, "quick": quick, "memory": rows, "aims": [aim._asdict() for aim in aims]}
+    data = {**about, "memory": rows, "aims": [aim._asdict() for aim in aims]}
     publish("federated-memory", data, [aims_table(aims), memory.section(rows)], draw)
-
-
-def _draw_private(figure: Any, found: dict[str, Any]) -> None:
-    axes = figure.subplots()
-    names = [f"{one['kind']} {one['rate']:g}" for one in found["small"]]
-    axes.barh(names, [one["bytes"] for one in found["small"]])
-    axes.set_xlabel("bytes of values per upload, embedded digits")
-    axes.invert_yaxis()
 
 
 def _aim(what: str, least: float, found: float) -> Aim:
@@ -297,4 +324,5 @@ def _shown(row: dict[str, float] | None) -> str:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from bench.process import proportional_mb
+from bench.process import proportional_mb, take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 
 LIMIT_S = 120.0  # for one command, from start to end
@@ -249,4 +249,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

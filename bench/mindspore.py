@@ -22,6 +22,7 @@ from typing import Any
 
 from bench import peers
 from bench.formation import BIN, COVEY, SCRIPTS, WAYS, measure
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from bench.training import deaths
 from covey.wire.address import free_port
@@ -185,4 +186,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

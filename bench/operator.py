@@ -26,6 +26,7 @@ from tests.operator.cluster import job as msjob_of
 from tests.operator.server import HOW, Server, binaries, start
 
 from bench import peers
+from bench.process import take_along
 from bench.report import Aim, aims_table, machine, publish, spread, table
 from covey.operator.api import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
 from covey.operator.crd import msjob
@@ -357,4 +358,5 @@ def report(about: dict[str, Any], found: dict[str, Any], quick: bool) -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.formation import BIN, SCRIPTS, finish, running
+from bench.process import take_along
 from bench.report import Aim, aims_table, machine, publish, spread, table
 
 SMALL, LARGE = "784 256 10", "784 2160 2160 2160 2160 2160 2160 10"  # widths of layers
@@ -193,4 +194,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

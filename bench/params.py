@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.core.serving import Serving
 from covey.params.client import Client, Given
@@ -190,4 +191,5 @@ def _rate(megabytes: int, taken: Spread) -> str:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

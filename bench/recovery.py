@@ -21,6 +21,7 @@ from typing import Any
 
 from bench import bandwidth, peers
 from bench.formation import BIN, SCRIPTS
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from bench.training import PHASES, Death, deaths, training
 
@@ -246,4 +247,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

@@ -20,6 +20,7 @@ from bench import tcpstore
 from bench.cluster import FORM_LIMIT_S, STAGE_LIMIT_S, Figures, end_by_death, form_and_leave, whole_life
 from bench.flock import PER_HOST, Flock, Late
 from bench.hosts import Hosts
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, exponent, machine, publish, spread, table
 from covey.node.sockets import raise_file_limit
 
@@ -288,4 +289,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

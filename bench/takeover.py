@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.cluster import _free_port
 from bench.formation import BIN
+from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.cli.visit import look
 from covey.core.model import Phase
@@ -30,6 +31,7 @@ from covey.node.runtime import Door
 
 ROOT = Path(__file__).parents[1]
 WORLD, LEASE_S, SLACK_S, LIMIT_S = 4, 5.0, 1.0, 60.0
+TAIL = 40  # lines of each log, where nobody leads in time
 SECRET = "of this benchmark"
 HOW = {"killed": signal.SIGKILL, "asked to go": signal.SIGTERM, "stopped": signal.SIGSTOP}
 SCRIPT = "import time, covey\ncovey.init()\ntime.sleep(3600)\n"
@@ -66,6 +68,10 @@ def cluster(folder: Path, lease: str) -> Iterator[Door]:
         run = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=output)
     try:
         yield Door("127.0.0.1", port, SECRET)
+    except TimeoutError:
+        for path in (folder / "output", *sorted((folder / "logs").rglob("scheduler*.log"))):
+            print(f"--- {path.name}", *path.read_text().splitlines()[-TAIL:], sep="\n", file=sys.stderr)
+        raise
     finally:
         run.send_signal(signal.SIGINT)
         try:
@@ -156,4 +162,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_along()
     main()

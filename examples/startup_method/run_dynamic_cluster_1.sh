@@ -1,5 +1,6 @@
 #!/bin/bash
 # Starts the scheduler and workers 0 to 3 on node 1, in the background: bash run_dynamic_cluster_1.sh <node_1 ip address>
+# There are 8 on both nodes; WORKERS=4 makes it four, two on each.
 # They train on MNIST where DATA_PATH names its folder, or where it lies in ./MNIST_Data, else on the digits in ../data.
 NODE_1_IP=${1:-${NODE_1_IP:?is not set: bash run_dynamic_cluster_1.sh <node_1 ip address>}}
 EXEC_PATH=$(pwd)
@@ -7,14 +8,15 @@ if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then
     export DATA_PATH=${EXEC_PATH}/MNIST_Data/train/
 fi
 
+WORKERS=${WORKERS:-8}
 rm -rf device
 mkdir device
 echo "start training"
 
-# Start Worker1 to Worker4, 4 Worker training processes in a loop
-for((i=0;i<4;i++));
+# Start the first half of the Worker training processes in a loop
+for((i=0;i<WORKERS/2;i++));
 do
-    export MS_WORKER_NUM=8                    # Set the total number of Worker processes in the cluster to 8 (including other node processes)
+    export MS_WORKER_NUM=$WORKERS             # Set the total number of Worker processes in the cluster (including other node processes)
     export MS_SCHED_HOST=${NODE_1_IP}         # Set the Scheduler IP address to the Node 1 IP address
     export MS_SCHED_PORT=8118                 # Set the Scheduler port
     export MS_ROLE=MS_WORKER                  # Set the startup process to the MS_WORKER role
@@ -23,7 +25,7 @@ do
 done
 
 # Start 1 Scheduler process on node 1
-export MS_WORKER_NUM=8                        # Set the total number of Worker processes in the cluster to 8 (including other node processes)
+export MS_WORKER_NUM=$WORKERS                 # Set the total number of Worker processes in the cluster (including other node processes)
 export MS_SCHED_HOST=${NODE_1_IP}             # Set the Scheduler IP address to the Node 1 IP address
 export MS_SCHED_PORT=8118                     # Set the Scheduler port
 export MS_ROLE=MS_SCHED                       # Set the startup process to the MS_SCHED role

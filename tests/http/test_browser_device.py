@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.http.chromium import browsers
 from tests.processes.command import Shell, shells
 from tests.processes.federation import Federation
 
 from covey.federated import Device
 from covey.federated.simulate import digits
 
-CHROMIUM = shutil.which("chromium") or ""
 VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
 SCRIPT = """
 import numpy as np
@@ -52,13 +51,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture
 def tab() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM:
-        pytest.skip("chromium is not installed here")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    for browser in browsers():
         yield browser.new_page()
-        browser.close()
 
 
 def test_a_tab_takes_part_in_a_secure_round(shell: Shell, tab: Any) -> None:

@@ -80,19 +80,42 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     run = shell.covey(*words, env={"COVEY_STRATEGY": None})
     shell.heard(2, "step 3 ")
     shell.listening(port)
-    page = tab.page
-    page.goto(f"http://127.0.0.1:{port}/")
-
+    tab.page.goto(f"http://127.0.0.1:{port}/")
     for rank in range(3):
         tab.row(f"worker:{rank}").wait_for()
-    tab.until("document.querySelector('#phase').textContent === 'ready'")
+    ready(tab)
     tab.until("[...document.querySelectorAll('.chart .curve')].every((path) => path.getAttribute('d').includes('L'))")
 
+    kill_a_worker(tab, tmp_path)
+    look_at_the_recovery(tab, tmp_path)
+    grow(tab, tmp_path)
+    drain(tab)
+    ask_a_scheduler_that_dies(tab, shell, port)
+    read_a_log(tab, port)
+    look_at_settings_and_story(tab, tmp_path)
+
+    tab.page.click("#actions >> text=Dump…")
+    tab.page.fill('dialog input[name="reason"]', "seen enough")
+    tab.page.click("dialog button.danger")
+    assert run.wait() == ExitCode.STOPPED, run.tail()
+    assert "seen enough" in run.text() and list((tmp_path / "checkpoints").iterdir())
+    tab.until("document.querySelector('#line').textContent !== 'live'")
+    elsewhere = [url for url in tab.asked if not url.startswith(f"http://127.0.0.1:{port}/")]
+    policy = [said for said in tab.complaints if "ERR_" not in said and "Failed to load" not in said]
+    assert elsewhere == [] and policy == []
+
+
+def ready(tab: Tab) -> None:
+    tab.until("document.querySelector('#phase').textContent === 'ready'")
+
+
+def kill_a_worker(tab: Tab, folder: Path) -> None:
+    page = tab.page
     tab.row("worker:1").click()
     page.locator(".panel dd", has_text="train").wait_for()
     before = page.locator(".panel .facts div", has_text="process").locator("dd").inner_text()
     page.click(".panel >> text=Kill…")
-    picture(page, tmp_path, "console-confirm")
+    picture(page, folder, "console-confirm")
     page.click("dialog >> text=Cancel")
     assert tab.row("worker:1").locator(".c-restarts").inner_text() == "0", "nothing happens before it is confirmed"
     page.click(".panel >> text=Kill…")
@@ -104,6 +127,9 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     assert page.locator(".panel .facts div", has_text="process").locator("dd").inner_text() != before
     page.keyboard.press("Escape")
 
+
+def look_at_the_recovery(tab: Tab, folder: Path) -> None:
+    page = tab.page
     page.keyboard.press("2")  # the recoveries
     incident = page.locator(".incident", has=page.locator(".badge", has_text="resumed")).first
     incident.wait_for()
@@ -111,18 +137,25 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     assert stages == ["detected", "decided", "re-formed", "restored", "resumed"]
     assert "SIGKILL" in incident.inner_text() and "worker:1 is started again" in incident.inner_text()
     tab.close_notes()
-    picture(page, tmp_path, "console-recovery")
+    picture(page, folder, "console-recovery")
 
+
+def grow(tab: Tab, folder: Path) -> None:
+    page = tab.page
     tab.view("nodes")
     page.click("#actions >> text=Scale…")
     page.fill('dialog input[name="wanted"]', "4")
     page.click("dialog button.primary")
     tab.row("worker:3").wait_for()
     tab.until("document.querySelector('[data-of=\"workers\"]').textContent === '4 / 4'")
-    tab.until("document.querySelector('#phase').textContent === 'ready'")
+    ready(tab)
     tab.close_notes()
-    picture(page, tmp_path, "console")
+    picture(page, folder, "console")
 
+
+def drain(tab: Tab) -> None:
+    """Not all can go; one can. The dialog for the size is open at the end."""
+    page = tab.page
     tab.row("worker:0").click()
     page.click(".panel >> text=Drain host…")
     page.click("dialog button.primary")
@@ -137,6 +170,9 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     page.click("dialog button.primary")
     page.locator("dialog .trouble", has_text="there are 3 workers already").wait_for()
 
+
+def ask_a_scheduler_that_dies(tab: Tab, shell: Shell, port: int) -> None:
+    page = tab.page
     scheduler = next(node["pid"] for node in shell.nodes() if node["role"] == "scheduler")
     os.kill(scheduler, signal.SIGKILL)
     page.fill('dialog input[name="wanted"]', "2")
@@ -145,8 +181,11 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     page.keyboard.press("Escape")
     shell.listening(port)
     tab.until("document.querySelector('#line').textContent === 'live'")
-    tab.until("document.querySelector('#phase').textContent === 'ready'")
+    ready(tab)
 
+
+def read_a_log(tab: Tab, port: int) -> None:
+    page = tab.page
     page.goto(f"http://127.0.0.1:{port}/#logs/worker:0")
     tab.until("document.querySelector('.log')?.childElementCount > 5")
     shown = page.locator(".log > span").count()
@@ -156,23 +195,16 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     tab.until("document.querySelectorAll('.log mark').length === 1")
     assert page.locator(".log").inner_text().startswith("step 3 loss ")
 
+
+def look_at_settings_and_story(tab: Tab, folder: Path) -> None:
+    page = tab.page
     tab.view("settings")
     number = page.locator('.plain-table tr:has(th:text-is("MS_WORKER_NUM"))')
     number.wait_for()
     assert number.locator("td").nth(0).inner_text() == "3" and number.locator("td").nth(1).inner_text() != "default"
     tab.view("story")
     page.locator(".story li", has_text="to be killed").wait_for()
-    picture(page, tmp_path, "console-story")
-
-    page.click("#actions >> text=Dump…")
-    page.fill('dialog input[name="reason"]', "seen enough")
-    page.click("dialog button.danger")
-    assert run.wait() == ExitCode.STOPPED, run.tail()
-    assert "seen enough" in run.text() and list((tmp_path / "checkpoints").iterdir())
-    tab.until("document.querySelector('#line').textContent !== 'live'")
-    elsewhere = [url for url in tab.asked if not url.startswith(f"http://127.0.0.1:{port}/")]
-    policy = [said for said in tab.complaints if "ERR_" not in said and "Failed to load" not in said]
-    assert elsewhere == [] and policy == []
+    picture(page, folder, "console-story")
 
 
 def test_a_stranger_is_asked_for_the_token_and_other_pages_can_do_nothing(browser: Any, tmp_path: Path) -> None:

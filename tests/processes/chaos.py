@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 from tests.processes.command import Shell, shells
 from tests.processes.elastic import check, start
 from tests.processes.harness import Process, until
@@ -98,7 +99,7 @@ class Chaos:
         if self.guest is None and chance < 0.2:
             self.guest = self._host("b")
             self.counts["host came"] += 1
-        elif self.guest is not None and chance < 0.03 and world - self._carried(view) >= 2:
+        elif self.guest is not None and chance < 0.03 and self._at_home(view) >= 2:
             self.guest.kill()
             self.guest = None
             self.counts["host killed"] += 1
@@ -107,9 +108,10 @@ class Chaos:
         else:
             self._scale(self.random.choice([n for n in range(2, MOST + 1) if n != world]))
 
-    def _carried(self, view: ClusterView) -> int:
-        agents = [node.agent for node in workers(view)]
-        return len(agents) - Counter(agents).most_common(1)[0][1] if agents else 0
+    def _at_home(self, view: ClusterView) -> int:
+        """How many have the state without the guest."""
+        ours = {child.pid for child in psutil.Process(self.home.pid).children(recursive=True)}
+        return sum(node.pid in ours and node.step > 0 and node.pid not in self._killed for node in workers(view))
 
     def _kill(self, view: ClusterView, leave: int) -> bool:
         """Not the last who have the state: without it the training would begin anew."""

@@ -23,9 +23,10 @@ def test_a_scheduler_under_abuse(shell: Shell) -> None:
     assert [node.pid for node in shell.view(abuse.SECRET).nodes if node.pid == site.process.pid], "it is the same process"
 
 
-def test_a_federated_server_under_abuse(shell: Shell) -> None:
-    _, site = abuse.federated(shell)
-    abuse.everything(site, half_open=200, body=32 << 20, drops_s=1)
+def test_a_federation_under_abuse(shell: Shell) -> None:
+    _, sites = abuse.federated(shell)
+    for site in sites:
+        abuse.everything(site, half_open=200, body=32 << 20, drops_s=1)
 
 
 @pytest.mark.parametrize("name", fuzz.BYTES)

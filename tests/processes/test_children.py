@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from tests.processes.nursery import HOME, Nursery, python
 
 from covey.errors import StoreError, UsageError
-from covey.node.children import Exit
+from covey.node.children import Exit, why
 
 
 @pytest.fixture
@@ -252,6 +254,14 @@ def test_plain_processes_when_asked_for(plain: Nursery) -> None:
     assert plain.children.template_pid == 0
 
 
+def test_where_few_files_may_be_open_a_child_is_tied_all_the_same(nursery: Nursery) -> None:
+    """The descriptor of its lifeline lies above those that shells use, where there is such a number."""
+    script = nursery.script("print('tied')")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.prlimit(nursery.children.template_pid, resource.RLIMIT_NOFILE, (48, hard))
+    assert nursery.run("worker:0", script).said == "tied\n"
+
+
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -267,3 +277,5 @@ def test_what_cannot_be_started_is_one_sentence(nursery: Nursery) -> None:
     with pytest.raises(UsageError, match="worker:1 has nothing to run"):
         nursery.start("worker:1")
     assert nursery.children.pid("worker:1") == 0
+    assert why(OSError(errno.EMFILE, "Too many open files")).endswith("files open and has them: allow it more (ulimit -n)")
+    assert why(OSError(errno.ENOMEM, "Cannot allocate memory")) == "[Errno 12] Cannot allocate memory"

@@ -119,6 +119,25 @@ def test_a_growth_that_fails_is_taken_back(shell: Shell) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_the_last_who_has_the_state_dies_alone(shell: Shell) -> None:
+    """Its successor is alone, and its seat is not its rank: it goes on from the checkpoint with all of the data, and others may
+    come again."""
+    shrink, grow = "0:6:forward:hold", "2:12:forward:hold"
+    run = start(shell, EVERY="5", COVEY_STRATEGY="recover-in-place,elastic-training", FAULTS=f"{shrink} 2:11:forward {grow}")
+    reached(shell, shrink)
+    address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
+    assert address is not None
+    assert httpx2.post(f"{address[1]}/scalein", json={"node_ids": ["0", "1"]}, trust_env=False, timeout=30).status_code == 200
+    release(shell, shrink)
+    shell.heard("scheduler", "nobody is left who had the state: all begin anew, from their newest checkpoint")
+    assert "the world grows from 1 to 3" in scaled(shell, grow, 3)
+    release(shell, grow)
+    assert run.wait(LONG_S) == 0, run.tail()
+    assert "BEGINS at 10" in shell.log(2)
+    assert [end["world"] for end in check(shell)] == [3, 3, 3]
+
+
+@pytest.mark.timeout(300)
 def test_the_example(shell: Shell) -> None:
     examples = Path(__file__).parents[2] / "examples"
     strategy = {"COVEY_STRATEGY": "retry,elastic-training,exit"}

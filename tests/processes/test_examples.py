@@ -6,8 +6,10 @@ own scripts. 04 is run by test_elastic.py.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
+import os
 import re
 import shutil
 import struct
@@ -18,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.documents import PAGES, blocks
-from tests.processes.harness import Process, Processes
+from tests.processes.harness import Process, Processes, until
 from tests.processes.network import hosts_possible
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -123,6 +125,34 @@ def test_a_startup_script_wants_the_address_of_node_1(examples: Examples) -> Non
         assert refused.code != 0
         assert f"NODE_1_IP: is not set: bash {script} <node_1 ip address>" in refused.text()
     assert not (examples.home / "startup_method" / "device").exists()
+
+
+@pytest.mark.parametrize(("env", "workers"), [({}, 8), ({"WORKERS": 4}, 4)])
+def test_the_startup_scripts_start_eight_workers_unless_told(examples: Examples, env: dict[str, int], workers: int) -> None:
+    """What each process is told, by a python that only says it: what they do then is in the tutorial."""
+    python = examples.folder / "bin/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$MS_ROLE of $MS_WORKER_NUM at $MS_SCHED_HOST"\n')
+    python.chmod(0o755)
+    home, path = examples.home / "startup_method", {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+
+    def told() -> dict[str, str]:
+        return {log.stem: log.read_text() for log in (home / "device").glob("*.log")}
+
+    def expected(host: str, first: int, last: int) -> dict[str, str]:
+        return {f"worker_{number}": f"MS_WORKER of {workers} at {host}\n" for number in range(first, last)}
+
+    def says(meant: dict[str, str]) -> bool:
+        return told() == meant
+
+    here, there, half = "127.0.0.1", "10.9.8.7", workers // 2
+    for words, meant in (
+        (["run_dynamic_cluster.sh"], expected(here, 0, workers) | {"scheduler": f"MS_SCHED of {workers} at {here}\n"}),
+        (["run_dynamic_cluster_1.sh", there], expected(there, 0, half) | {"scheduler": f"MS_SCHED of {workers} at {there}\n"}),
+        (["run_dynamic_cluster_2.sh", there], expected(there, half, workers)),
+    ):
+        assert examples.run(["bash", *words], cwd=home, env=env | path).code == 0
+        until(functools.partial(says, meant), f"{meant}", story=lambda: str(told()))
 
 
 # -- MNIST's files -----------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shel
     until(lambda: federation.instance()["missing"] == ["1"], "the round to go without it", story=federation.tails)
     federation.join(1, federation.port + 1, "host-1").wait_for("Server started successfully.")
     assert federation.instance()["counted"] == 0, "what it had logged was given up"
-    assert first.send(update(0, 1))
+    again = first._device.join()  # the device believes that the iteration has its update: it is asked for it again
+    assert again is not None and again.iteration == 1 and again.send(update(0, 1))
     federation.server(COVEY_HOST_ID="host-1").kill()
     assert second.send(update(1, 1))
     iteration, weights = second._device.model(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.processes.harness import free_port, nodes_of
+from tests.processes.harness import free_port, nodes_of, until
 from tests.processes.recovering import Recovering, membership, recovering
 
 from covey.core.model import ClusterRecord, Ended, Phase
+from covey.node.office import Kept
+from covey.node.scheduler_process import SchedulerProcess
 from covey.store.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
@@ -287,3 +291,23 @@ def test_a_scheduler_lost_before_it_told_the_end_tells_it_when_it_is_back(cluste
     assert [node.wait() for node in (again, *workers)] == [32, 32, 32]
     assert all("asked to stop" in node.text() for node in workers)
     assert cluster.scheduler().wait_for(r"scheduler of cluster (\w+) at")[1] != kept.cluster_id, "all were told"
+
+
+def test_a_scheduler_that_is_interrupted_while_it_imports_says_nothing(tmp_path: Path) -> None:
+    """The package that it imports first is one that never ends to be imported."""
+    (tmp_path / "covey").mkdir()
+    (tmp_path / "covey/__init__.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    log = tmp_path / "scheduler.log"
+
+    async def interrupted() -> int | None:
+        environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        kept = Kept(sockets=([], []), journal="")
+        process = SchedulerProcess(kept, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
+        await process.start()
+        await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")
+        await process.stop(60.0)
+        assert process._process is not None
+        return process._process.returncode
+
+    assert asyncio.run(interrupted()) == -signal.SIGINT
+    assert log.read_text() == "importing\n"

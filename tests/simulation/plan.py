@@ -125,16 +125,7 @@ def draw(random: Random) -> Plan:
     plan.faults = tuple(random.sample(FAULTS, random.randint(1, len(FAULTS))))
     plan.chaos_s = random.choice((60.0, 240.0, 600.0)) if world < 50 else 60.0
     if agents and world <= TRAINING_MAX and random.random() < 0.7:
-        often = random.choice((0.4, 0.8, 0.8, 0.9))
-        rungs = tuple(s for s in Strategy if random.random() < (0.5 if s is Strategy.ELASTIC else often))
-        plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
-        plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
-        plan.faults = (*plan.faults, "kill node", "preempt")
-        stuck = random.choice((5.0, 60.0))
-        plan.cluster = structs.replace(cluster, strategies=rungs, stuck_s=stuck, dump_s=10.0, extra_ranks=random.randint(0, 8))
-        plan.cluster = structs.replace(plan.cluster, shrink_after_s=random.choice((0.0, 5.0, 30.0)))
-        if random.random() < 0.5:
-            _more_hosts(random, plan)
+        _train(random, plan)
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
     if plan.cluster.strategies and Strategy.RECOVER in plan.cluster.strategies:
@@ -143,6 +134,20 @@ def draw(random: Random) -> Plan:
     if random.random() < 0.5:
         plan.faults = (*plan.faults, "say gone")
     return plan
+
+
+def _train(random: Random, plan: Plan) -> None:
+    """The workers are in a loop, and heal by some of the strategies."""
+    often = random.choice((0.4, 0.8, 0.8, 0.9))
+    rungs = tuple(s for s in Strategy if random.random() < (0.5 if s is Strategy.ELASTIC else often))
+    plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
+    plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
+    plan.faults = (*plan.faults, "kill node", "preempt")
+    stuck = random.choice((5.0, 60.0))
+    plan.cluster = structs.replace(plan.cluster, strategies=rungs, stuck_s=stuck, dump_s=10.0, extra_ranks=random.randint(0, 8))
+    plan.cluster = structs.replace(plan.cluster, shrink_after_s=random.choice((0.0, 5.0, 30.0)))
+    if random.random() < 0.5:
+        _more_hosts(random, plan)
 
 
 def _raw(random: Random, count: int, role: Role) -> list[Place]:

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
+import os
 import resource
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx2
 import psutil
+from tests.operator import cluster
+from tests.operator import server as kubernetes
+from tests.processes import test_serving
 from tests.processes.command import Shell, shells
 from tests.processes.federation import Federation
+from tests.processes.harness import free_port, until
+from tests.processes.test_taskd import MANAGER
 
 from covey.core.messages import Ask, Register
 from covey.core.model import Host, Role
@@ -30,6 +39,7 @@ from covey.wire.greeting import ClientGreeting
 
 GROWTH_MAX = 256 << 20  # bytes by which a process may grow under any of it
 GIGABYTE = 1 << 30
+REFUSED_MAX = 20  # connections in a row of a crowd, after which it is large enough
 SECRET = "known-to-the-rude-too"
 PIECE = bytes(1 << 20)
 TRICKS = (
@@ -48,33 +58,39 @@ TRICKS = (
 
 
 class Site:
-    """A running cluster: which process serves which port."""
+    """A running process: which ports it serves, and who is polite there meanwhile."""
 
-    def __init__(self, pid: int, ports: dict[str, int], http: dict[str, int]) -> None:
+    def __init__(
+        self,
+        pid: int,
+        ports: dict[str, int],
+        http: Sequence[str] = (),
+        framed: Mapping[str, str] = MappingProxyType({}),
+        polite: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`http` are the ports that speak HTTP; `framed` those that speak frames, with the secret they ask for."""
         self.process = psutil.Process(pid)
-        self.ports, self.http = ports, http  # all, and those that speak HTTP
+        self.ports, self.framed, self._polite = ports, framed, polite
+        self.http = {name: ports[name] for name in http}
         self._before = self.process.memory_info().rss
+        self.grown = 0  # bytes, at most
 
     def check(self, what: str) -> None:
         """It lives, has not grown without bound, and answers."""
+        assert self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE, f"{what}: the process ended"
         grown = self.process.memory_info().rss - self._before
+        self.grown = max(self.grown, grown)
         assert grown < GROWTH_MAX, f"{what}: the server grew by {grown >> 20} MB"
         for name, port in self.http.items():
             answer = httpx2.get(f"http://127.0.0.1:{port}/healthz", timeout=60)
             assert answer.status_code in (200, 404), f"{what}: {name} says {answer.status_code}"
+        self._polite()
 
-    def half_open(self, count: int) -> int:
-        """So many connections that say nothing, at all ports in turn, while everyone else is served; how many there were."""
-        held: list[socket.socket] = []
-        try:
-            for number in range(count):
-                with contextlib.suppress(OSError):  # turned away is well too
-                    held.append(socket.create_connection(("127.0.0.1", list(self.ports.values())[number % len(self.ports)]), 5))
-            self.check(f"{len(held)} half-open connections")
-            return len(held)
-        finally:
-            for sock in held:
-                sock.close()
+    def half_open(self, count: int) -> None:
+        """So many connections that say nothing, at each port, while everyone else is served."""
+        for name, port in self.ports.items():
+            with silent(port, count) as held:
+                self.check(f"{held} half-open connections at {name}")
 
     def drops(self, seconds: float) -> None:
         """Requests and greetings that never end, a byte at a time."""
@@ -104,9 +120,8 @@ class Site:
 
     def large_frames(self) -> None:
         """A message that announces more than any message has, after a good greeting."""
-        port = self.ports["cluster"]
-        for size in (0xFFFFFFFF, 17 << 20):
-            with _greeted(port) as sock:
+        for (name, secret), size in itertools.product(self.framed.items(), (0xFFFFFFFF, 17 << 20)):
+            with _greeted(self.ports[name], secret) as sock:
                 sock.sendall(size.to_bytes(4, "big") + PIECE)
                 with contextlib.suppress(ConnectionError):
                     while sock.recv(65536):
@@ -129,7 +144,7 @@ class Site:
     def paths(self) -> None:
         """Ids and paths that lead elsewhere."""
         for trick in TRICKS:
-            with _greeted(self.ports["cluster"]) as sock:
+            with _greeted(self.ports["cluster"], SECRET) as sock:
                 wish = Register(Role.WORKER, trick, "a-life", Host("h", trick, "127.0.0.1"), {})
                 sock.sendall(frame(wish) + frame(Ask()))
                 sock.settimeout(10)
@@ -186,9 +201,9 @@ def _heard(sock: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def _greeted(port: int) -> Iterator[socket.socket]:
+def _greeted(port: int, secret: str) -> Iterator[socket.socket]:
     """A connection of somebody who knows the secret."""
-    greeting = ClientGreeting(SECRET)
+    greeting = ClientGreeting(secret)
     with socket.create_connection(("127.0.0.1", port), 60) as sock:
         sock.sendall(greeting.opening())
         rest: bytes | None = None
@@ -198,16 +213,34 @@ def _greeted(port: int) -> Iterator[socket.socket]:
         yield sock
 
 
+@contextlib.contextmanager
+def silent(port: int, count: int) -> Iterator[int]:
+    """So many connections that say nothing, or as many as are taken: how many are held."""
+    held: list[socket.socket] = []
+    refused = 0
+    while len(held) < count and refused < REFUSED_MAX:
+        try:
+            held.append(socket.create_connection(("127.0.0.1", port), 5))
+        except OSError:  # turned away is well too
+            refused += 1
+    try:
+        yield len(held)
+    finally:
+        for sock in held:
+            sock.close()
+
+
 def everything(site: Site, *, half_open: int, body: int, drops_s: float) -> None:
     """All of it at one site."""
     site.half_open(half_open)
     site.drops(drops_s)
     site.large_bodies(body)
+    site.large_frames()
     if "cluster" in site.ports:
-        site.large_frames()
         site.paths()
-    site.bombs()
-    site.variables()
+    if "metrics" not in site.ports:  # which reads no bodies at all
+        site.bombs()
+        site.variables()
 
 
 def training(shell: Shell) -> Site:
@@ -215,77 +248,131 @@ def training(shell: Shell) -> Site:
     words = ("run", "-n", "1", "--master", f"127.0.0.1:{shell.port}", shell.default, shell.go)
     shell.covey(*words, env={"COVEY_SECRET": SECRET})
     shell.heard(0, "rank=0")
+    return _scheduler(shell)
+
+
+def manager(shell: Shell) -> Site:
+    """TaskD's manager, without anybody who registers."""
+    compat = shell.ask("compat").text().strip()
+    path = ":".join(filter(None, [compat, shell.environ().get("PYTHONPATH")]))
+    env: dict[str, str | int] = {
+        "COVEY_TASKD_PORT": shell.port,
+        "MINDX_TASK_ID": "job7",
+        "PYTHONPATH": path,
+        "COVEY_SECRET": SECRET,
+    }
+    shell.start([sys.executable, shell.script(MANAGER, "manager.py")], name="manager", env=env)
+    shell.listening(shell.port)
+    return _scheduler(shell)
+
+
+def _scheduler(shell: Shell) -> Site:
     view = shell.view(SECRET)
-    scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
-    return Site(scheduler, {"cluster": shell.port, "rest": view.manage_port}, {"rest": view.manage_port})
+    pid = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
+    ports = {"cluster": shell.port} | ({"rest": view.manage_port} if view.manage_port > 0 else {})
+    return Site(pid, ports, [name for name in ports if name == "rest"], {"cluster": SECRET}, lambda: shell.view(SECRET))
 
 
-def federated(shell: Shell) -> tuple[Federation, Site]:
-    """A federated server: its port for devices."""
+def federated(shell: Shell) -> tuple[Federation, list[Site]]:
+    """A federation: a server's ports for devices and for other servers, the scheduler's for servers and for people."""
     federation = Federation(shell, 1, 2, update_model_time_window=600_000)
-    server = federation.some("MS_SERVER")[0].pid
-    return federation, Site(server, {"devices": federation.port}, {"devices": federation.port})
+    server, scheduler = federation.some("MS_SERVER")[0], federation.some("MS_SCHED")[0]
+    others = [port for port in _listening(server) if port != federation.port]
+    ports = {"devices": federation.port} | {f"servers {number}": port for number, port in enumerate(others)}
+    framed = {name: "" for name in ports if name != "devices"}
+    kept = {"servers": federation.scheduler, "people": federation.manage}
+    return federation, [
+        Site(server.pid, ports, ["devices"], framed),
+        Site(scheduler.pid, kept, ["people"], {"servers": ""}, federation.state),
+    ]
 
 
-def whole_run(shell: Shell) -> None:
-    """A run with everything that can listen: scheduler, standby, workers, a parameter server."""
-    words = ("run", "-n", "2", "--servers", "1", "--standbys", "1", "--master", f"127.0.0.1:{shell.port}")
-    shell.covey(*words, shell.default, shell.go, env={"COVEY_SECRET": SECRET})
-    for rank in range(2):
-        shell.heard(rank, f"rank={rank}")
+@contextlib.contextmanager
+def operators(shell: Shell) -> Iterator[list[Site]]:
+    """The operator's page and its numbers, beside a real API server."""
+    server = kubernetes.shared(shell.folder, os.getpid())
+    held = cluster.Kubernetes(server, "abuse", shell.folder)
+    try:
+        ports = {"page": free_port(), "metrics": free_port()}
+        where = ("--kubeconfig", str(held.kubeconfig), "--namespace", "abuse")
+        listens = ("--console", str(ports["page"]), "--metrics-port", str(ports["metrics"]))
+        operator = shell.covey("operator", "run", "--no-leader-elect", *where, *listens)
+        for port in ports.values():
+            shell.listening(port)
+        yield [Site(operator.pid, {name: port}, [name]) for name, port in ports.items()]
+    finally:
+        held.end()
+
+
+def _listening(process: psutil.Process) -> list[int]:
+    links = process.net_connections("tcp")
+    return sorted({link.laddr.port for link in links if link.status == psutil.CONN_LISTEN})
 
 
 def listeners(shell: Shell) -> list[tuple[psutil.Process, int]]:
     """Every port that a process of the run listens on."""
-    found = {}
+    found: dict[int, psutil.Process] = {}
     for process in shell.mine():
         with contextlib.suppress(psutil.Error):
-            for link in process.net_connections("tcp"):
-                if link.status == psutil.CONN_LISTEN:
-                    found[link.laddr.port] = process
+            found |= dict.fromkeys(_listening(process), process)
     return [(process, port) for port, process in sorted(found.items())]
 
 
 def strangers(shell: Shell, *, half_open: int, body: int) -> str:
-    """Noise at every port of a run, whoever listens there: nobody ends or grows. Says who they were."""
+    """Noise at every port of a run of ranks, parameter servers and a standby, whoever listens there: nobody ends or grows, and
+    beside as many silent connections a rank that is killed is replaced and the training ends well. Says who they were."""
+    options = ("-n", "2", "--servers", "1", "--standbys", "1", "--master", f"127.0.0.1:{shell.port}")
+    run = test_serving.start(shell, *options, COVEY_SECRET=SECRET, KIND="hybrid", HOLD="5")
+    marks = shell.folder / "marks"
+    until((marks / "held-5").exists, "step 5", 100, shell.tails)
     ports = listeners(shell)
     before = {process: process.memory_info().rss for process in shell.mine()}
-    held: list[socket.socket] = []
-    try:
-        for number in range(half_open):
-            with contextlib.suppress(OSError):
-                held.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)][1]), 5))
-        for _, port in ports:
-            for noise in (PIECE, b"\xff" * len(PIECE), b"GET / HTTP/1.1\r\n" * 1000):
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
-                    for _ in range(max(1, body // len(PIECE))):
-                        sock.sendall(noise)
-    finally:
-        for sock in held:
-            sock.close()
+    said = []
+    for process, port in ports:
+        with silent(port, half_open) as held:
+            said.append(f"{' '.join(process.cmdline()).strip()[-40:]} ({port}): {held}")
+        for noise in (PIECE, b"\xff" * len(PIECE), b"GET / HTTP/1.1\r\n" * 1000):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
+                for _ in range(max(1, body // len(noise))):
+                    sock.sendall(noise)
     for process, rss in before.items():
-        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE, f"{process} ended"
+        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE, f"{process} ended\n{shell.tails()}"
         grown = process.memory_info().rss - rss
         assert grown < GROWTH_MAX, f"{process} grew by {grown >> 20} MB"
-    return ", ".join(f"{process.name()} {process.pid}: {port}" for process, port in ports)
+    with contextlib.ExitStack() as stack:
+        for _, port in ports:
+            stack.enter_context(silent(port, half_open // len(ports)))
+        os.kill(int(shell.heard(1, r"PID (\d+)")[1]), signal.SIGKILL)
+        (marks / "go-5").touch()
+        test_serving.outcome(shell, run, 2)
+    return ", ".join(said)
 
 
 def main() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))  # ours and, inherited, that of what we start
     print(f"descriptors: {soft} of {hard} before")
-    for start in (training, lambda shell: federated(shell)[1]):
+    scenes: dict[str, Callable[[Shell], contextlib.AbstractContextManager[list[Site]]]] = {
+        "training": lambda shell: contextlib.nullcontext([training(shell)]),
+        "manager": lambda shell: contextlib.nullcontext([manager(shell)]),
+        "federated": lambda shell: contextlib.nullcontext(federated(shell)[1]),
+        "operators": operators,
+    }
+    wanted = sys.argv[1:] or [*scenes, "strangers"]
+    for name in wanted:
         with tempfile.TemporaryDirectory() as folder:
             for shell in shells(Path(folder)):
-                site = start(shell)
-                began = time.monotonic()
-                everything(site, half_open=10_000, body=GIGABYTE, drops_s=15)
-                print(f"{', '.join(site.ports)}: all refused or cut off in {time.monotonic() - began:.0f} s", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for shell in shells(Path(folder)):
-            whole_run(shell)
-            print(f"noise outlived by {strangers(shell, half_open=10_000, body=GIGABYTE)}", flush=True)
-            shell.release()
+                if name == "strangers":
+                    print(f"noise outlived by {strangers(shell, half_open=10_000, body=GIGABYTE)}", flush=True)
+                    continue
+                with scenes[name](shell) as sites:
+                    for site in sites:
+                        began = time.monotonic()
+                        everything(site, half_open=10_000, body=GIGABYTE, drops_s=15)
+                        took, grown = time.monotonic() - began, site.grown >> 20
+                        print(
+                            f"{name}, {', '.join(site.ports)}: all refused or cut off in {took:.0f} s, +{grown} MB", flush=True
+                        )
     return 0
 
 

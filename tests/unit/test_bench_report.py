@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from bench.report import Aim, Spread, aims_table, exponent, spread, table
 from bench.scoreboard import page
+from tests.documents import ROOT
+from tests.processes.harness import until
+
+from covey.store.registry import process_started
 
 
 def test_spread_of_an_odd_number_of_measurements() -> None:
@@ -49,3 +55,22 @@ def test_the_scoreboard_has_the_aims_of_every_result(tmp_path: Path) -> None:
     assert "1 of 2 aims held" in text
     assert "| [scale](scale.md) | fast | at most 1 s | 0.5 s [0.4..0.6] | yes |" in text
     assert "Not measured: formation" in text
+
+
+STARTS = """
+import subprocess
+from bench.process import take_along
+take_along()
+child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"])
+child.wait()
+"""
+
+
+def test_a_benchmark_that_is_asked_to_go_takes_all_along_that_it_started() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True, cwd=ROOT) as bench:
+        assert bench.stdout is not None
+        sleeper = int(bench.stdout.readline())
+        assert process_started(sleeper)
+        bench.terminate()
+        assert bench.wait(60) == 143
+    until(lambda: not process_started(sleeper), "what the shell started to be gone")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from covey import clock
@@ -115,13 +119,38 @@ def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
 def test_a_process_that_is_no_run_s_is_not_touched() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        for harm in (faults.kill, faults.cut, faults.keeper_of):
+        for harm in (faults.kill, faults.cut):
             with pytest.raises(faults.Gone, match="no child of a covey run"):
-                harm(stranger.pid)
+                harm(stranger.pid, [psutil.Process()])
         assert stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()
+
+
+KEEPS = """
+import subprocess
+with subprocess.Popen(["sleep", "600"]) as child:
+    print(child.pid, flush=True)
+"""
+
+
+def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "covey").write_text(KEEPS)
+    command = [sys.executable, str(tmp_path / "covey"), "run"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)]
+    try:
+        pids = [int(run.stdout.readline()) for run in runs if run.stdout]
+        with pytest.raises(faults.Gone, match="of another run"):
+            faults.kill(pids[1], [psutil.Process(runs[0].pid)])
+        assert psutil.Process(pids[1]).status() != psutil.STATUS_ZOMBIE
+        faults.kill(pids[0], [psutil.Process(runs[0].pid)])
+        assert runs[0].wait(60) == 0, "it ends with its child"
+    finally:
+        for run in runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
 
 
 def test_the_wall_clock_can_be_told_to_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,18 @@ def test_whoever_has_not_heard_asks_and_is_told() -> None:
     assert told == [Tell("b", Held(1, 5, (device,))), Tell("b", Held(1, 5, whole=True))]
 
 
+def test_what_is_known_to_be_counted() -> None:
+    claims, mine, theirs = ready("a", "b"), device_of("a"), device_of("b")
+    assert not claims.knows(5, mine) and not claims.knows(5, theirs)
+    claims.heard("b", Held(1, 5, (mine,)), 0.0)
+    claims.came(5, theirs, 0.0)
+    claims.heard("b", Verdict(1, 5, counted=(theirs,)), 0.0)
+    assert claims.knows(5, mine) and claims.knows(5, theirs), "as owner, and because the owner said so"
+    claims.restore(5, ["held"])
+    claims.follow(orders(generation=2), 0.0)
+    assert claims.knows(5, "held") and not claims.knows(5, mine) and not claims.knows(5, theirs), "who held them may be gone"
+
+
 def test_a_grant_of_an_earlier_generation_is_void_and_claimed_again() -> None:
     claims, device = ready("a", "b"), device_of("b")
     claims.came(5, device, 0.0)

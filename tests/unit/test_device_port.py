@@ -19,7 +19,7 @@ class Port:
     """A site, one connection to it, and what came back."""
 
     def __init__(self) -> None:
-        self.site = Site(self._receive, lambda status, sentence: sentence.encode(), body_max=1_000_000)
+        self.site = Site(self._receive, lambda status, sentence: sentence.encode(), body_max=1_000_000, connections_max=3)
 
     def _receive(self, request: Request) -> None:
         request.reply([b"well"])
@@ -37,6 +37,12 @@ class Port:
                     if found._filled + found._received == received:
                         return found
                 await asyncio.sleep(0)
+
+    async def asked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A whole request over a connection, and its answer."""
+        writer.write(b"GET /well HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readuntil(b"\r\n\r\nwell")).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("half", HALF)
@@ -109,6 +115,28 @@ def test_a_slow_link_has_more_time_the_more_has_come() -> None:
         connection.sweep(connection.since + REQUEST_S + 3)
         assert connection._refused
         writer.close()
+        port.site.close()
+
+    asyncio.run(play())
+
+
+def test_connections_that_say_nothing_keep_nobody_out() -> None:
+    async def play() -> None:
+        port = Port()
+        spoken = await port.open()
+        where = spoken[1].get_extra_info("peername")
+        await port.asked(*spoken)
+        silent = [await asyncio.open_connection(*where) for _ in range(4)]
+        async with asyncio.timeout(WAIT_S):
+            assert [await reader.read() for reader, _ in silent[:2]] == [b"", b""], "the oldest make room"
+        await port.asked(*silent[3])
+        await port.asked(*spoken)
+        await port.asked(*silent[2])
+        late, writer = await asyncio.open_connection(*where)
+        async with asyncio.timeout(WAIT_S):
+            assert (await late.read()).startswith(b"HTTP/1.1 503 ")
+        for _, other in (*silent, spoken, (late, writer)):
+            other.close()
         port.site.close()
 
     asyncio.run(play())

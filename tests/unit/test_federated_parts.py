@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.federation import Copy, Numbers, Plan, evaluates
-from covey.errors import PeerError, StoreError, UsageError
+from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
 from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.model import Floats, Layout, Small, take
@@ -26,8 +27,8 @@ from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
 from covey.federated.safekeeping import Copies, copies_of
 from covey.federated.simulate import CLASSES, deal, digits, simulate
-from covey.federated.store import ModelStore, Unstored
-from covey.federated.summing import _reserve
+from covey.federated.store import ModelStore, Unstored, unpack_state
+from covey.federated.summing import _reserve, metrics
 from covey.federated.updates import Folder, Update, UpdateLog, pack, read
 
 
@@ -36,7 +37,7 @@ def values(seed: int, size: int = 40_000) -> Floats:
 
 
 def said(number: int) -> Numbers:
-    return Numbers(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9)
+    return Numbers(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9, judged=10, eval_judged=11)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
     shuffled = list(updates)
     draw.shuffle(shuffled)  # type: ignore[attr-defined]
     for place, (seed, weight) in enumerate(shuffled):
-        parts[place % servers].add(values(seed, 200), weight, Numbers(loss=weighed(weight, 0.5, None)[1], told=weight))
+        parts[place % servers].add(values(seed, 200), weight, Numbers(loss=weighed(weight, 0.5)[1], told=weight))
     whole = Accumulator(200)
     for part in parts:
         whole.merge(part.total(), part.numbers)
@@ -60,10 +61,14 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
 
 
 def test_what_devices_tell_of_a_model() -> None:
-    assert weighed(4, 0.5, None) == (4, 2 * 2**24, 0) and weighed(4, None, 0.5) == (0, 0, 0)
-    assert weighed(4, float("nan"), 1.0) == (0, 0, 0), "a loss that ran away is no number of zero"
+    assert weighed(4, 0.5) == (4, 2 * 2**24) and weighed(4, None) == (0, 0)
+    assert weighed(4, float("nan")) == (0, 0), "a loss that ran away is no number of zero"
     with pytest.raises(ValueError, match="too large"):
-        weighed(4, 1e30, None)
+        weighed(4, 1e30)
+    one = Numbers(2, 4, loss=2**24, told=4, accuracy=2**23, judged=1)
+    assert metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, "by those who told it"
+    assert "accuracy" not in metrics(Numbers(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
+    assert "eval_accuracy" not in metrics(Numbers(1, 4, loss=1, told=4, eval_size=4))
 
 
 def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:
@@ -202,6 +207,8 @@ def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
     assert [entry.round for entry in again.entries] == [1, 3, 4], "the newest two, and the best"
     values_found, state = again.load(4)
     assert np.array_equal(values_found, flat + 4) and state["m"].tolist() == [0, 1, 2]
+    assert np.array_equal(layout.decode(again.content(4))[1], flat + 4), "for other servers, as it lies there"
+    assert unpack_state(bytes(again.content(4, state=True)))["m"].tolist() == [0, 1, 2]
     assert again.newest is not None
     damaged = tmp_path / again.newest.file
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
@@ -228,6 +235,9 @@ NO_MODELS = [
     {"w": np.ones(3), "z": np.ones(3, complex)},
     {"w": np.ones(3), "t": np.array(["a text"])},
     {"__metadata__": np.ones(3)},
+    {"w": [[1.0], [1.0, 2.0]]},
+    {1: np.ones(3), "1": np.ones(2)},
+    {"\ud800": np.ones(3)},
 ]
 
 
@@ -243,6 +253,8 @@ def test_any_floats_are_taken_torchs_halves_too() -> None:
     halves = [torch.tensor([[1.5, 2.5]], dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.float64)]
     layout, flat = take({str(number): half.T for number, half in enumerate(halves)})
     assert flat.tolist() == [1.5, 2.5] * 3 and layout.shapes["0"] == (2, 1)
+    with pytest.raises(UsageError, match="the model's w is no dense array of numbers"):
+        take({"w": torch.ones(2, 2).to_sparse()})
 
 
 def test_a_flat_update_is_made_the_models_or_refused() -> None:
@@ -294,6 +306,37 @@ def test_a_server_that_speaks_something_else_is_passed_over() -> None:
         proxy.join(60)
 
 
+# A new interpreter's first devices, again and again: the types they read are fresh ones every time.
+THREADS = """
+import importlib, sys, threading
+import numpy as np
+from covey.federated import device, protocol
+
+sys.setswitchinterval(1e-6)
+
+def begin(together):
+    together.wait()
+    device.Task(None, protocol.Answer(200, "", 0, fl_plan_config=plan), layout, flat)
+    device._read(protocol.MSGPACK, device.msgspec.msgpack.encode(protocol.SecureAnswer(200, "", 0)))
+
+for _ in range(80):
+    importlib.reload(protocol)
+    importlib.reload(device)
+    plan = device.msgspec.json.encode(protocol.FlPlan("", "", 1, 1, 1, 0.1)).decode()
+    layout, flat = device.Layout({"w": (1,)}), np.zeros(1, np.float32)
+    together = threading.Barrier(8)
+    threads = [threading.Thread(target=begin, args=(together,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_devices_may_begin_in_many_threads_at_once() -> None:
+    assert subprocess.run([sys.executable, "-c", THREADS], timeout=240).returncode == 0
+
+
 @pytest.mark.parametrize(("kind", "rate"), [("QUANT", 1.0), ("TOP_K", 1.0), ("TOP_K", 0.01), ("DIFF_SPARSE_QUANT", 0.4)])
 def test_how_long_a_small_upload_is(kind: str, rate: float) -> None:
     arrays = compress.encode(values(1, 1000), kind, rate, 1)
@@ -308,10 +351,28 @@ class Broken(strategies.Strategy):
         raise KeyError("velocity")
 
 
+class Makes(strategies.Strategy):
+    """The same model whatever comes."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def make(self, model: Floats, mean: Any, state: Any) -> Any:
+        return self.made
+
+
 def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
     layout, flat = take({"w": np.ones(3, np.float32)})
     with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
         summing.apply(Broken(), flat, flat.astype(np.float64), {})
+    for made, why in (
+        (np.full(3, np.nan), "not every value is finite"),
+        (np.ones(2), "is no shape of 3 values"),
+        (None, "shape"),
+    ):
+        with pytest.raises(UsageError, match=why) as ends:
+            summing.apply(Makes(made), flat, flat.astype(np.float64), {})
+        assert ends.value.exit_code == ExitCode.BAD_SCRIPT, "which no restart would mend"
     found = summing.judged(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
     assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, "never the best, and a manifest can say it"
     assert summing.judged(lambda model: {"loss": 1 / 0}, layout, flat) == {}

@@ -7,15 +7,18 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
-from covey.core.federation import Copy, Peer
+from covey.core.federation import Alive, Copy, FromServer, Peer
+from covey.core.messages import Goodbye
 from covey.errors import PeerError
 from covey.federated.peers import PIECE_MAX, Bytes, Peers
 from covey.federated.upstream import Upstream
+from covey.node.host import address_towards
 from covey.node.security import Security
 from covey.wire.frames import FRAME_MAX
-from covey.wire.link import UNREAD_MAX
+from covey.wire.link import UNREAD_MAX, Link, Listener
 
 LOG = bytes(range(256)) * (PIECE_MAX // 256) + b"rest"
 
@@ -104,3 +107,41 @@ def test_a_scheduler_that_was_never_there_is_called_again_whatever_patience_ther
         door.close()
 
     asyncio.run(live())
+
+
+def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_the_answer_is_read() -> None:
+    """A server that was stopped finds answers from before in its socket: by then it may have been given up."""
+
+    async def live() -> None:
+        beats: asyncio.Queue[tuple[Link, Alive]] = asyncio.Queue()
+        heard = asyncio.Event()
+        sock, guard = socket.create_server(("127.0.0.1", 0)), Security("secret", None, None)
+        door = Listener(
+            [sock],
+            guard.secret,
+            None,
+            decoder=msgspec.msgpack.Decoder(FromServer),
+            on_open=lambda link: None,
+            on_message=lambda link, message: beats.put_nowait((link, message)),
+            on_close=lambda link, reason: None,
+        )
+        await door.open()
+        where = ("127.0.0.1", int(sock.getsockname()[1]))
+        upstream = Upstream(where, guard, 0.0, opened=lambda: None, heard=lambda _: heard.set(), end=lambda *_: None)
+        calling = asyncio.get_running_loop().create_task(upstream.keep())
+        link, beat = await asyncio.wait_for(beats.get(), 60)
+        assert upstream.vouched_at < beat.at, "nobody has answered yet"
+        for answer in (beat, Alive(beat.at - 5), Goodbye()):
+            link.send(answer)
+        await asyncio.wait_for(heard.wait(), 60)
+        assert upstream.vouched_at == beat.at
+        calling.cancel()
+        door.close()
+
+    asyncio.run(live())
+
+
+def test_a_server_without_a_way_to_its_scheduler_says_so() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(PeerError, match=r"this host has no way to 255\.255\.255\.255 \(.*\): check the address"):
+        address_towards("255.255.255.255")

@@ -11,6 +11,7 @@ from covey.core.cluster import Cluster
 from covey.core.messages import ScaleAsked
 from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
 from covey.core.recovery import After, Strategy
+from covey.core.scaling import Resizing
 from covey.errors import ExitCode, UsageError
 
 HERE, THERE = Host("a", "host-a", "10.0.0.1"), Host("b", "host-b", "10.0.0.2")
@@ -179,11 +180,12 @@ def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
 def test_servers_come_where_there_are_fewest_and_go_from_the_last_or_by_name() -> None:
     made = cluster(Strategy.IN_PLACE, servers=2)
     change, reason = sharing.decide(made, {0, 1}, ScaleAsked(more_servers=2))
-    assert change == sharing.Change(["b", "b"], ()) and reason == "the parameter servers become more, from 2 to 4, as asked"
+    assert change == Resizing(["b", "b"], []) and reason == "the parameter servers become more, from 2 to 4, as asked"
     change, reason = sharing.decide(made, {0, 1}, ScaleAsked(servers=1))
-    assert change == sharing.Change([], (1,)) and reason == "the parameter servers become fewer, from 2 to 1, as asked"
+    assert change == Resizing([], [made.members[(Role.PSERVER, "1")]])
+    assert reason == "the parameter servers become fewer, from 2 to 1, as asked"
     change, _ = sharing.decide(made, {0, 1}, ScaleAsked(node_ids=["pserver:0"]))
-    assert change == sharing.Change([], (0,))
+    assert change == Resizing([], [made.members[(Role.PSERVER, "0")]])
     for agent in made.agents.values():
         agent.link = 0
     nobody = "no agent is there that could start a server: only under covey run can there be more"

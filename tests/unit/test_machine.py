@@ -675,6 +675,51 @@ def test_who_takes_a_growth_back_is_told_that() -> None:
     assert isinstance(answer, Scaling) and (answer.operation, answer.reason) == (2, "asked to; the growth is taken back")
 
 
+def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
+    made = cut_under_an_agent(3)
+    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
+    made.step(Heard(Exited("1", 1, 137, "killed"), 1), 2.0)
+    made.step(Heard(Exited("3", 1, 137, "killed"), 1), 3.0)
+    growth, death, back = made.incidents.kept
+    assert [growth.outcome, death.outcome, back.outcome] == [Outcome.ROLLED_BACK, Outcome.OPEN, Outcome.OPEN]
+    assert growth.reason.endswith("as asked; worker:3 did not come: killed; the growth is taken back")
+    assert growth.total_ms == 2000.0, "it had been waited for so long"
+    begin_lives(made)
+    all_go_on(made)
+    assert outcomes(made) == [Outcome.ROLLED_BACK, Outcome.RESUMED, Outcome.RESUMED]
+
+
+def come_back(made: Machine, effects: Effects) -> Machine:
+    """The next scheduler, with what was durable after these effects; everyone has called again."""
+    agents = [AgentRecord.of(agent) for agent in made.cluster.agents.values()]
+    members = {r.rank: r for r in (MemberRecord.of(m) for m in made.cluster.members.values())}
+    records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
+    again = Machine(made.cluster.settings, cluster_id="c2", job="job", now=0.0)
+    again.step(Restored((*records, *agents, *members.values())), 0.0)
+    again.step(Heard(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 0.0)
+    begin_lives(again)
+    return again
+
+
+@pytest.mark.parametrize("what", ["all come", "one dies", "nobody comes"])
+def test_a_scheduler_that_comes_back_waits_for_the_newcomers_of_a_growth(what: str) -> None:
+    made = cut_under_an_agent(3)
+    again = come_back(made, made.step(Heard(ScaleAsked(workers=5), 9), 1.0))
+    assert (phase(again), outcomes(again)) == (Phase.HEALING, [Outcome.OPEN]), "they are here, and not in a step yet"
+    if what == "all come":
+        all_go_on(again)
+        assert (phase(again), outcomes(again)) == (Phase.READY, [Outcome.RESUMED])
+        assert isinstance(_asked(again, ScaleAsked(roll_back=True)), Refused)
+        return
+    if what == "one dies":
+        again.step(Heard(Exited("4", 1, 137, "killed"), 1), 2.0)
+    else:
+        tick(again, 302.0, beats=[1, 11, 12, 13, 14, 15], since=1.0)
+    assert workers_of(again) == ["0", "1", "2"] and outcomes(again) == [Outcome.ROLLED_BACK, Outcome.OPEN]
+    all_go_on(again)
+    assert outcomes(again) == [Outcome.ROLLED_BACK, Outcome.RESUMED]
+
+
 def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
     made.step(Heard(asked, 9), 1.0)
     return made.answered
@@ -1024,6 +1069,31 @@ def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None
     assert ended(made.step(Heard(Dumped(4, "here"), 1), 1.1)) is None
     end = ended(made.step(Heard(Dumped(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
+
+
+def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> None:
+    before = ready("0", "1", recovery=True)
+    for link in (1, 2):
+        before.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
+    asked = before.step(Heard(StopAsked("enough", dump=True), 9), 1.0)
+    before.step(Heard(Dumped(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
+    formed: Effects = [Persist(record) for record in crashed("0", "1")]
+    made, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    for link, rank in ((1, 0), (2, 1)):
+        back = made.step(Heard(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1)
+        assert sent(back, DumpAsked) == {link: DumpAsked("enough")}
+    assert ended(made.step(Heard(Dumped(4, "here"), 1), 100.2)) is None
+    end = ended(made.step(Heard(Dumped(5, "there"), 2), 100.3))
+    assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
+
+    alone, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    alone.step(Heard(register("0"), 1), 100.1)
+    alone.step(Heard(Dumped(4, "here"), 1), 100.2)
+    tick(alone, 119.0, beats=[1], since=100.0)
+    assert alone.cluster.ended is None
+    tick(alone, 121.0, beats=[1], since=119.0)
+    assert alone.cluster.ended is not None, "who does not come back is not waited for any longer"
+    assert alone.cluster.ended.reason == "enough; step 4 is in here"
 
 
 def training(**settings: Any) -> Machine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from covey.node import office
 from covey.node.leading import Leading
 from covey.node.office import Office
 from covey.node.scheduler import SteppedDown
+from covey.node.scheduler_process import Schedulers
+from covey.node.sockets import Sockets
 from covey.settings import load
 from covey.store.cells import FileCells
 from covey.store.shared_journal import SharedJournal
@@ -50,3 +54,12 @@ def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Pa
             await made._leaders_journal(Elsewhere(tmp_path / "cells", 2), leading, token)
 
     asyncio.run(check())
+
+
+def test_the_sockets_stay_open_for_a_scheduler_that_is_started_again(tmp_path: Path) -> None:
+    bound = socket.create_server(("127.0.0.1", 0))
+    number, options = bound.fileno(), {"journal": "", "called": "", "max_restarts": 0, "log_path": tmp_path / "scheduler.log"}
+    kept = Schedulers(1, Sockets([bound], []), {}, **options, over=bool, gave_up=lambda code, reason: None)  # type: ignore[arg-type]
+    del bound
+    os.fstat(number)  # raises where nobody holds it any more
+    del kept

@@ -59,8 +59,8 @@ class Bench:
         self.out += (found := self.machine.step(Ticked(), self.now))
         return found
 
-    def come(self, link: int, node_id: str, life: str = "", host: Host = HERE) -> list[Effect]:
-        return self.hear(link, Enlist(node_id, life or node_id, host, f"h:{node_id}", f"p:{node_id}", folder=node_id))
+    def come(self, link: int, node_id: str, life: str = "", host: Host = HERE, **more: Any) -> list[Effect]:
+        return self.hear(link, Enlist(node_id, life or node_id, host, f"h:{node_id}", f"p:{node_id}", folder=node_id, **more))
 
     def stand(self, link: int, **changed: Any) -> list[Effect]:
         before = self.standing.get(link, Standing(model=0, digest="m0"))
@@ -225,6 +225,21 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert record.voids == {} and record.missing == ("1",)
 
 
+def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns() -> None:
+    bench = Bench(3, Plan(threshold=9))
+    for link, name in ((1, "0"), (2, "1"), (3, "2")):
+        bench.come(link, name, durability="none")
+    for link in (1, 2, 3):
+        bench.stand(link)
+    for link in (2, 3):
+        bench.out += bench.machine.step(LinkLost("closed", link), bench.now)
+    bench.come(4, "1", life="1b", durability="none")
+    bench.stand(4)
+    assert bench.orders().missing == ("1",) and bench.orders().doubtful, "its devices may send again"
+    bench.stand(1, round=1, adopted=("2",))
+    assert bench.orders().missing == ("1", "2")
+
+
 def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again() -> None:
     bench = Bench()
     bench.come(1, "0")
@@ -240,6 +255,11 @@ def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again(
     assert "given up" in bench.said("abandoned")[0]
     bench.stand(1, model=1, digest="m0")
     assert (bench.machine.round, bench.machine.iteration, bench.stage()) == (2, 1, Stage.OPEN)
+    assert bench.orders().doubtful, "who was counted in iteration 1 is not any more, and sends again"
+    bench.stand(1, round=2, numbers=Numbers(3))
+    bench.stand(1, sealed=True)
+    bench.stand(1, model=2, digest="m2")
+    assert bench.machine.iteration == 2 and not bench.orders().doubtful
 
 
 def test_whoever_could_tell_what_it_counted_before_is_gone_and_old_updates_must_not_come_again() -> None:
@@ -344,6 +364,7 @@ def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_n
     after.stand(2, round=1)
     after.come(1, "0")
     after.stand(1, drained=True)
+    assert after.machine.servers["0"].left, "and is shown so"
     after.machine.scale_out(1, after.now)
     assert [peer.node_id for peer in after.orders().members] == ["1"]
     after.machine.step(LinkLost("closed", 1), after.now)
@@ -396,7 +417,7 @@ def test_a_silent_server_counts_as_gone_and_its_connection_is_closed() -> None:
 
 def test_a_beat_is_answered() -> None:
     bench = Bench().form()
-    assert Send(Alive(), 1) in bench.hear(1, Alive())
+    assert Send(Alive(7.5), 1) in bench.hear(1, Alive(7.5)), "it says which beat it answers"
 
 
 def test_servers_that_do_not_come_end_it_with_a_sentence() -> None:

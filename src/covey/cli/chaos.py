@@ -84,7 +84,7 @@ class Chaos:
         self._done: list[Strike] = []
         self._back_ms: dict[int, float] = {}
         self._clock: Path | None = None
-        self._keeper = psutil.Process()
+        self._keepers: list[psutil.Process] = []
         self._possible: list[Fault] = []
 
     async def run(self, for_s: float, times: int) -> Summary:
@@ -93,7 +93,7 @@ class Chaos:
         self._began = loop.time()
         async with Visit(self._door) as visit:  # if it cannot be asked, that is the sentence
             self._view = await anext(visit.follow())
-        self._keeper = _keeper(self._view)
+        self._keepers = _keepers(self._view)
         self._possible = self._check(self._view)
         follower = asyncio.create_task(self._follow())
         effects: set[asyncio.Task[None]] = set()
@@ -135,7 +135,7 @@ class Chaos:
             for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
                 faults.keeper_of(pid)
             if fault is Fault.CUT:
-                return faults.why_no_cut(here[0])
+                return faults.why_no_cut(here[0], self._keepers)
             if fault is Fault.DISK:
                 return faults.why_no_disk(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
             if fault is Fault.CLOCK:
@@ -161,7 +161,7 @@ class Chaos:
                         if view.phase is Phase.ENDED:
                             self._over.set()
             await asyncio.sleep(LOOK_S)
-            if process_started(self._keeper.pid) != self._keeper.create_time():  # whose keeper is gone does not come back
+            if not any(process_started(keeper.pid) == keeper.create_time() for keeper in self._keepers):  # nobody heals it
                 self._over.set()
 
     async def _strike_on(self, effects: set[asyncio.Task[None]], times: int) -> None:
@@ -192,21 +192,21 @@ class Chaos:
         click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
         with contextlib.suppress(faults.Gone):
             if strike.fault is Fault.KILL:
-                faults.kill(strike.pid)
+                faults.kill(strike.pid, self._keepers)
             elif strike.fault is Fault.STOP:
-                await faults.stop(strike.pid, strike.for_s)
+                await faults.stop(strike.pid, self._keepers, strike.for_s)
             elif strike.fault is Fault.SLOW:
-                await faults.slow(strike.pid, strike.for_s)
+                await faults.slow(strike.pid, self._keepers, strike.for_s)
             elif strike.fault is Fault.CUT:
-                faults.cut(strike.pid)
+                faults.cut(strike.pid, self._keepers)
             elif strike.fault is Fault.SCHEDULER:
-                faults.kill(strike.pid)
+                faults.kill(strike.pid, self._keepers)
                 await self._back(strike, lambda: self._scheduler() not in (0, strike.pid))
             elif strike.fault is Fault.TEMPLATE:
-                killed = faults.template_of(self._keeper)
+                killed = faults.template_of(self._keepers[0])
                 if killed:
-                    faults.kill(killed)
-                    await self._back(strike, lambda: faults.template_of(self._keeper) not in (0, killed))
+                    faults.kill(killed, self._keepers)
+                    await self._back(strike, lambda: faults.template_of(self._keepers[0]) not in (0, killed))
             elif strike.fault is Fault.DISK:
                 assert self._view is not None
                 with faults.full_disk(Path(self._view.log_dir)):
@@ -248,12 +248,15 @@ def _here(view: ClusterView) -> ClusterView:
     return msgspec.structs.replace(view, nodes=[node for node in view.nodes if node.host == socket.gethostname()])
 
 
-def _keeper(view: ClusterView) -> psutil.Process:
-    """The `covey run` whose processes are hit. Raises `UsageError` if it is not on this host."""
+def _keepers(view: ClusterView) -> list[psutil.Process]:
+    """The `covey run`s of this cluster on this host, whose processes are hit. Raises `UsageError` if there is none."""
+    found: dict[psutil.Process, None] = {}
     for node in _here(view).nodes:
         with contextlib.suppress(faults.Gone):
-            return faults.keeper_of(node.pid)
-    raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
+            found[faults.keeper_of(node.pid)] = None
+    if not found:
+        raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
+    return list(found)
 
 
 def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:

@@ -160,11 +160,7 @@ def decide(
     size = _size(request)
     _check_spares(request)
     master_host, master_port = _master(request, size)
-    words, module, python = _command(command, module=asked.module, no_python=asked.no_python)
-    if asked.framework:
-        if module or not python:
-            raise UsageError("--framework mindspore takes a script: covey run --framework mindspore train.py would start one.")
-        words, module = ["covey.doors.mindspore", asked.logs or ".", *words], True
+    words, module, python = _command(command, asked)
     settings = loaded.settings
     beside = "" if apart or asked.nnodes else slurm.beside_step(environ)
     return RunPlan(
@@ -349,11 +345,18 @@ def _check_spares(request: Request) -> None:
 # -- what runs, and how ----------------------------------------------------------------------------------------------
 
 
-def _command(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:
-    """The command, whether it is a module, and whether it is Python's.
+def _command(command: list[str], asked: Asked) -> tuple[list[str], bool, bool]:
+    """The command, whether it is a module, and whether it is Python's."""
+    words, module, python = _seen_through(command, module=asked.module, no_python=asked.no_python)
+    if not asked.framework:
+        return words, module, python
+    if module or not python:
+        raise UsageError("--framework mindspore takes a script: covey run --framework mindspore train.py would start one.")
+    return ["covey.doors.mindspore", asked.logs or ".", *words], True, True
 
-    "python x.py" and "pytest" are seen through; another interpreter, or options for it, make a program of its own.
-    """
+
+def _seen_through(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:
+    """Past "python" and "pytest" to what they run; another interpreter, or options for it, make a program of its own."""
     if not words:
         sentence = "No script is given: covey run [options] train.py [its arguments] would start one."
         raise UsageError(sentence, ExitCode.BAD_SCRIPT)

@@ -25,38 +25,34 @@ from covey.console.replies import (
 )
 from covey.core.incidents import Incident
 from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
-from covey.errors import PeerError, StoreError
+from covey.errors import PeerError
 
 LOG_START_MAX: Final = 1 << 53  # bytes
 START_LIMITS: Final = (("minimum", -LOG_START_MAX), ("maximum", LOG_START_MAX))
-RECOVERIES = Operation(
-    "recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply
-)
-SCALE_OUT = Operation(
-    "scaleout", "POST", "/scaleout", "Ask for more workers, or for more parameter servers.", ScaleReply, ScaleOutBody
-)
-SCALE_IN = Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody)
-ROLL_BACK = Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply)
 NUMBER = Parameter("number", "path", "integer", "The operation's number.", (("minimum", 1),))
-OPERATION = Operation(
-    "operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident, parameters=(NUMBER,)
+LOG = (
+    Parameter("node", "path", "string", "As in worker:1.", (("minLength", 1), ("maxLength", 200))),
+    Parameter("start", "query", "integer", "The byte to begin at; negative: so many before the end.", START_LIMITS),
+    Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
 )
-KILL = Operation("kill", "POST", "/kill", "Kill a node's process, to see what follows.", Reply, KillBody)
-DUMP = Operation("dump", "POST", "/dump", "Have the ranks write down what they hold, then end.", Reply, StopBody)
-LOGS = Operation(
-    "logs",
-    "GET",
-    "/logs/{node}",
-    "What a node has printed: whole lines, a piece at a time.",
-    LogReply,
-    parameters=(
-        Parameter("node", "path", "string", "As in worker:1.", (("minLength", 1), ("maxLength", 200))),
-        Parameter("start", "query", "integer", "The byte to begin at; negative: so many before the end.", START_LIMITS),
-        Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
+TRAINING = (
+    Operation("recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply),
+    Operation(
+        "scaleout", "POST", "/scaleout", "Ask for more workers, or for more parameter servers.", ScaleReply, ScaleOutBody
     ),
+    Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody),
+    Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply),
+    Operation(
+        "operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident, parameters=(NUMBER,)
+    ),
+    Operation("kill", "POST", "/kill", "Kill a node's process, to see what follows.", Reply, KillBody),
+    Operation("dump", "POST", "/dump", "Have the ranks write down what they hold, then end.", Reply, StopBody),
+    Operation(
+        "logs", "GET", "/logs/{node}", "What a node has printed: whole lines, a piece at a time.", LogReply, parameters=LOG
+    ),
+    Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody),
 )
-GONE = Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody)
-OPERATIONS = (*COMMON, RECOVERIES, SCALE_OUT, SCALE_IN, ROLL_BACK, OPERATION, KILL, DUMP, LOGS, GONE)
+OPERATIONS = (*COMMON, *TRAINING)
 
 
 class Source(api.Source, Protocol):
@@ -71,69 +67,60 @@ class Source(api.Source, Protocol):
     async def host_gone(self, life: str, reason: str) -> None: ...
 
 
-def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
-    """The application for `covey.console.server.Server`."""
+class Answers:
+    """One method for each operation of a training, by its name."""
 
-    async def recoveries(request: Request) -> Response:
-        return as_json(replies.recoveries(source.recoveries()))
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
-    async def asked(message: str, wish: ScaleAsked | KillAsked | StopAsked) -> Response:
-        try:
-            decided = await source.ask(wish)
-        except PeerError as refused:
-            return refusal(409, str(refused))
-        except StoreError as uncertain:
-            return refusal(503, str(uncertain))
-        if isinstance(decided, Agreed):
-            return as_json(replies.Reply(decided.reason))
-        return as_json(replies.ScaleReply(message, str(decided.operation), decided.reason))
+    async def recoveries(self, request: Request) -> Response:
+        return as_json(replies.recoveries(self._source.recoveries()))
 
-    async def scale_out(request: Request) -> Response:
-        return await asked("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
+    async def scaleout(self, request: Request) -> Response:
+        return await self._asked("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
 
-    async def scale_in(request: Request) -> Response:
-        return await asked("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
+    async def scalein(self, request: Request) -> Response:
+        return await self._asked("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
 
-    async def roll_back(request: Request) -> Response:
-        return await asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
+    async def rollback(self, request: Request) -> Response:
+        return await self._asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
 
-    async def operation(request: Request) -> Response:
+    async def operation(self, request: Request) -> Response:
         number = request.path_params["number"]
-        found = replies.operation(source.recoveries(), number)
+        found = replies.operation(self._source.recoveries(), number)
         return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
 
-    async def kill(request: Request) -> Response:
-        return await asked("", KillAsked(replies.victim(await whole_body(request)), f"asked by {peer(request)}"))
+    async def kill(self, request: Request) -> Response:
+        return await self._asked("", KillAsked(replies.victim(await whole_body(request)), f"asked by {peer(request)}"))
 
-    async def dump(request: Request) -> Response:
+    async def dump(self, request: Request) -> Response:
         reason = replies.stop_reason(await whole_body(request), "/dump")
-        return await asked("", StopAsked(reason, dump=True))
+        return await self._asked("", StopAsked(reason, dump=True))
 
-    async def logs(request: Request) -> Response:
+    async def logs(self, request: Request) -> Response:
         start = replies.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
         find = replies.short(request.query_params.get("find", ""), "find")
         try:
-            return as_json(replies.log_piece(await source.read_log(request.path_params["node"][:SHOWN], start, find)))
+            return as_json(replies.log_piece(await self._source.read_log(request.path_params["node"][:SHOWN], start, find)))
         except PeerError as refused:
             return refusal(404, str(refused))
 
-    async def gone(request: Request) -> Response:
+    async def gone(self, request: Request) -> Response:
         said = replies.gone(await whole_body(request))
-        try:
-            await source.host_gone(said.life, said.reason)
-        except StoreError as uncertain:
-            return refusal(503, str(uncertain))
+        await self._source.host_gone(said.life, said.reason)
         return as_json(Reply("Nobody waits for that host any longer."))
 
-    more = {
-        RECOVERIES: recoveries,
-        SCALE_OUT: scale_out,
-        SCALE_IN: scale_in,
-        ROLL_BACK: roll_back,
-        OPERATION: operation,
-        KILL: kill,
-        DUMP: dump,
-        LOGS: logs,
-        GONE: gone,
-    }
-    return api.make_app(source, token=token, settings=settings, more=more)
+    async def _asked(self, message: str, wish: ScaleAsked | KillAsked | StopAsked) -> Response:
+        try:
+            decided = await self._source.ask(wish)
+        except PeerError as refused:
+            return refusal(409, str(refused))
+        if isinstance(decided, Agreed):
+            return as_json(Reply(decided.reason))
+        return as_json(ScaleReply(message, str(decided.operation), decided.reason))
+
+
+def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
+    """The application for `covey.console.server.Server`."""
+    answers = Answers(source)
+    return api.make_app(source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING})

@@ -26,7 +26,7 @@ class Askable(Joinable):
             self._turn_servers_back("asked to")
             return Scaling(number, "the servers that were to come do not")
         if asked.roll_back:
-            if not scaling.can_turn_back(self.cluster, self._arriving):
+            if not scaling.can_turn_back(self.cluster):
                 return Refused("no growth is under way that could be taken back")
             self._turn_back("asked to")
             return Scaling(self.incidents.kept[-1].number, self.cluster.reason)

@@ -87,6 +87,7 @@ class Claims:
         self._table: dict[int, dict[str, tuple[str, bool]]] = {}  # as owner: who holds an id, and whether it is logged
         self._heard: set[str] = set()
         self._early: list[tuple[str, Held]] = []  # of a generation that others heard of before this server did
+        self._told: set[Key] = set()  # what other owners said is counted, in this generation
         self._pending: dict[Key, float] = {}  # claims under way, and when they were last sent
         self._kept_rounds = 1
         self._forgotten = -1
@@ -102,6 +103,11 @@ class Claims:
         """Whether everyone's holdings of this generation are known."""
         return self.is_member and len(self._heard) == len(self.members) - 1
 
+    def knows(self, round_number: int, device: str) -> bool:
+        """Whether an update is counted as far as this server can tell: it holds it, owns its id, or has asked."""
+        owned = self._table.get(round_number, {}).get(device, ("", False))[1]
+        return owned or self.held.get(round_number, {}).get(device, False) or (round_number, device) in self._told
+
     def restore(self, round_number: int, devices: Iterable[str]) -> None:
         """What the log of an earlier life, or an adopted one, holds."""
         self.held.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
@@ -112,6 +118,7 @@ class Claims:
         self._kept_rounds, self._forgotten = orders.plan.staleness + 1, orders.forgotten
         leaving = self.node_id in orders.leaving
         self.round = orders.round
+        self._told = {key for key in self._told if key[0] >= self.round}
         for rounds in (self.held, self._table):
             for old in [number for number in rounds if number < self.round - self._kept_rounds]:
                 del rounds[old]
@@ -120,6 +127,7 @@ class Claims:
             self.generation, self.members = orders.generation, orders.members
             self._heard.clear()
             self._table.clear()
+            self._told.clear()
         running = orders.instance is Instance.RUNNING and orders.stage is Stage.OPEN
         self.open = running and self.is_member and not leaving
         if not self.open or any(number != self.round for number, _ in self._pending):
@@ -302,6 +310,7 @@ class Claims:
                 out.append(Store(verdict.round, device))
             else:
                 out.append(Answer(verdict.round, device, Outcome.LATE))
+        self._told.update((verdict.round, device) for device in verdict.counted)
         for devices, outcome in ((verdict.counted, Outcome.COUNTED), (verdict.late, Outcome.LATE)):
             out += [
                 Answer(verdict.round, d, outcome) for d in devices if self._pending.pop((verdict.round, d), None) is not None

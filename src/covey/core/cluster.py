@@ -48,6 +48,8 @@ class Cluster(msgspec.Struct):
     ended: Ended | None = None
     gone: tuple[str, ...] = ()  # lives of hosts that are said to be over: nobody of them may come back
     going: tuple[str, ...] = ()  # ids of workers that are to leave when all go on without those who leave now
+    dumping: Ended | None = None  # how it ends once its ranks have written down what they hold
+    arriving: tuple[str, ...] = ()  # ids of workers that a growth waits for
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}

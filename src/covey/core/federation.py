@@ -110,10 +110,12 @@ class Numbers(msgspec.Struct, frozen=True):
     size: int = 0  # samples
     loss: int = 0  # sum of loss * samples, in 2^-24
     accuracy: int = 0
-    told: int = 0  # samples of the devices that told a loss or accuracy
+    told: int = 0  # samples of the devices that told a loss
     eval_size: int = 0  # samples that devices kept back and evaluated the model they were given on
     eval_loss: int = 0
     eval_accuracy: int = 0
+    judged: int = 0  # samples of the devices that told an accuracy: not all that tell a loss have one
+    eval_judged: int = 0
 
     def __add__(self, other: Numbers) -> Numbers:
         return Numbers(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
@@ -193,6 +195,11 @@ class Orders(Message, frozen=True):
     void: bool = False  # the round is abandoned: its model is the one before
     voided: tuple[int, Sentence] = (-1, "")  # the last round that was, and why
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether devices may believe that this iteration has their update and be wrong: a part was lost, or it began again."""
+        return bool(self.missing) or self.voided[0] == self.round - 1
+
 
 class Joining(Message, frozen=True):
     """Devices that ask to take part in a round."""
@@ -211,7 +218,9 @@ class Joined(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """A beat, and its answer."""
+    """A beat, and its answer, which gives back when the beat was sent: one that was read late vouches for no more than that."""
+
+    at: float = 0.0  # by the server's clock
 
 
 # -- between servers -------------------------------------------------------------------------------------------------

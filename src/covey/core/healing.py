@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
-from covey.core.model import Failure
+from covey.core.model import Ended
 
 
 def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int, str]) -> dict[int, HealPlan]:
@@ -127,9 +127,7 @@ class Gathering:
 class Dump:
     """A dying gasp under way, and whose word is awaited."""
 
-    def __init__(self, code: int, reason: str, failure: Failure | None, waiting: set[int], by: float) -> None:
-        self.code = code
-        self.reason = reason
-        self.failure = failure
+    def __init__(self, then: Ended, waiting: set[int], by: float) -> None:
+        self.then = then
         self.waiting = waiting
         self.by = by

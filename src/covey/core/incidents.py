@@ -112,23 +112,34 @@ class Incidents:
         for clock in self._clocks.values():
             clock.marks[stage] = now
 
-    def close(self, outcome: Outcome, now: float, node: str = "", but: str = "") -> list[Incident]:
-        """The open ones `but` for one strategy's are over; returns them. Until the run ends, servers' moves are apart."""
+    @property
+    def resizing(self) -> bool:
+        """Whether the number of workers is being changed on request, or because one came."""
+        changes = ("scale-out", "scale-in")
+        return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS for i in self.kept)
+
+    def close(self, outcome: Outcome, now: float, node: str = "", but: str = "", reason: str = "") -> list[Incident]:
+        """The open ones `but` for one strategy's are over; returns them. Until the run ends, servers' moves are apart. Only a
+        growth is rolled back, for this `reason`, and deaths meanwhile are still healed."""
         over = [incident for incident in self.kept if incident.number in self._clocks]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
             over = [i for i in over if (i.node == SERVERS) == (node == SERVERS) and i.strategy != but]
+        if outcome is Outcome.ROLLED_BACK:
+            over = [msgspec.structs.replace(i, reason=f"{i.reason}; {reason}") for i in over if i.strategy == "scale-out"]
         if outcome is Outcome.RESUMED:
             for incident in over:
                 self._clocks[incident.number].marks[Stage.RESUMED] = now
-        closed = {incident.number: self._closed(incident, outcome) for incident in over}
+        closed = {incident.number: self._closed(incident, outcome, now) for incident in over}
         self.kept = [closed.get(incident.number, incident) for incident in self.kept]
         for number in closed:
             del self._clocks[number]
         return list(closed.values())
 
-    def _closed(self, incident: Incident, outcome: Outcome) -> Incident:
-        ms = self._clocks[incident.number].ms()
-        closed = msgspec.structs.replace(incident, outcome=outcome, ms=ms, total_ms=sum(ms.values()))
+    def _closed(self, incident: Incident, outcome: Outcome, now: float) -> Incident:
+        clock = self._clocks[incident.number]
+        ms = clock.ms()
+        total_ms = round((now - clock.since) * 1000, 3) if outcome is Outcome.ROLLED_BACK else sum(ms.values())
+        closed = msgspec.structs.replace(incident, outcome=outcome, ms=ms, total_ms=total_ms)
         self._add_up(closed)
         return closed
 

@@ -21,8 +21,6 @@ class Joinable(Watch):
         who = f"{wish.role}:{wish.node_id or wish.life}"
         if self._turned_away(link, wish, who, answer):
             return None
-        if answer.verdict is Verdict.HOLD:
-            return self._hold_off(link, wish.life, who, answer.reason)
         self._held.discard(wish.life)
         if answer.verdict is Verdict.ADMIT:
             return self._admit(link, wish, answer.reason)
@@ -81,6 +79,7 @@ class Joinable(Watch):
                 member.name, "re-attached", f"{'spare' if member.role is Role.SPARE else 'rank'} {member.rank} goes on"
             )
         self._send(link, self._places().formed(member))
+        self._ask_again(member)
         self._settle("every member is here again")
 
     def _return(self, link: int, member: Member, wish: Register, reason: str) -> None:
@@ -110,8 +109,6 @@ class Joinable(Watch):
         who = f"agent:{wish.agent}"
         if self._turned_away(link, wish, who, answer):
             return None
-        if answer.verdict is Verdict.HOLD:
-            return self._hold_off(link, wish.life, who, answer.reason)
         if answer.verdict is Verdict.REATTACH:
             agent = self.cluster.agents[wish.agent]
             if agent.link and agent.link != link:
@@ -152,11 +149,14 @@ class Joinable(Watch):
                 member.state, member.beat_at = NodeState.ALIVE, self._now
 
     def _turned_away(self, link: int, wish: Register | RegisterAgent, who: str, answer: Answer) -> bool:
-        """Refuse, where that is the answer. A member of this cluster that missed its end is told that instead."""
+        """Refuse or hold off, where that is the answer. A member of this cluster that missed its end is told that instead."""
         speaker = self._speakers.get(link)
         reason = answer.reason
         if speaker is not None and speaker.life != wish.life:
             reason = "its connection speaks for another node already"
+        elif answer.verdict is Verdict.HOLD:
+            self._hold_off(link, wish.life, who, reason)
+            return True
         elif answer.verdict is not Verdict.REFUSE:
             return False
         if self._stop is not None and (wish.cluster_id == self.cluster.cluster_id or (self._untold and not wish.cluster_id)):

@@ -86,7 +86,6 @@ class Ledger:
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
         self._grouped = False  # a group has met: only then will ranks say that they have gone on
-        self._arriving: set[str] = set()  # node ids of those whom a growth waits for
         self._settled: set[int] = set()  # parameter servers where all is in its place, by the sharing of now
         self._layout: formation.Layout | None = None
         self._awaited: Member | None = None  # a worker that has not left
@@ -199,16 +198,16 @@ class Ledger:
         )
         self._persist(incident)
 
-    def _close_incidents(self, outcome: Outcome, node: str = "") -> None:
+    def _close_incidents(self, outcome: Outcome, node: str = "", reason: str = "") -> None:
         unfinished = "scale-in" if self.cluster.going and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
-        for incident in self.incidents.close(outcome, self._now, node, but=unfinished):
+        for incident in self.incidents.close(outcome, self._now, node, but=unfinished, reason=reason):
             self._persist(incident)
             self._publish("cluster", "recovery", str(incident))
 
     def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
         self._close_incidents(Outcome.ENDED if code else Outcome.FINISHED)
         self._stop = Stop(reason, code, failure)
-        self._arriving = set()
+        self.cluster.arriving = ()
         self._move(Phase.ENDED, reason)
         self.cluster.ended = Ended(code, reason, failure)
         self._persist(self.cluster.record())

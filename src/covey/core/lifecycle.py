@@ -130,9 +130,9 @@ class Lifecycle(Spared):
         self._settled -= {member.rank} if member.role is Role.PSERVER else set()
         if member.role is Role.PSERVER and member.rank in self.cluster.coming:
             return self._turn_servers_back(f"{member.name} did not come: {failure.reason}")
-        if not scaling.can_turn_back(self.cluster, self._arriving):
-            self._arriving = set()
-        if member.role is Role.WORKER and member.node_id in self._arriving:
+        if not scaling.can_turn_back(self.cluster):
+            self.cluster.arriving = ()
+        if member.role is Role.WORKER and member.node_id in self.cluster.arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
         after, reason = recovery.decide(self.cluster, member, failure.code)
         self._publish("cluster", str(after), reason, Level.WARNING)
@@ -175,19 +175,26 @@ class Lifecycle(Spared):
         return self._write_down(code, reason, failure, survivors) if survivors else self._end(code, reason, failure)
 
     def _write_down(self, code: int, reason: str, failure: Failure | None, survivors: set[int]) -> None:
-        self._dump = Dump(code, reason, failure, survivors, self._now + self.cluster.settings.dump_s)
+        self.cluster.dumping = then = Ended(code, reason, failure)
+        self._dump = Dump(then, survivors, self._now + self.cluster.settings.dump_s)
         self._heal(reason)
+        self._persist(self.cluster.record())  # a scheduler that is lost meanwhile asks again
         self._publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
         for member in self.cluster.of(Role.WORKER):
             if member.rank in survivors:
                 self._send(member.link, DumpAsked(reason))
+
+    def _ask_again(self, member: Member) -> None:
+        """It is back, and may not have heard that it is to write down what it holds, or its word was lost."""
+        if self._dump is not None and member.role is Role.WORKER and member.rank in self._dump.waiting:
+            self._send(member.link, DumpAsked(self._dump.then.reason))
 
     def _end_dump(self) -> None:
         dump = self._dump
         if dump is not None and (not dump.waiting or self._now > dump.by):
             step, path = self._dumped_last
             said = f"; step {step} is in {path}" if path else "; nobody could write down the state"
-            self._end(dump.code, dump.reason + said, dump.failure)
+            self._end(dump.then.code, dump.then.reason + said, dump.then.failure)
 
     def _replace(self, member: Member, failure: Failure, reason: str, after: recovery.After) -> None:
         """One rank starts anew, on its host or on another, or in a spare; the others wait for it inside their step."""
@@ -278,7 +285,7 @@ class Lifecycle(Spared):
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
         self.cluster.trains = False
-        self._arriving = set()  # they begin with everyone else: nobody waits for them alone any more
+        self.cluster.arriving = ()  # they begin with everyone else: nobody waits for them alone any more
         self._settled = set()
         children = [member for member in self.cluster.placed() if member.agent]
         for member in children:
@@ -327,11 +334,23 @@ class Lifecycle(Spared):
         if kept.phase is Phase.ENDED:
             return self._tell_the_end(kept.ended or Ended(0, "", told=True))
         self._gathering = Gathering(self.cluster.generation)
+        self._take_up_a_change()
         self._await_healing()
+        if kept.dumping is not None:
+            ranks_there = {member.rank for member in self.cluster.of(Role.WORKER) if member.present}
+            self._dump = Dump(kept.dumping, ranks_there, self._now + self.cluster.settings.dump_s)
         count = len(self.cluster.members)
         self._move(Phase.RETURNING, f"the scheduler is back and waits for its {count} members to re-attach")
         self._publish("cluster", "restored", f"generation {self.cluster.generation}, {count} members")
         return self._finished()
+
+    def _take_up_a_change(self) -> None:
+        """A world that was changing its size has done so when all say again that they go on; who was to come may take as long
+        from now."""
+        self._replacing = self._grouped = self.cluster.trains and self.incidents.resizing
+        if not self._replacing:
+            self.cluster.arriving = ()
+        self._deadlines.workers = self._now + scaling.ARRIVE_S
 
     def _tell_the_end(self, ended: Ended) -> None:
         """The scheduler was lost while it told its members the end: whoever calls is told now. Who waited for a formation that
@@ -349,9 +368,10 @@ class Lifecycle(Spared):
             return
         members = self.cluster.placed()
         dead = [m for m in members if m.state is NodeState.DEAD]
-        if self._replacing and self._grouped and not self._all_resumed():
+        agreeing = self._replacing and self._grouped and not self._all_resumed()
+        if agreeing and phase is not Phase.RETURNING:
             return
-        if not dead:
+        if not dead and not agreeing:
             self._replacing = False
             self.first_failure = None
             self._deadlines.shrink = NEVER
@@ -362,7 +382,8 @@ class Lifecycle(Spared):
                 self._close_incidents(Outcome.RESUMED)
         elif phase is Phase.RETURNING:
             self._await_host()
-            self._move(Phase.HEALING, f"waiting for {names(dead)} to be started again, with the same variables")
+            again = f"waiting for {names(dead)} to be started again, with the same variables"
+            self._move(Phase.HEALING, again if dead else f"{reason}, and the world goes on changing its size")
         else:
             return
         self._persist(self.cluster.record())

@@ -157,11 +157,20 @@ class Machine(Askable):
             return self._roll_back(failure)
         if plans:
             self.incidents.mark(Stage.REFORMED, self._now)
+            self._notice_a_loss()
         unknown = any(said.seated < self.cluster.resized for said in self._gathering.reports.values())
         seating = scaling.seating(self.cluster) if unknown else None
         for rank, plan in plans.items():
             self._send(workers[rank].link, msgspec.structs.replace(plan, seating=seating) if seating else plan)
         return None
+
+    def _notice_a_loss(self) -> None:
+        """Who had the state may have died all at once. Then the world keeps its size until there is a state again."""
+        if self.cluster.trains and all(report.needs_state for report in self._gathering.reports.values()):
+            self.cluster.trains = False
+            reason = "nobody is left who had the state: all begin anew, from their newest checkpoint"
+            self._publish("cluster", "state lost", reason, Level.WARNING)
+            self._persist(self.cluster.record())
 
     def _broke(self, link: int, broke: Broke) -> None:
         if link in self._speakers and broke.generation == self.cluster.generation:
@@ -184,7 +193,7 @@ class Machine(Askable):
             self._reached = max(self._reached, said.step)
             if self._all_resumed():
                 self._retries = 0
-                self._arriving = set()
+                self.cluster.arriving = ()
                 if not self._let_next_go():
                     self._close_incidents(Outcome.RESUMED)
             self._settle("every rank goes on")

@@ -280,6 +280,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     ended: Ended | None = None
     gone: tuple[str, ...] = ()
     going: tuple[str, ...] = ()
+    dumping: Ended | None = None
+    arriving: tuple[str, ...] = ()
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

@@ -64,7 +64,7 @@ class Resizable(Ledger):
         """The world is larger by these, who have their places already. The others wait for them in their step."""
         self._count("scale_out")
         self._open_incident("scale-out", reason, cause, since=self._now, known=self._now)
-        self._arriving = {m.node_id for m in newcomers}
+        self.cluster.arriving = tuple(m.node_id for m in newcomers)
         self._deadlines.workers = self._now + scaling.ARRIVE_S
         for member in newcomers:
             self._begin_life(member)
@@ -109,10 +109,10 @@ class Resizable(Ledger):
 
     def _turn_back(self, reason: str) -> None:
         """A growth is taken back, all of it."""
-        leavers = [m for m in self.cluster.of(Role.WORKER) if m.node_id in self._arriving]
-        self._arriving = set()
+        leavers = [m for m in self.cluster.of(Role.WORKER) if m.node_id in self.cluster.arriving]
+        self.cluster.arriving = ()
         reason = f"{reason}; the growth is taken back"
-        self._close_incidents(Outcome.ROLLED_BACK)
+        self._close_incidents(Outcome.ROLLED_BACK, reason=reason)
         self._open_incident("scale-in", reason, reason, since=self._now, known=self._now)
         self.cluster.asked = min(
             self.cluster.asked, max(self.cluster.settings.most, self.cluster.size(Role.WORKER) - len(leavers))

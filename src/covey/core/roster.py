@@ -61,6 +61,11 @@ class Server(msgspec.Struct):
     def alive(self) -> bool:
         return self.link > 0 and self.standing is not None
 
+    @property
+    def left(self) -> bool:
+        """It was scaled in, as this scheduler or the one before it has seen: its log is locked no more."""
+        return self.leaving or (self.standing is not None and self.standing.drained)
+
 
 class Roster:
     """The half of the scheduler's machine that knows the servers."""
@@ -103,7 +108,7 @@ class Roster:
             known.returned = known.member
             known.leaving = known.leaving and known.member
             if known.durability == "none":
-                self._forget()
+                self._lose(known)
             self._say(node_id, "returned", f"it lives again at {asked.http}")
         self._adoptions.pop(known.life, None)
         known.life, known.host, known.http, known.peer = asked.life, asked.host, asked.http, asked.peer
@@ -141,7 +146,9 @@ class Roster:
         """A log has a new keeper: its old one leaves the generation."""
         for gone in self.servers.values():
             if gone.life == life and gone.member and gone is not by:
-                if gone.durability == "none" or gone.host.id != by.host.id:  # copies are of the present round only
+                if gone.durability == "none":
+                    self._lose(gone)
+                elif gone.host.id != by.host.id:  # copies are of the present round only
                     self._forget()
                 self._leaves(gone, f"server {by.node_id} took over its log")
         self._adoptions.pop(life, None)
@@ -193,14 +200,19 @@ class Roster:
     def _give_up(self, server: Server) -> None:
         part = self._part(server)
         self.voids[server.node_id] = self.round
-        self._forget()
-        self.missing = (*self.missing, server.node_id)
+        self._lose(server)
         self._adoptions.pop(server.life, None)
         sentence = f"it did not come back within {self.limits.return_s:g} s and nobody could read its log"
         self._leaves(server, sentence)
         self._say(
             server.node_id, "given up", f"round {self.round} goes without its {part.count} updates: {sentence}", Level.WARNING
         )
+
+    def _lose(self, server: Server) -> None:
+        """What it counted in this round, if anything, is in no sum: devices may send it again."""
+        self._forget()
+        if server.member and server.node_id not in self.missing:
+            self.missing = (*self.missing, server.node_id)
 
     def _forget(self) -> None:
         """What a server counted in earlier rounds is not known any more: where updates may be old, these must not come again.

@@ -99,7 +99,7 @@ class Rounds(Roster):
             elif isinstance(message, Joining):
                 self._out.append(Send(self._join(message), link))
             elif isinstance(message, Alive):
-                self._out.append(Send(Alive(), link))
+                self._out.append(Send(message, link))
         return None
 
     # -- servers come and go -----------------------------------------------------------------------------------------
@@ -165,8 +165,7 @@ class Rounds(Roster):
         told = {peer.node_id for peer in before.members}
         for server in self.servers.values():
             room = len([s for s in self.servers.values() if s.member and not s.leaving]) < self.wanted
-            left = server.leaving or (server.standing is not None and server.standing.drained)  # its log is locked no more
-            if server.alive and not server.member and not left and room:
+            if server.alive and not server.member and not server.left and room:
                 server.member = True
                 self.voids.pop(server.node_id, None)  # it has begun anew: what it counts from now on is to stay
                 members.append(server)

@@ -7,8 +7,6 @@ and everyone else keeps their own. Ranks in the middle of a step work out from t
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from covey.core import ranks
@@ -55,10 +53,10 @@ def some_left(cluster: Cluster) -> bool:
     return any(m.state is NodeState.LEFT for m in cluster.of(Role.WORKER))
 
 
-def can_turn_back(cluster: Cluster, arriving: set[str]) -> bool:
+def can_turn_back(cluster: Cluster) -> bool:
     """Whether a growth can be taken back: those who were there before must still be, or the newcomers are the world."""
-    before = [m for m in cluster.of(Role.WORKER) if m.node_id not in arriving]
-    return bool(arriving) and any(m.present for m in before) and not some_left(cluster)
+    before = [m for m in cluster.of(Role.WORKER) if m.node_id not in cluster.arriving]
+    return bool(cluster.arriving) and any(m.present for m in before) and not some_left(cluster)
 
 
 def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
@@ -74,7 +72,7 @@ def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
 
 
 class Resizing(msgspec.Struct, frozen=True):
-    """A change as it can be done: the agents of those who come, or who goes."""
+    """More or fewer workers or servers, as it can be done: the agents of those who come, or who goes."""
 
     agents: list[str]
     leavers: list[Member]
@@ -100,15 +98,20 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
     world = len(workers)
     if reason := why_not(cluster):
         return None, reason
-    if asked.node_ids:
-        return _without(workers, asked.node_ids)
     wanted = asked.workers if asked.workers >= 0 else world + asked.more
+    leavers = workers[wanted:]
+    if asked.node_ids:
+        known = {m.node_id: m for m in workers}
+        leavers, reason = named(asked.node_ids, Role.WORKER, known, "workers", ", ".join(sorted(known, key=ranks.natural)))
+        if not leavers:
+            return None, reason
+        wanted = world - len(leavers)
     if wanted == world:
         return None, f"there are {world} workers already"
     if reason := _impossible(cluster, wanted):
         return None, reason
     if wanted < world:
-        return Resizing([], workers[wanted:]), f"the world shrinks from {world} to {wanted} workers, as asked"
+        return Resizing([], leavers), f"the world shrinks from {world} to {wanted} workers, as asked"
     agents = emptiest(cluster, wanted - world)
     if not agents:
         return None, "no agent is there that could start a worker: only under covey run can a world grow"
@@ -141,15 +144,14 @@ def _impossible(cluster: Cluster, wanted: int) -> str:
     return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: 1 to {most} are"
 
 
-def _without(workers: list[Member], node_ids: list[str]) -> tuple[Resizing | None, str]:
-    named = {re.sub("^worker:", "", node_id) for node_id in node_ids}
-    known = {m.node_id for m in workers}
-    if unknown := sorted(named - known):
-        return None, f"The node id:{unknown[0]} is illegal. The workers are {', '.join(sorted(known, key=ranks.natural))}"
-    if named == known:
-        return None, "not all workers can go: covey stop ends a cluster"
-    going = [m for m in workers if m.node_id in named]
-    return Resizing([], going), f"the world shrinks from {len(workers)} to {len(workers) - len(going)} workers, as asked"
+def named(node_ids: list[str], role: Role, known: dict[str, Member], what: str, listed: str) -> tuple[list[Member], str]:
+    """Whom these ids, bare or behind their role, let go; nobody, and why, where one is not known or nobody would be left."""
+    ids = {node_id.removeprefix(f"{role}:") for node_id in node_ids}
+    if unknown := sorted(ids - known.keys()):
+        return [], f"The node id:{unknown[0]} is illegal. The {what} are {listed}"
+    if ids == known.keys():
+        return [], f"not all {what} can go: covey stop ends a cluster"
+    return [member for node_id, member in known.items() if node_id in ids], ""
 
 
 def growth(cluster: Cluster) -> tuple[Resizing | None, str]:

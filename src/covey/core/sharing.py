@@ -9,8 +9,6 @@ workers' group does not notice.
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from covey.core import ranks, scaling
@@ -23,67 +21,54 @@ from covey.core.resizing import Resizable
 from covey.core.shards import SLOTS, Servers, Sharing, rescale
 
 
-class Change(msgspec.Struct, frozen=True):
-    """What was asked for, as it can be done: the agents of those who come, or who goes."""
-
-    agents: list[str]
-    leavers: Servers
-
-
 def meant(cluster: Cluster, asked: ScaleAsked) -> bool:
     """Whether a wish is about servers. Where there are any, a bare id is one's: the number of workers is theirs to count on."""
     named = bool(asked.node_ids) and cluster.size(Role.PSERVER) > 0
     return asked.servers >= 0 or asked.more_servers != 0 or named
 
 
-def decide(cluster: Cluster, settled: set[int], asked: ScaleAsked) -> tuple[Change | None, str]:
+def decide(cluster: Cluster, settled: set[int], asked: ScaleAsked) -> tuple[scaling.Resizing | None, str]:
     """May the servers become more or fewer as asked, and how? `settled`: those where all is in its place."""
-    here = sorted(member.rank for member in cluster.of(Role.PSERVER))
-    count = len(here)
+    servers = sorted(cluster.of(Role.PSERVER), key=lambda m: m.rank)
+    count = len(servers)
     if cluster.phase is not Phase.READY:
         return None, f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
     if not count:
         return None, "this cluster has no parameter servers"
     if cluster.moving:
         return None, "parameter servers come or go already: wait until that is over"
-    if unsettled := [f"pserver:{rank}" for rank in here if rank not in settled]:
+    if unsettled := [f"pserver:{m.rank}" for m in servers if m.rank not in settled]:
         return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
     if asked.more or asked.workers >= 0:
         return (
             None,
             f"the parameter servers count on {cluster.size(Role.WORKER)} workers: only the number of servers can change",
         )
-    if asked.node_ids:
-        return _without(here, asked.node_ids)
     wanted = asked.servers if asked.servers >= 0 else count + asked.more_servers
+    leavers = servers[wanted:]
+    if asked.node_ids:
+        known = {str(m.rank): m for m in servers}
+        listed = f"{', '.join(f'pserver:{rank}' for rank in known)}, and only they can go"
+        leavers, reason = scaling.named(asked.node_ids, Role.PSERVER, known, "parameter servers", listed)
+        if not leavers:
+            return None, reason
+        wanted = count - len(leavers)
     if wanted == count:
         return None, f"there are {count} parameter servers already"
     if not 1 <= wanted <= SLOTS:
         return None, f"{wanted} parameter servers are not possible: 1 to {SLOTS} are"
     if wanted < count:
-        return Change([], tuple(here[wanted:])), f"the parameter servers become fewer, from {count} to {wanted}, as asked"
+        return scaling.Resizing([], leavers), f"the parameter servers become fewer, from {count} to {wanted}, as asked"
     agents = scaling.emptiest(cluster, wanted - count)
     if not agents:
         return None, "no agent is there that could start a server: only under covey run can there be more"
-    return Change(agents, ()), f"the parameter servers become more, from {count} to {wanted}, as asked"
-
-
-def _without(here: list[int], node_ids: list[str]) -> tuple[Change | None, str]:
-    named = {re.sub("^pserver:", "", node_id) for node_id in node_ids}
-    known = {str(rank) for rank in here}
-    if unknown := sorted(named - known):
-        listed = ", ".join(f"pserver:{rank}" for rank in here)
-        return None, f"The node id:{unknown[0]} is illegal. The parameter servers are {listed}, and only they can go"
-    if named == known:
-        return None, "not all parameter servers can go: covey stop ends a cluster"
-    leavers = tuple(rank for rank in here if str(rank) in named)
-    return Change([], leavers), f"the parameter servers become fewer, from {len(here)} to {len(here) - len(leavers)}, as asked"
+    return scaling.Resizing(agents, []), f"the parameter servers become more, from {count} to {wanted}, as asked"
 
 
 class Sharable(Resizable):
     """A cluster whose parameter servers can become more and fewer."""
 
-    def _scale_servers(self, plan: Change, reason: str) -> int:
+    def _scale_servers(self, plan: scaling.Resizing, reason: str) -> int:
         """Begin; returns the operation's number. Its incident is opened after what it is about, and closed before it."""
         kind = "scale-out" if plan.agents else "scale-in"
         self._count(f"server_{kind.replace('-', '_')}")
@@ -96,7 +81,7 @@ class Sharable(Resizable):
             self._layout = None
             self._tell_agents(set(plan.agents))
         else:
-            self._share(plan.leavers)
+            self._share(tuple(m.rank for m in plan.leavers))
         self._open_incident(kind, reason, "asked for", since=self._now, known=self._now, node=SERVERS)
         return self.incidents.kept[-1].number
 
@@ -165,8 +150,9 @@ class Sharable(Resizable):
             self._silence(member.link)
             self.cluster.remove(member)
         self.cluster.coming, self._layout = (), None
-        self._publish("servers", "rolled back", f"{reason}; the growth is taken back", Level.WARNING)
-        self._close_incidents(Outcome.ROLLED_BACK, node=SERVERS)
+        reason = f"{reason}; the growth is taken back"
+        self._publish("servers", "rolled back", reason, Level.WARNING)
+        self._close_incidents(Outcome.ROLLED_BACK, node=SERVERS, reason=reason)
         self._persist(self.cluster.record())
         self._tell_agents({m.agent for m in leavers})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from covey.core import formation, healing, recovery, scaling
 from covey.core.effects import Level
+from covey.core.ledger import NEVER
 from covey.core.lifecycle import Lifecycle
 from covey.core.membership import names
 from covey.core.messages import HealPlan, Number
@@ -37,7 +38,7 @@ class Watch(Lifecycle):
             self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
         elif self._now > self._deadlines.shrink:
             self._go_on_without_the_lost()
-        elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster, self._arriving):
+        elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster):
             self._turn_back(f"not all came within {scaling.ARRIVE_S:g} s")
         elif self.cluster.coming and self._now > self._deadlines.servers:
             self._turn_servers_back(f"not all came within {scaling.ARRIVE_S:g} s")
@@ -45,12 +46,8 @@ class Watch(Lifecycle):
             self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
-        if self.cluster.phase is Phase.READY:
-            self._judge_ends()
         if self._dump is None and self.cluster.phase is not Phase.ENDED:
-            self._judge_leavers()
-        if settings.stuck_s >= 0 and self._dump is None and self.cluster.phase is not Phase.ENDED:
-            self._judge_progress(settings.stuck_s)
+            self._judge_waits(settings.stuck_s)
         if self.cluster.phase is Phase.READY and self.cluster.trains and not self._let_next_go():
             self._fill_spares()
 
@@ -59,48 +56,44 @@ class Watch(Lifecycle):
         away, members = (NodeState.DEAD, NodeState.SUSPECT), self.cluster.placed()
         return [m for m in members if m.state in away or (self._replacing and m.present and not m.link)]
 
-    def _judge_ends(self) -> None:
-        """Nobody can be waited for who has come to the end of its program, and that needs no time to be seen."""
-        reports = self._gathering.reports
-        if any(report.finished for report in reports.values()):
-            said = {m.rank: Number.read(m.progress.waits) for m in self.cluster.of(Role.WORKER) if m.present and m.link}
-            if trouble := healing.left_alone(reports, {rank: number for rank, number in said.items() if number is not None}):
-                self._give_up(ExitCode.PEER_FAILED, trouble)
-
-    def _judge_leavers(self) -> None:
-        """Who has left reports nothing more. Where all others have, either all of them are at their end too, or they can never
-        go on together."""
-        workers, gathering = self.cluster.of(Role.WORKER), self._gathering
-        if gathering.done or not gathering.reports or len(gathering.reports) == len(workers):
-            return None
-        left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in gathering.reports]
-        if len(gathering.reports) + len(left) < len(workers):
-            return None
-        if not all(report.finished for report in gathering.reports.values()):
-            return self._give_up(ExitCode.PEER_FAILED, f"{names(left)} left before the work was done: all others wait to go on")
-        gathering.done = True
-        for member in [m for m in workers if m.rank in gathering.reports]:
-            self._send(member.link, HealPlan(gathering.generation, done=True))
+    def _judge_waits(self, limit: float) -> None:
+        """Whoever waits for one that will never come waits for ever. One that may come, and for which all others have waited
+        in one collective for too long, is stuck, though it beats."""
+        workers, since = self.cluster.of(Role.WORKER), self._now - limit if limit >= 0 else -NEVER
+        waiting = [m for m in workers if m.progress.waits and m.changed_at < since and m.present]
+        where = f"in collective {waiting[0].progress.waits} for over {limit:g} s" if waiting else ""
+        if reason := self._waits_for_the_ended() or self._waits_for_the_left(len(waiting), where):
+            return self._give_up(ExitCode.PEER_FAILED, reason)
+        late = [m for m in workers if not m.progress.waits and m.present and m.link] if waiting else []
+        if len(waiting) + len(late) == sum(m.present for m in workers):
+            for member in late:
+                if member.changed_at < since:  # asked one by one: after one's loss another may have begun anew
+                    self._count("stuck")
+                    self._lose(member, f"stuck: all others wait for it {where}", since=member.changed_at)
         return None
 
-    def _judge_progress(self, limit: float) -> None:
-        """A rank for which all others have waited in one collective for too long is stuck, though it beats; or it has left."""
-        everyone, since = self.cluster.of(Role.WORKER), self._now - limit
-        waiting = [m for m in everyone if m.progress.waits and m.changed_at < since and m.present]
-        if not waiting:
-            return
-        workers, left = [m for m in everyone if m.present], [m for m in everyone if m.state is NodeState.LEFT]
-        late = [m for m in workers if not m.progress.waits and m.link]
-        if len(waiting) + len(late) < len(workers):
-            return
-        where = f"in collective {waiting[0].progress.waits} for over {limit:g} s"
-        if left and len(waiting) + len(left) == len(everyone):
-            reason = f"{names(left)} left before the work was done: all others wait {where}"
-            self._give_up(ExitCode.PEER_FAILED, reason)
-        for member in late:
-            if self._now - member.changed_at > limit:
-                self._count("stuck")
-                self._lose(member, f"stuck: all others wait for it {where}", since=member.changed_at)
+    def _waits_for_the_ended(self) -> str:
+        """A rank at the end of its program has said what it took part in last, so this needs no time to be seen."""
+        reports = self._gathering.reports
+        if self.cluster.phase is not Phase.READY or not any(report.finished for report in reports.values()):
+            return ""
+        said = {m.rank: Number.read(m.progress.waits) for m in self.cluster.of(Role.WORKER) if m.present and m.link}
+        return healing.left_alone(reports, {rank: number for rank, number in said.items() if number is not None})
+
+    def _waits_for_the_left(self, waiting: int, where: str) -> str:
+        """Who has left reports nothing more. Where all others have, and all are at their end too, they may go as well."""
+        workers, gathering = self.cluster.of(Role.WORKER), self._gathering
+        left = [m for m in workers if m.state is NodeState.LEFT]
+        unheard = [m for m in left if m.rank not in gathering.reports]
+        if gathering.reports and unheard and len(gathering.reports) + len(unheard) == len(workers) and not gathering.done:
+            if not all(report.finished for report in gathering.reports.values()):
+                return f"{names(unheard)} left before the work was done: all others wait to go on"
+            gathering.done = True
+            for member in [m for m in workers if m.rank in gathering.reports]:
+                self._send(member.link, HealPlan(gathering.generation, done=True))
+        elif left and waiting and len(left) + waiting == len(workers):
+            return f"{names(left)} left before the work was done: all others wait {where}"
+        return ""
 
     def _retry(self) -> None:
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""

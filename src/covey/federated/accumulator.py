@@ -93,17 +93,13 @@ def _times(count: int) -> np.int64:
     return np.int64(wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
 
-def weighed(size: int, loss: float | None, accuracy: float | None) -> tuple[int, int, int]:
-    """What a device says of so many samples: size, loss and accuracy as whole numbers, for sums; zeros where it says nothing.
+def weighed(size: int, value: float | None) -> tuple[int, int]:
+    """A loss or accuracy that a device tells of so many samples: their number, and it times them as a whole number, for sums.
 
-    Raises `ValueError` for numbers that would spoil a sum.
+    Zeros where it tells none. Raises `ValueError` for one that would spoil a sum.
     """
-    if loss is None or not math.isfinite(loss):  # a device whose training ran away still has a say in the model
-        return 0, 0, 0
-    return size, _fixed(loss, size), _fixed(accuracy or 0.0, size)
-
-
-def _fixed(value: float, size: int) -> int:
+    if value is None or not math.isfinite(value):  # a device whose training ran away still has a say in the model
+        return 0, 0
     if not abs(value) * size < PRODUCT_MAX:
         raise ValueError(f"a loss or accuracy of {value:g} for {size} samples is too large to be added up")
-    return round(value * size * UNIT)
+    return size, round(value * size * UNIT)

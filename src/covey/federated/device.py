@@ -40,6 +40,10 @@ WAIT_MS: Final = 20_000  # how long a server may hold a request
 SLACK_S: Final = 20.0
 SMALL: Final = ("QUANT",)  # the ways this device understands a model that is made smaller
 Weights = dict[str, Any]
+# Here and not where they are used: msgspec learns a type when it first meets it, and threads that meet one together crash.
+_answer: Final = msgspec.json.Decoder(Answer)
+_secure_answer: Final = msgspec.msgpack.Decoder(SecureAnswer)
+_plan: Final = msgspec.json.Decoder(FlPlan)
 
 
 class Refused(PeerError):
@@ -58,7 +62,7 @@ class Task:
         self._layout = layout
         self.iteration = answer.iteration
         self.ticket = answer.ticket
-        self.plan = msgspec.json.decode(answer.fl_plan_config, type=FlPlan)
+        self.plan = _plan.decode(answer.fl_plan_config)
         self.flat = flat
         self.weights = layout.tensors(flat)
         self._evaluation: dict[str, str] = {}
@@ -114,10 +118,13 @@ class Task:
         """What is said about the training where nobody may know whose it is."""
         said, judged = Told(), self._evaluation
         if loss is not None:
-            said = said._replace(told=1.0, loss=float(loss), accuracy=float(accuracy or 0.0))
+            said = said._replace(told=1.0, loss=float(loss))
+        if accuracy is not None:
+            said = said._replace(judged=1.0, accuracy=float(accuracy))
         if judged:
-            found = (float(judged["eval_loss"]), float(judged.get("eval_accuracy", 0.0)))
-            said = said._replace(evaluated=1.0, eval_loss=found[0], eval_accuracy=found[1])
+            said = said._replace(evaluated=1.0, eval_loss=float(judged["eval_loss"]))
+        if "eval_accuracy" in judged:
+            said = said._replace(eval_judged=1.0, eval_accuracy=float(judged["eval_accuracy"]))
         return said
 
 
@@ -308,9 +315,9 @@ class Device:
 def _read(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
     """An answer, and where the values of its model begin. Raises `ValueError` or `MsgspecError` for what is none of ours."""
     if kind == MSGPACK:
-        return msgspec.msgpack.decode(body, type=SecureAnswer), body, 0
+        return _secure_answer.decode(body), body, 0
     if kind != SAFETENSORS:
-        return msgspec.json.decode(body, type=Answer), body, 0
+        return _answer.decode(body), body, 0
     _, metadata, start = read_head(body)
     return msgspec.convert(metadata, Answer, strict=False), body, start
 

@@ -6,6 +6,7 @@ Every request is checked in MindSpore's order and answered with a code and a rea
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Instance, Joined, Plan, Stage, evaluates
+from covey.core.federation import Instance, Joined, Orders, Plan, Stage, evaluates, token
 from covey.federated import compress, openapi, page
 from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from covey.federated.server import Server
 
 FIELDS_ROOM: Final = 256 * 1024  # beyond the tensors and their names
+CONNECTIONS_MAX: Final = 10_000
+OTHER_FILES: Final = 256  # descriptors for all else: the scheduler, other servers, what is written
 
 
 class Devices:
@@ -55,7 +58,9 @@ class Devices:
         limit = values + len(server.layout.head({})) + FIELDS_ROOM
         self.relay = Relay(server, replies)
         self._gate = Gate(server.settings.gate)
-        self._site = Site(self._receive, self._refusal, body_max=limit)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        places = max(OTHER_FILES, min(CONNECTIONS_MAX, descriptors - OTHER_FILES))
+        self._site = Site(self._receive, self._refusal, body_max=limit, connections_max=places)
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = server.settings.prefix
         self._paths: dict[str, Callable[[Request], None]] = {
@@ -148,7 +153,7 @@ class Devices:
                 return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
             if orders is not None and not server.running:
                 reason = NOT_RUNNING
-            elif orders is not None and asked.iteration == orders.round - orders.base:
+            elif orders is not None and self._counted(orders, asked):
                 reason = f"iteration {asked.iteration} has this device's update"
             elif orders is not None and orders.stage is Stage.OPEN and server.models.round == orders.round - 1:
                 admitted, reason = await self._ask(asked.fl_id, until)
@@ -158,6 +163,13 @@ class Devices:
             if left <= 0 or request.gone:
                 return self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
             await self._server.until_changed(changed, min(left, 1.0))
+
+    def _counted(self, orders: Orders, asked: StartJob) -> bool:
+        """Whether the round has this device's update, as the device says; where it may be wrong, only if that is known here."""
+        if asked.iteration != orders.round - orders.base:
+            return False
+        key = token(asked.fl_id, orders.round) if self._server.strategy.staleness else asked.fl_id
+        return not orders.doubtful or self._server.claims.knows(orders.round, key)
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""

@@ -1,7 +1,8 @@
 """HTTP for many devices with large bodies: a body is received straight into the memory it will be read from.
 
 Only what devices need: HTTP/1.1, keep-alive, Content-Length. A request is handed over whole; its answer may be given at once
-or later. Heads are read by httptools. Limits: head, body, time per request, connections.
+or later. Heads are read by httptools. Limits: head, body, time per request, connections. Where all places are taken, the oldest
+connection that never said a word makes room: those keep nobody else out.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, site: Site) -> None:
         self._site = site
         self._transport: Any = None
-        self._head = bytearray(HEAD_MAX)
+        self._head = bytearray()  # until something comes
         self._view = memoryview(self._head)
         self._filled = 0
         self._body: memoryview | None = None
@@ -102,14 +103,27 @@ class Connection(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._site.connections.add(self)
         if len(self._site.connections) > self._site.connections_max:
-            self._refuse(503, "there are too many connections: try again")
+            longest = next(iter(self._site.silent), None)
+            if longest is None:
+                return self._refuse(503, "there are too many connections: try again")
+            longest.cut_off()
+        self._site.silent[self] = None
+        return None
+
+    def cut_off(self) -> None:
+        self._site.silent.pop(self, None)
+        self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._site.connections.discard(self)
+        self._site.silent.pop(self, None)
         self._let_go()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if not self._head:
+            self._head = bytearray(HEAD_MAX)
+            self._view = memoryview(self._head)
         if self._refused:
             return self._view
         if self._body is not None and not self._busy:
@@ -117,6 +131,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._view[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._site.silent.pop(self, None)
         if self._refused:
             return
         if self._body is not None and not self._busy:
@@ -248,7 +263,7 @@ class Site:
         refusal: Callable[[int, str], bytes],
         *,
         body_max: int,
-        connections_max: int = 10_000,
+        connections_max: int,
     ) -> None:
         self.receive = receive
         self.refusal = refusal
@@ -257,6 +272,7 @@ class Site:
         self.receiving = 0  # bytes of bodies that are not answered yet
         self.receiving_max = max(RECEIVING_MAX, 2 * body_max)
         self.connections: set[Connection] = set()
+        self.silent: dict[Connection, None] = {}  # those that never said a word, the oldest first
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -132,11 +132,9 @@ class Intake:
             reason = "too many updates wait here: try again"
             return self._replies.say(request, Code.NOT_READY, reason, retry_ms=self._replies.pause_ms())
         round_number, device = key
-        size, loss, accuracy = weighed(fields.data_size, fields.upload_loss, fields.upload_accuracy)
-        evaluated = weighed(fields.eval_data_size, fields.eval_loss, fields.eval_accuracy)
         orders = self._server.orders
         weight = 1 if orders is not None and orders.plan.noise is not None else fields.data_size
-        update = Update(device, weight, Numbers(0, 0, loss, accuracy, size, *evaluated))
+        update = Update(device, weight, _told(fields))
         self._waiting[key] = Waiting(update, values, [request], until)
         return self.carry(self._server.claims.came(round_number, device, time.monotonic()))
 
@@ -233,3 +231,12 @@ class Intake:
                 continue
             self._server.claims.dropped(*key)
             self._answer(key, Code.NOT_READY, UNKNOWN, RETRY_MS)
+
+
+def _told(fields: UpdateFields) -> Numbers:
+    """What a device says of its training and its evaluation. Raises `ValueError`."""
+    told, loss = weighed(fields.data_size, fields.upload_loss)
+    judged, accuracy = weighed(fields.data_size, fields.upload_accuracy)
+    eval_size, eval_loss = weighed(fields.eval_data_size, fields.eval_loss)
+    eval_judged, eval_accuracy = weighed(fields.eval_data_size, fields.eval_accuracy)
+    return Numbers(0, 0, loss, accuracy, told, eval_size, eval_loss, eval_accuracy, judged, eval_judged)

@@ -5,7 +5,7 @@ Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, and mean what Mi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -52,65 +52,63 @@ FEDERATED = (
 )
 
 
-def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
-    """The application for `covey.console.server.Server`."""
-    rounds = scheduler.rounds
+class Answers:
+    """One method for each operation, by its name."""
 
-    async def state(request: Request) -> Response:
-        return api.as_json(StateReply("Get cluster state successful.", rounds.state))
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._rounds = scheduler.rounds
 
-    async def scaleout(request: Request) -> Response:
+    async def state(self, request: Request) -> Response:
+        return api.as_json(StateReply("Get cluster state successful.", self._rounds.state))
+
+    async def scaleout(self, request: Request) -> Response:
         asked = _object(await api.whole_body(request))
         workers, servers = _count(asked, "worker_num"), _count(asked, "server_num")
         if workers:
             raise UsageError("The Worker does not currently support scale out.")
-        scheduler.promise(rounds.scale_out(servers, scheduler.now()))
+        self._scheduler.promise(self._rounds.scale_out(servers, self._scheduler.now()))
         return api.as_json(Reply("Cluster begin to scale out."))
 
-    async def scalein(request: Request) -> Response:
+    async def scalein(self, request: Request) -> Response:
         asked = _object(await api.whole_body(request))
         if "node_ids" not in asked:
             raise UsageError("The json is not contain the key:node_ids")
         ids = asked["node_ids"]
         if not isinstance(ids, list) or not all(isinstance(node_id, str) for node_id in ids):
             raise UsageError("The node ids should be a list of texts.")
-        if scheduler.node_id in ids:
-            raise UsageError(f"The node id:{scheduler.node_id} is illegal: it is the scheduler.")
-        scheduler.promise(rounds.scale_in(ids, scheduler.now()))
+        if self._scheduler.node_id in ids:
+            raise UsageError(f"The node id:{self._scheduler.node_id} is illegal: it is the scheduler.")
+        self._scheduler.promise(self._rounds.scale_in(ids, self._scheduler.now()))
         return api.as_json(Reply("Cluster begin to scale in."))
 
-    async def rollback(request: Request) -> Response:
-        scheduler.promise(rounds.roll_back(scheduler.now()))
+    async def rollback(self, request: Request) -> Response:
+        self._scheduler.promise(self._rounds.roll_back(self._scheduler.now()))
         return api.as_json(Reply("Cluster scale out rollback success."))
 
-    async def new_instance(request: Request) -> Response:
+    async def new_instance(self, request: Request) -> Response:
         body = await api.whole_body(request)
-        plan = changed(rounds.plan, _object(body) if body else {})
-        scheduler.promise(rounds.new_instance(plan, scheduler.now()))
-        return api.as_json(ResultReply("Start new instance successful.", scheduler.query()))
+        plan = changed(self._rounds.plan, _object(body) if body else {})
+        self._scheduler.promise(self._rounds.new_instance(plan, self._scheduler.now()))
+        return api.as_json(ResultReply("Start new instance successful.", self._scheduler.query()))
 
-    async def query(request: Request) -> Response:
-        return api.as_json(ResultReply("Query Instance successful.", scheduler.query()))
+    async def query(self, request: Request) -> Response:
+        return api.as_json(ResultReply("Query Instance successful.", self._scheduler.query()))
 
-    async def enable(request: Request) -> Response:
-        scheduler.promise(rounds.set_enabled(True, scheduler.now()))
-        return api.as_json(ResultReply("start enabling FL-Server successful.", scheduler.query()))
+    async def enable(self, request: Request) -> Response:
+        self._scheduler.promise(self._rounds.set_enabled(True, self._scheduler.now()))
+        return api.as_json(ResultReply("start enabling FL-Server successful.", self._scheduler.query()))
 
-    async def disable(request: Request) -> Response:
-        scheduler.promise(rounds.set_enabled(False, scheduler.now()))
-        return api.as_json(ResultReply("start disabling FL-Server successful.", scheduler.query()))
+    async def disable(self, request: Request) -> Response:
+        self._scheduler.promise(self._rounds.set_enabled(False, self._scheduler.now()))
+        return api.as_json(ResultReply("start disabling FL-Server successful.", self._scheduler.query()))
 
-    answers: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "state": state,
-        "scaleout": scaleout,
-        "scalein": scalein,
-        "rollback": rollback,
-        "new_instance": new_instance,
-        "query": query,
-        "enable": enable,
-        "disable": disable,
-    }
-    return api.make_app(scheduler, token=token, settings=settings, more={op: answers[op.name] for op in (STATE, *FEDERATED)})
+
+def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
+    """The application for `covey.console.server.Server`."""
+    answers = Answers(scheduler)
+    more = {op: getattr(answers, op.name) for op in (STATE, *FEDERATED)}
+    return api.make_app(scheduler, token=token, settings=settings, more=more)
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Layout:
         for name, (start, end) in self.places.items():
             if name not in tensors:
                 raise UsageError(f"the model's {name} is missing: give every tensor of the model")
-            array = as_numpy(tensors[name])
+            array = as_numpy(name, tensors[name])
             if array.shape != self.shapes[name]:
                 raise UsageError(f"{name} has shape {array.shape}, and the model's has {self.shapes[name]}")
             flat[start:end] = array.reshape(-1)
@@ -213,12 +213,23 @@ def raw(values: NDArray[Any]) -> memoryview:
     return values.data.cast("B")
 
 
-def as_numpy(value: Any) -> NDArray[Any]:
-    """A numpy array of an array or of something torch-like."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()  # numpy has no bfloat16
-    return np.asarray(value)
+def as_numpy(name: str, value: Any) -> NDArray[Any]:
+    """A numpy array of an array or of something torch-like. Raises `UsageError` for what has no such form: ragged, sparse."""
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            value = (value.float() if value.is_floating_point() else value).numpy()  # numpy has no bfloat16
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UsageError(f"the model's {name} is no dense array of numbers: {error}") from None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def take(model: Any) -> tuple[Layout, Floats]:
@@ -226,7 +237,10 @@ def take(model: Any) -> tuple[Layout, Floats]:
     tensors = model.state_dict() if hasattr(model, "state_dict") else model
     if not isinstance(tensors, Mapping):
         raise UsageError(f"a model is a torch module or a dict of numpy arrays, and this is a {type(model).__name__}")
-    arrays = {str(name): as_numpy(value) for name, value in tensors.items()}
+    odd = next((name for name in tensors if not isinstance(name, str) or not _is_utf8(name)), None)
+    if odd is not None:
+        raise UsageError(f"the model has a tensor called {odd!r}: a name is a text that UTF-8 can write")
+    arrays = {name: as_numpy(name, value) for name, value in tensors.items()}
     strange = next((name for name, array in arrays.items() if array.dtype.kind not in FLOAT_KINDS + OTHER_KINDS), None)
     if strange is not None:
         kind = arrays[strange].dtype

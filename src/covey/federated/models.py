@@ -15,8 +15,9 @@ from covey.federated.model import Floats, Layout, Small, digest
 from covey.federated.part import Part
 from covey.federated.peers import Bytes, Peers
 from covey.federated.privacy.noise import on_mean
-from covey.federated.store import ModelStore, State, pack_state, unpack_state
+from covey.federated.store import ModelStore, State, unpack_state
 from covey.federated.strategies import Strategy
+from covey.node.log import log
 
 
 class Models:
@@ -68,9 +69,13 @@ class Models:
 
     def give(self, what: str, round_number: int) -> Bytes | None:
         """What another server may fetch: the newest model, or the strategy's state beside it."""
-        if self.round != round_number:
+        if self._store is None or self.round != round_number:
             return None
-        return pack_state(self._state) if what == "state" else self._layout.encode(self.values, {})
+        try:
+            return self._store.content(round_number, state=what == "state")
+        except StoreError as error:  # whoever asks asks again, or another
+            log.error("%s", error)
+            return None
 
     async def make(self, me: str, orders: Orders, part: Part, spool: Path) -> bool:
         """Make the model of this round from everyone's parts; False if it is not wanted any more."""

@@ -54,7 +54,7 @@ class Peers:
         self._serial = 0
         self._small = asyncio.Semaphore(COPIES_MAX)
         self._large = asyncio.Lock()
-        self._partial: dict[int, bytes] = {}  # by the identity of a link: the record that is coming in pieces
+        self._partial: dict[int, bytearray] = {}  # by the identity of a link: the record that is coming in pieces
 
     async def open(self, sockets: list[socket.socket]) -> None:
         self._listener = Listener(
@@ -228,13 +228,14 @@ class Peers:
     def _kept(self, link: Link, caller: str, message: Copy) -> None:
         """Keep a copy once it is whole."""
         if message.offset or message.rest:
-            before = self._partial.pop(id(link), b"") if message.offset else b""
-            if len(before) != message.offset:
-                raise PeerError(f"a copy's piece at {message.offset} came after {len(before)} bytes")
+            whole = self._partial.pop(id(link), bytearray()) if message.offset else bytearray()
+            if len(whole) != message.offset:
+                raise PeerError(f"a copy's piece at {message.offset} came after {len(whole)} bytes")
+            whole += message.record
             if message.rest:
-                self._partial[id(link)] = before + message.record
+                self._partial[id(link)] = whole
                 return
-            message = msgspec.structs.replace(message, record=before + message.record)
+            message = msgspec.structs.replace(message, record=bytes(whole))
         self._copy(caller, message)
 
     def _from_caller(self, link: Link, message: Message) -> None:

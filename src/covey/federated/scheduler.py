@@ -264,7 +264,7 @@ class Scheduler:
         for server in sorted(rounds.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
             state = "alive" if server.alive else "dead"
             if server.alive and not server.member:
-                state = "left" if server.leaving else "waiting"
+                state = "left" if server.left else "waiting"
             phase = str(rounds.stage) if rounds.instance is Instance.RUNNING else str(rounds.instance)
             nodes.append(
                 NodeView(

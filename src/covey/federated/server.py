@@ -21,7 +21,6 @@ from covey.core.claims import Claims
 from covey.core.federation import (
     BATCH_MAX,
     Admitted,
-    Alive,
     Enlist,
     Instance,
     Joined,
@@ -325,7 +324,7 @@ class Server:
     @property
     def accepts(self) -> bool:
         """Whether an update may be acknowledged: not when the scheduler may have given this server up."""
-        return time.monotonic() - self._upstream.heard_at < self.settings.lease_s
+        return time.monotonic() - self._upstream.vouched_at < self.settings.lease_s
 
     @property
     def running(self) -> bool:
@@ -370,7 +369,7 @@ class Server:
                 await event.wait()
 
     async def _tick(self) -> None:
-        beat_at = 0.0
+        beat_at, beat_s = 0.0, min(BEAT_S, self.settings.lease_s / 4)
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -380,6 +379,6 @@ class Server:
             self.intake.expire(now)
             if self.orders is not None:
                 self._begin_work(self.orders)
-            if self._upstream.connected and now - beat_at >= BEAT_S:
+            if self._upstream.connected and now - beat_at >= beat_s:
                 beat_at = now
-                self._upstream.send(Alive())
+                self._upstream.beat()

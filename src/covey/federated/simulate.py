@@ -176,7 +176,7 @@ def simulate(
                 if strategy.staleness:
                     packed[row] = strategy.contribution(packed[row], flat, 0)
                 _check(total, packed[row], weight)
-                size, loss, _ = weighed(weight, float(losses[row]), None)
+                size, loss = weighed(weight, float(losses[row]))
                 total.add(packed[row], weight, Numbers(loss=loss, told=size))
             rows += list(packed) if strategy.sees_all or journey.treatment.secure else []
             framework += time.perf_counter() - began

@@ -16,6 +16,7 @@ from safetensors.numpy import load, save
 
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.model import Floats, Layout, digest
+from covey.federated.updates import mapped
 
 State = dict[str, NDArray[Any]]
 NO_STATE = b"-"
@@ -91,6 +92,12 @@ class ModelStore:
         if digest(values) != entry.digest:
             raise StoreError(f"the model {path} is damaged: move its folder away to begin anew", ExitCode.BAD_JOURNAL)
         return values, state
+
+    def content(self, round_number: int, *, state: bool = False) -> memoryview:
+        """A stored model as it lies on the disk, or the strategy's state: for other servers, who ask for it piece by piece."""
+        entry = next(entry for entry in self.entries if entry.round == round_number)
+        path = self._folder / (f"{entry.file}.state" if state else entry.file)
+        return memoryview(NO_STATE) if state and not path.exists() else mapped(path)
 
     def has(self, round_number: int) -> bool:
         return any(entry.round == round_number for entry in self.entries)

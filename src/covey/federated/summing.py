@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federation import Numbers, Orders
-from covey.errors import CoveyError, ExitCode, PeerError, StoreError, UsageError
+from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.federated.accumulator import UNIT
 from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
@@ -56,7 +56,7 @@ def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[Numbers, NDArray[An
     """A part as it was fetched."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=Numbers)
-    return numbers, np.frombuffer(bytes(content[4 + size :]), kind)
+    return numbers, np.frombuffer(content, kind, offset=4 + size)
 
 
 class Spoiled(CoveyError):
@@ -79,6 +79,8 @@ def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[n
         eval_size=round(told.evaluated),
         eval_loss=round(told.eval_loss * UNIT),
         eval_accuracy=round(told.eval_accuracy * UNIT),
+        judged=round(told.judged),
+        eval_judged=round(told.eval_judged),
     )
     return model.astype(np.float64) + values / numbers.size, numbers
 
@@ -89,9 +91,10 @@ def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: S
         made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
     except Exception as error:  # the user's code: anything may come out of it
         raise _failed(strategy, "make", error) from error
-    if made.shape != model.shape or not np.isfinite(made).all():
-        name = type(strategy).__name__
-        raise StoreError(f"{name} made a model of {made.shape} values that cannot be used: the model stays as it was")
+    if made.shape != model.shape:
+        raise _failed(strategy, "make", ValueError(f"{made.shape} is no shape of {model.shape[0]} values"))
+    if not np.isfinite(made).all():
+        raise _failed(strategy, "make", ValueError("not every value is finite"))
     return made
 
 
@@ -115,11 +118,13 @@ def metrics(numbers: Numbers) -> dict[str, float]:
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
         found["loss"] = numbers.loss / UNIT / numbers.told
-        found["accuracy"] = numbers.accuracy / UNIT / numbers.told
+    if numbers.judged:
+        found["accuracy"] = numbers.accuracy / UNIT / numbers.judged
     if numbers.eval_size:
         found["eval_samples"] = float(numbers.eval_size)
         found["eval_loss"] = numbers.eval_loss / UNIT / numbers.eval_size
-        found["eval_accuracy"] = numbers.eval_accuracy / UNIT / numbers.eval_size
+    if numbers.eval_judged:
+        found["eval_accuracy"] = numbers.eval_accuracy / UNIT / numbers.eval_judged
     return found
 
 
@@ -129,7 +134,7 @@ async def columns(
     """For strategies that see every update: spool them all to disk as rows, then go through them by columns."""
     count = sum(numbers.count for _, numbers in parts)
     if 4 * size * count > SPOOL_MAX:
-        raise StoreError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_MAX} bytes holds")
+        raise UsageError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_MAX} bytes holds")
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:

@@ -27,8 +27,8 @@ from covey.errors import StoreError
 from covey.federated.model import Floats, raw
 
 DURABILITIES: Final = ("none", "process", "host", "disk")
-_HEAD: Final = struct.Struct("<4sIII7q")  # magic, length of the id, bytes of values, checksum, weight, what the device told
-_MAGIC: Final = b"CVU3"
+_HEAD: Final = struct.Struct("<4sIII9q")  # magic, length of the id, bytes of values, checksum, weight, what the device told
+_MAGIC: Final = b"CVU4"
 _NAME: Final = re.compile(r"updates-(\d+)(?:-from-([\w.-]+))?\.log")
 
 

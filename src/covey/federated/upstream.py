@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
-from covey.core.federation import ToServer
+from covey.core.federation import Alive, ToServer
 from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
 from covey.node.log import log
@@ -44,7 +45,7 @@ class Upstream:
         self._end = end
         self._link: Link | None = None
         self._lost_at = time.monotonic()
-        self.heard_at = time.monotonic()
+        self.vouched_at = -math.inf  # the scheduler took this server for alive at this time or later
 
     @property
     def connected(self) -> bool:
@@ -54,6 +55,10 @@ class Upstream:
         """Nothing while there is no link: what matters is said again when there is."""
         if self._link is not None:
             self._link.send(message)
+
+    def beat(self) -> None:
+        """Say that this server lives."""
+        self.send(Alive(time.monotonic()))
 
     async def keep(self) -> None:
         """Call, and call again."""
@@ -90,8 +95,12 @@ class Upstream:
     def _on_open(self, link: Link) -> None:
         self._link, self._met = link, True
         self._opened()
+        self.beat()
 
     def _on_message(self, link: Link, message: Message) -> None:
-        if link is self._link:
-            self.heard_at = time.monotonic()
+        if link is not self._link:
+            return
+        if isinstance(message, Alive):
+            self.vouched_at = max(self.vouched_at, message.at)
+        else:
             self._heard(message)

@@ -36,7 +36,7 @@ from covey.core.model import JOB, Failure, Role
 from covey.errors import CoveyError, ExitCode
 from covey.node import host, logs
 from covey.node.child import ChildSpec, Exit
-from covey.node.children import Children, open_outputs
+from covey.node.children import Children, open_outputs, why
 from covey.node.environment import worker_environment
 from covey.node.learn import LEARN_VARIABLE, learned
 from covey.node.log import log
@@ -248,7 +248,7 @@ class Agent:
             except CoveyError as error:
                 self.settle(Outcome(error.exit_code, str(error)))
             except OSError as error:
-                self.settle(Outcome(ExitCode.DISK, f"a worker cannot be started: {error}"))
+                self.settle(Outcome(ExitCode.DISK, f"a worker cannot be started: {why(error)}"))
 
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""

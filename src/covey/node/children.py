@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -253,6 +255,14 @@ def open_outputs(spec: ChildSpec) -> Iterator[list[int]]:
             os.close(fd)
 
 
+def why(error: OSError | ValueError) -> str:
+    """What is behind it, and where it is a limit of this process, what to do."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"this process may have {allowed} files open and has them: allow it more (ulimit -n)"
+    return str(error)
+
+
 def command_of(spec: ChildSpec) -> list[str]:
     """What a child by exec becomes. Unbuffered, as a line-buffered log would be: the last lines of a killed rank count."""
     if not spec.python:
@@ -277,7 +287,7 @@ def execute(spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline]:
         )
     except (OSError, ValueError) as error:
         line.close()
-        raise CoveyError(f"{spec.name} cannot be started: {error}") from error
+        raise CoveyError(f"{spec.name} cannot be started: {why(error)}") from error
     process.returncode = 0  # its end is read from the kernel by `Children`, and by nobody else
     line.hand_over()
     return process.pid, line

@@ -1,7 +1,7 @@
 """Faults done to processes of this host, each as a context: what was done is undone when it ends, however it ends.
 
-Only processes of a run are touched: children of a `covey run` or `covey federated up` of this user, held by a pidfd from before
-they were looked at, so that a number that is used again by somebody else is never hit.
+Only processes of one run are touched: children of its keepers, each a `covey run` or `covey federated up` of this user, held by
+a pidfd from before they were looked at, so that a number that is used again by somebody else, another run too, is never hit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -65,27 +65,28 @@ def template_of(keeper: psutil.Process) -> int:
 
 
 @contextlib.contextmanager
-def held(pid: int) -> Iterator[int]:
-    """A pidfd of a process of a run. Raises `Gone`."""
+def held(pid: int, keepers: Collection[psutil.Process]) -> Iterator[int]:
+    """A pidfd of a process that one of these keeps. Raises `Gone`."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:
         raise Gone(f"process {pid} is gone") from error
     try:
-        keeper_of(pid)
+        if keeper_of(pid) not in keepers:
+            raise Gone(f"process {pid} is of another run")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def kill(pid: int) -> None:
-    with held(pid) as process:
+def kill(pid: int, keepers: Collection[psutil.Process]) -> None:
+    with held(pid, keepers) as process:
         _send(process, signal.SIGKILL)
 
 
-async def stop(pid: int, for_s: float) -> None:
+async def stop(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
     """It stands still; if covey has it killed meanwhile, so be it."""
-    with held(pid) as process:
+    with held(pid, keepers) as process:
         _send(process, signal.SIGSTOP)
         try:
             await asyncio.sleep(for_s)
@@ -93,11 +94,11 @@ async def stop(pid: int, for_s: float) -> None:
             _send(process, signal.SIGCONT)
 
 
-async def slow(pid: int, for_s: float) -> None:
+async def slow(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
     """It runs a fifth of the time."""
     loop = asyncio.get_running_loop()
     until = loop.time() + for_s
-    with held(pid) as process:
+    with held(pid, keepers) as process:
         try:
             while loop.time() < until:
                 _send(process, signal.SIGSTOP)
@@ -108,10 +109,10 @@ async def slow(pid: int, for_s: float) -> None:
             _send(process, signal.SIGCONT)
 
 
-def cut(pid: int) -> int:
+def cut(pid: int, keepers: Collection[psutil.Process]) -> int:
     """Break its established connections over TCP, as a network that fails does; how many there were."""
     count = 0
-    with held(pid) as process:
+    with held(pid, keepers) as process:
         for descriptor in _connections(pid):
             copied = _copy(process, descriptor)
             if copied < 0:
@@ -127,9 +128,9 @@ def cut(pid: int) -> int:
     return count
 
 
-def why_no_cut(pid: int) -> str:
+def why_no_cut(pid: int, keepers: Collection[psutil.Process]) -> str:
     """Why a process's connections cannot be cut from here; "" if they can."""
-    with held(pid) as process:
+    with held(pid, keepers) as process:
         copied = _copy(process, 0)
         if copied >= 0:
             os.close(copied)

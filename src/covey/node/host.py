@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from covey.core.model import Host
+from covey.errors import ExitCode, PeerError
 
 
 def here(override: str, address: str, life: str = "") -> Host:
@@ -16,11 +17,15 @@ def here(override: str, address: str, life: str = "") -> Host:
 
 
 def address_towards(host: str) -> str:
-    """The address by which this host reaches another; nothing is sent."""
-    kind, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as sock:
-        sock.connect(where)
-        return str(sock.getsockname()[0])
+    """The address by which this host reaches another; nothing is sent. Raises `PeerError` where no way leads there."""
+    try:
+        kind, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as sock:
+            sock.connect(where)
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        sentence = f"this host has no way to {host} ({error.strerror}): check the address, and this host's network"
+        raise PeerError(sentence, ExitCode.UNREACHABLE) from None
 
 
 def identity() -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import select
 import signal
 import sys
@@ -44,7 +45,8 @@ class Lifeline:
 
 def tie(read_end: int) -> None:
     """Called in the child, when it leads its own process group: from here on it dies with the agent."""
-    fd = fcntl.fcntl(read_end, fcntl.F_DUPFD, LOWEST_FD)  # without close-on-exec: exec must not cut the line
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fd = fcntl.fcntl(read_end, fcntl.F_DUPFD, min(LOWEST_FD, allowed // 2))  # without close-on-exec: exec must not cut the line
     os.close(read_end)
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)

@@ -49,6 +49,7 @@ class Kept(msgspec.Struct, frozen=True):
     called: str = ""  # the cluster, where nobody gave the job a name
     max_restarts: int = 0
     agents_return: bool = True
+    agent: int = 0  # its pid, where it is the parent: with it, this one ends
 
 
 class Office:

@@ -19,7 +19,6 @@ from typing import Final
 import msgspec
 
 from covey.errors import ExitCode
-from covey.node import kernel
 from covey.node.log import log
 from covey.node.office import Kept
 from covey.node.serve import KEPT_VARIABLE
@@ -27,6 +26,8 @@ from covey.node.sockets import Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
+# Interrupted while it imports, it ends as other programs do, without the story of an import.
+START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.node.serve import main; main()"
 
 
 class Schedulers:
@@ -46,30 +47,28 @@ class Schedulers:
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
     ) -> None:
+        self._sockets = sockets  # held open for those who are started again
         self._gave_up = gave_up
-        self._kept = [
-            SchedulerProcess(
-                sockets,
-                environ,
-                journal=journal,
-                log_path=log_path if number == 0 else log_path.with_name(f"{log_path.stem}_{number}.log"),
-                called=called,
-                max_restarts=max_restarts,
-                over=over,
-                gave_up=self._one_less,
-            )
-            for number in range(count)
-        ]
+        kept = Kept(
+            sockets=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.manage]),
+            journal=journal,
+            log_dir=str(log_path.parent),
+            called=called,
+            max_restarts=max_restarts,
+            agent=os.getpid(),
+        )
+        paths = [log_path, *(log_path.with_name(f"{log_path.stem}_{number}.log") for number in range(1, count))]
+        self._processes = [SchedulerProcess(kept, environ, path, over, self._one_less) for path in paths]
         self._left = count
 
     async def start(self) -> None:
         """Start them and watch them from now on."""
-        for process in self._kept:
+        for process in self._processes:
             await process.start()
 
     async def stop(self, wait_s: float) -> None:
         """The cluster has ended: let them go by themselves, then make them."""
-        await asyncio.gather(*(process.stop(wait_s) for process in self._kept))
+        await asyncio.gather(*(process.stop(wait_s) for process in self._processes))
 
     def _one_less(self, code: int, reason: str) -> None:
         self._left -= 1
@@ -84,33 +83,19 @@ class SchedulerProcess:
 
     def __init__(
         self,
-        sockets: Sockets,
+        kept: Kept,
         environ: Mapping[str, str],
-        *,
-        journal: str,
         log_path: Path,
-        called: str,
-        max_restarts: int,
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
     ) -> None:
+        self._kept = kept
         self._environ = environ
         self._log_path = log_path
-        self._kept = Kept(
-            sockets=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.manage]),
-            journal=journal,
-            log_dir=str(log_path.parent),
-            called=called,
-            max_restarts=max_restarts,
-        )
         self._over = over
         self._gave_up = gave_up
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
         """Start it and watch it from now on."""
@@ -133,23 +118,18 @@ class SchedulerProcess:
             await self._process.wait()
 
     async def _spawn(self) -> None:
-        agent = os.getpid()
-
-        def in_child() -> None:
-            os.setpgrp()  # Ctrl-C is the agent's to hear; the session stays, by which the agent knows its own from orphans
-            kernel.die_with(agent)
-
         with self._log_path.open("ab") as file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
+                "-c",
+                START,
                 "covey.node.serve",
                 env={**self._environ, KEPT_VARIABLE: msgspec.json.encode(self._kept).decode()},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 pass_fds=[number for group in self._kept.sockets for number in group],
-                preexec_fn=in_child,
+                process_group=0,  # Ctrl-C is the agent's to hear; the session stays, by which it knows its own from orphans
             )
 
     async def _watch(self) -> None:

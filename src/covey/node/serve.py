@@ -1,6 +1,6 @@
 """A scheduler as a process, from the settings alone: `office` has what it is made from.
 
-`python -m covey.node.serve` is what an agent starts; `covey.init()` calls `serve` in a process whose role is MS_SCHED.
+`main` is what an agent starts; `covey.init()` calls `serve` in a process whose role is MS_SCHED.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from covey import context
 from covey.errors import CoveyError
+from covey.node import kernel
 from covey.node.log import configure, log
 from covey.node.office import Kept, Office
 from covey.node.scheduler import exit_now
@@ -58,6 +59,8 @@ def run_in_this_process(loaded: Loaded) -> None:
 def main() -> None:
     """The scheduler of `covey run`."""
     kept = msgspec.json.decode(os.environ.pop(KEPT_VARIABLE), type=Kept)
+    if kept.agent:
+        kernel.die_with(kept.agent)
     cluster, manage = ([socket.socket(fileno=number) for number in group] for group in kept.sockets)
     try:
         loaded = load(os.environ)
@@ -67,7 +70,3 @@ def main() -> None:
         log.error("%s", error)
         code = error.exit_code
     exit_now(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -89,7 +89,7 @@ class Node:
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
         self.waits: Number | None = None
         self.keep_bytes = settings.keep_bytes
-        self.may_grow = settings.worker_max > 1
+        self.may_grow = max(settings.worker_num, settings.worker_max) > 1
         self.follow_every = settings.spare_every
         self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 REQUEST_MAX = 8192
 REQUEST_S = 5.0
+CONNECTIONS_MAX = 128  # beyond them the oldest makes room
 
 
 class Metrics:
@@ -46,8 +47,14 @@ class Metrics:
 
 async def serve(metrics: Metrics, host: str, port: int, ready: Callable[[], bool]) -> asyncio.Server:
     """GET /metrics, /healthz (this process turns) and /readyz (its caches are filled)."""
+    callers: dict[asyncio.StreamWriter, None] = {}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers[writer] = None
+        if len(callers) > CONNECTIONS_MAX:
+            oldest = next(iter(callers))
+            del callers[oldest]
+            oldest.transport.abort()
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
             path = head.split(b" ", 2)[1].split(b"?")[0] if head.count(b" ") > 1 else b""
@@ -56,6 +63,7 @@ async def serve(metrics: Metrics, host: str, port: int, ready: Callable[[], bool
             head_lines = (f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Connection: close")
             writer.write("\r\n".join([*head_lines, "", ""]).encode() + body)
             await writer.drain()
+        callers.pop(writer, None)
         writer.close()
 
     return await asyncio.start_server(answer, host, port, limit=REQUEST_MAX)

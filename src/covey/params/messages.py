@@ -27,7 +27,6 @@ TALK_MAX: Final = 16 << 20  # bytes of a message without its arrays
 TOGETHER: Final = 1 << 16  # small arrays are sent in one piece with the message
 AT_ONCE: Final = 512  # arrays that the kernel takes in one call; it knows a limit of 1024
 SCRAP: Final = 1 << 20
-TOKEN_SIZE: Final = 32
 DTYPES: Final = {"float32": np.float32, "float64": np.float64}
 ROWS_MAX: Final = 1 << 40
 WIDTH_MAX: Final = 1 << 24

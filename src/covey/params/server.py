@@ -6,10 +6,7 @@ server's rows meanwhile, so that any number of servers may be away without waiti
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import logging
-import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -24,7 +21,6 @@ from covey.params.copies import Chain, ask, restore
 from covey.params.desk import NOTHING, Desk, MovedError
 from covey.params.held import Held
 from covey.params.messages import (
-    TOKEN_SIZE,
     Answered,
     Asked,
     Drop,
@@ -40,8 +36,6 @@ from covey.params.messages import (
     Take,
     TooLarge,
     Yes,
-    family,
-    fill,
     quick,
     receive_asked,
     send,
@@ -50,6 +44,7 @@ from covey.params.optimizers import Array
 from covey.params.peers import Find, Peer
 from covey.params.shard import Shard
 from covey.params.shelf import Shelf
+from covey.wire.callers import Callers
 
 CONNECTIONS_MAX: Final = 4096
 FIRST_S: Final = 30.0  # in which a connection must show its token
@@ -72,11 +67,9 @@ class Server(Desk):
         self._held = Held(serving)
         self._find = find
         self._chain = Chain(self._own, self._turn, rank, find, where) if where is not None else None
-        self._socket = socket.create_server((address, 0), family=family(address), backlog=CONNECTIONS_MAX)
-        token = secrets.token_hex(TOKEN_SIZE // 2)
-        self.peer = Peer(address, int(self._socket.getsockname()[1]), token)
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        threading.Thread(target=self._accept, name="covey server", daemon=True).start()
+        callers = Callers(address, self._serve, "covey rows", first_s=FIRST_S)
+        self.peer = Peer(address, callers.port, callers.token)
 
     def recover(self) -> None:
         """In a later life: take the rows from their copy, answer, and hold the copies of others again. Called once. Raises
@@ -180,27 +173,15 @@ class Server(Desk):
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._socket.accept()
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), name="covey rows", daemon=True).start()
-            else:
-                log.warning("a connection is refused: %d are open", CONNECTIONS_MAX)
-                connection.close()
-
     def _serve(self, connection: socket.socket) -> None:
+        if not self._places.acquire(blocking=False):
+            log.warning("a connection is refused: %d are open", CONNECTIONS_MAX)
+            return
         try:
-            with connection, contextlib.suppress(OSError, EOFError):  # who went away asks again
-                quick(connection)
-                connection.settimeout(FIRST_S)
-                shown = bytearray(TOKEN_SIZE)
-                fill(connection, memoryview(shown))
-                if not hmac.compare_digest(bytes(shown), self.peer.token.encode()):
-                    return
-                connection.settimeout(None)
-                while True:
-                    self._serve_one(connection)
+            quick(connection)
+            connection.settimeout(None)
+            while True:
+                self._serve_one(connection)
         finally:
             self._places.release()
 

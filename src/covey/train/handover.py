@@ -58,7 +58,7 @@ class Handover:
             self._join(self._collectives, known)
         else:
             self._sit()
-            self._resume()
+            self._start()
 
     def _join(self, collectives: Collectives, known: Known) -> None:
         """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
@@ -76,7 +76,7 @@ class Handover:
         self._sit()
         if given is None or given.state is None:
             collectives.run(Broadcast(self._state.values(), 0, self._group.rank), passing=True)
-            self._resume()
+            self._start()
         else:
             self._take_over(collectives, given)
         collectives.known = NOTHING  # its memory is the state's now, or nobody's
@@ -102,6 +102,15 @@ class Handover:
         if not self.replaying:
             collectives.donation = None
 
+    def _start(self) -> None:
+        """Nobody has a state: it is the beginning, or a checkpoint, shared by those who are here now."""
+        self._resume()
+        seating = self._collectives.seating if self._collectives is not None else None
+        if self._collectives is not None and seating is not None:
+            self._collectives.seated = seating.version
+        seats = tuple(seating.seats) if seating is not None else tuple(range(self._group.world))
+        self._walk.course = self._walk.course.seated(seats)
+
     def _resume(self) -> None:
         """From the newest checkpoint that any rank has whole, on a fresh start."""
         if self._checkpoint is None:
@@ -120,7 +129,6 @@ class Handover:
         world, before = self._group.world, len(self._walk.course.seats)
         if before != world:
             log.info("resumed in a world of %d, after one of %d", world, before)
-        self._walk.course = self._walk.course.seated(tuple(range(world)))
 
     def _restore(self, state: Any) -> None:
         self._walk.restore(state["course"])

@@ -37,7 +37,7 @@ class Meeting(Protocol):
     waits: Number | None  # the collective this rank waits in, as its beats say it
     finishes_steps: bool  # a loop runs, which leaves at a step's boundary
     keep_bytes: int  # of collectives' results, for a replacement
-    may_grow: bool  # others may come, also to one that is alone
+    may_grow: bool  # others may come, also to one that is alone, or come back
     retries: bool  # retry is among the strategies
     follow_every: int  # steps, after which spares take a copy of the state; 0: never
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -25,12 +23,12 @@ from covey.errors import PeerError
 from covey.train import tree
 from covey.train.gloo import torch_module
 from covey.train.pull import Mark, Piece, pull, recognised, room
+from covey.wire.callers import Callers
 
 HEADER_MAX: Final = 64 * 1024 * 1024
 CONNECT_S: Final = 10.0
 ASK_S: Final = 2.0  # who has said nothing by then wants nothing
 SILENCE_S: Final = 30.0  # a giver that sends nothing for so long is gone
-TOKEN_SIZE: Final = 32
 GIFTS_MAX: Final = 32  # at the same time
 SEND: Final = b"s"  # from a receiver that cannot read the giver's memory
 COMPARE: Final = b"c"  # the same, from one that has some of it perhaps: their digests follow
@@ -89,45 +87,25 @@ class Server:
 
     def __init__(self, address: str, **give: Callable[[bytes], Donation]) -> None:
         """`give` has what to call for each of `KINDS`; it is told what is wanted of it."""
-        self.token = secrets.token_hex(TOKEN_SIZE // 2)
         self._give = {KINDS[kind]: found for kind, found in give.items()}
         self._free = threading.Semaphore(GIFTS_MAX)
-        self._socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="covey donor", daemon=True).start()
+        self._callers = Callers(address, self._serve, "covey gift", first_s=ASK_S)
+        self.port, self.token = self._callers.port, self._callers.token
 
     def close_in_child(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            self._free.acquire()  # whoever comes then waits in the kernel's queue
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="covey gift", daemon=True).start()
+        self._callers.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with (
-                connection,
-                contextlib.suppress(OSError, EOFError, msgspec.MsgspecError),
-            ):  # a receiver that went away asks again
-                self._answer(connection)
-        finally:
-            self._free.release()
+        with self._free, contextlib.suppress(msgspec.MsgspecError):  # a receiver that went away asks again
+            self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(ASK_S)
-        asked = bytes(_receive(connection, bytearray(TOKEN_SIZE + 1)))
-        if hmac.compare_digest(asked[:TOKEN_SIZE], self.token.encode()) and asked[TOKEN_SIZE:] in self._give:
-            connection.settimeout(SILENCE_S)
-            size = int.from_bytes(_receive(connection, bytearray(4)), "big")
-            if size <= WANTED_MAX:
-                wanted = bytes(_receive(connection, bytearray(size)))
-                _send(connection, self._give[asked[TOKEN_SIZE:]](wanted))
+        connection.settimeout(SILENCE_S)
+        kind = bytes(_receive(connection, bytearray(1)))
+        size = int.from_bytes(_receive(connection, bytearray(4)), "big")
+        if kind in self._give and size <= WANTED_MAX:
+            wanted = bytes(_receive(connection, bytearray(size)))
+            _send(connection, self._give[kind](wanted))
 
 
 def fetch(

@@ -1,7 +1,8 @@
 """One connection between a node and its scheduler, over TCP, with or without TLS; or between a child and its agent.
 
 A link greets, then carries messages both ways until one side closes. It reports what happened by three calls and decides
-nothing. Limits: the greeting must be over in `GREETING_S`, and a peer that does not read what it is sent is cut off.
+nothing. Limits: the greeting must be over in `GREETING_S`, and a peer that does not read what it is sent is cut off. Where too
+many connect and say nothing, the oldest of them makes room: those keep nobody else out.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import ssl
 import struct
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -29,10 +31,36 @@ from covey.wire.greeting import ClientGreeting, GreetingError, ServerGreeting
 GREETING_S: Final = 10.0
 CONNECT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
+SILENT_MAX: Final = 2 * BACKLOG  # a whole queue of the kernel's is accepted before anybody's first word is read
 UNREAD_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
 
-
+CROWDED: Final = "too many connect, and it said nothing yet"
 LAST_ACK: Final = slice(56, 60)  # of the kernel's tcp_info: milliseconds since the other side last acknowledged anything
+
+
+T = TypeVar("T")
+
+
+class Silent(Generic[T]):
+    """Those who connected and never said a word, the oldest first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit  # 0: nobody is counted
+        self._found: dict[T, None] = {}
+
+    def join(self, one: T) -> T | None:
+        """Whoever has to make room for this one."""
+        if not self._limit:
+            return None
+        self._found[one] = None
+        if len(self._found) <= self._limit:
+            return None
+        oldest = next(iter(self._found))
+        self.leave(oldest)
+        return oldest
+
+    def leave(self, one: T) -> None:
+        self._found.pop(one, None)
 
 
 class NobodyListens(PeerError):
@@ -56,6 +84,7 @@ class Link(asyncio.Protocol):
         "peer",
         "reason",
         "silence_s",
+        "silent",
         "token",
         "turned_away",
     )
@@ -74,6 +103,7 @@ class Link(asyncio.Protocol):
         self.token = 0  # at a node: the scheduler's, as its leader
         self.silence_s = -1.0  # at a node: of the scheduler, after which another one is looked for
         self.peer = ""
+        self.silent: Silent[Link] = Silent(0)  # at a listener: all that never said a word
         self.reason = ""
         self.misbehaved = False  # it sent what no peer sends
         self.turned_away = False  # the other side will not have us, now or later
@@ -97,6 +127,8 @@ class Link(asyncio.Protocol):
             return self._met_itself(transport.get_extra_info("socket"))
         self.peer = name[0] if isinstance(name, tuple) else str(name or "?")
         tune(transport.get_extra_info("socket"))
+        if (oldest := self.silent.join(self)) is not None:
+            oldest.abort(CROWDED)
         self._limit = asyncio.get_running_loop().call_later(GREETING_S, self._too_late)
         assert self._greeting is not None
         return self._write(self._greeting.opening())
@@ -107,6 +139,7 @@ class Link(asyncio.Protocol):
         self.abort("nobody listens there")
 
     def data_received(self, data: bytes) -> None:
+        self.silent.leave(self)
         try:
             rest = self._greet(data) if self._greeting is not None else data
             if rest:
@@ -120,6 +153,7 @@ class Link(asyncio.Protocol):
             self.close(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.silent.leave(self)
         if self._limit is not None:
             self._limit.cancel()
         reason = self.reason or self._why(exc)
@@ -236,6 +270,7 @@ class Listener:
         silence_s: float = -1.0,
         **calls: Any,
     ) -> None:
+        silent_max = min(SILENT_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._sockets = sockets
         self._leads = (token, silence_s)
         self._decoder = decoder
@@ -244,6 +279,9 @@ class Listener:
         self._calls = calls
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: Silent[Link] = Silent(silent_max)
+        self._unshaken: Silent[asyncio.Future[None]] = Silent(silent_max)  # TLS: before the handshake
+        self._shaking = 0
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
@@ -262,7 +300,9 @@ class Listener:
             task.cancel()
 
     def _link(self) -> Link:
-        return Link(ServerGreeting(self._secret, *self._leads), self._decoder, **self._calls)
+        link = Link(ServerGreeting(self._secret, *self._leads), self._decoder, **self._calls)
+        link.silent = self._silent
+        return link
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -277,21 +317,45 @@ class Listener:
             except OSError:  # out of descriptors, or the peer is gone already
                 await asyncio.sleep(0.05)
                 continue
-            if len(self._tasks) > HANDSHAKES_MAX:
-                accepted.close()
-            else:
-                self._keep(self._shake_hands(accepted, str(peer[0])))
+            self._keep(self._shake_hands(accepted, str(peer[0])))
 
     async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self._link, accepted, ssl=self._context, ssl_handshake_timeout=GREETING_S
-            )
-        except (OSError, ssl.SSLError) as error:
+            await self._first_word(accepted)
+            self._shaking += 1
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    self._link, accepted, ssl=self._context, ssl_handshake_timeout=GREETING_S
+                )
+            finally:
+                self._shaking -= 1
+        except (OSError, ssl.SSLError, PeerError) as error:
             accepted.close()
             link = self._link()
             link.peer = peer
-            link.on_close(link, tls.explain(error, connecting=False))
+            link.on_close(link, str(error) if isinstance(error, PeerError) else tls.explain(error, connecting=False))
+
+    async def _first_word(self, accepted: socket.socket) -> None:
+        """Who says nothing takes no place among the handshakes."""
+        loop = asyncio.get_running_loop()
+        said: asyncio.Future[None] = loop.create_future()
+        if (oldest := self._unshaken.join(said)) is not None:
+            oldest.cancel(CROWDED)
+
+        def heard() -> None:
+            if not said.done():
+                said.set_result(None)
+
+        loop.add_reader(accepted, heard)
+        try:
+            await asyncio.wait([said], timeout=GREETING_S)
+        finally:
+            loop.remove_reader(accepted)
+            self._unshaken.leave(said)
+        if said.cancelled() or self._shaking >= HANDSHAKES_MAX:
+            raise PeerError(CROWDED)
+        if not said.done():
+            raise PeerError(f"it did not greet within {GREETING_S:g} s")
 
 
 async def connect(

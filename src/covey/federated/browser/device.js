@@ -96,7 +96,7 @@ async function secureRound(flId, start, model, data, plan, say) {
   await ask("exchangeKeys", await session.publicKeys());
   const keys = await ask("getKeys");
   if (keys.done) throw new Late("the round is over");
-  const told = [1, loss, right, 0, 0, 0];
+  const told = [1, loss, right, 0, 0, 0, 1, 0];
   const words = encode(change, told, size, scale(plan.cipher.reach, keys.samples, keys.devices));
   // Fields that are at their default are left out of an answer: a place of 0 is one.
   await ask("shareSecrets", { encrypted_shares: await session.share(filled(keys)) });

@@ -4,7 +4,7 @@
 const text = new TextEncoder();
 const PRIME = 2n ** 256n + 297n;
 const SHARE_BYTES = 33;
-const TOLD = 6;
+const TOLD = 8;
 const TOLD_RANGE = 1024;
 
 export const encode64 = (bytes) => btoa(Array.from(new Uint8Array(bytes), (one) => String.fromCharCode(one)).join(""));

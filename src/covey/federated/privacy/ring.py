@@ -17,19 +17,21 @@ from covey.errors import UsageError
 
 Words = NDArray[np.uint32]
 HALF: Final = 2**31
-TOLD: Final = 6  # numbers behind the values, see `Told`
+TOLD: Final = 8  # numbers behind the values, see `Told`
 TOLD_RANGE: Final = 1024.0
 
 
 class Told(NamedTuple):
     """What a device says about its training and its evaluation; each counts by the device's samples."""
 
-    told: float = 0.0  # 1 if loss and accuracy are said
+    told: float = 0.0  # 1 if a loss is said
     loss: float = 0.0
     accuracy: float = 0.0
     evaluated: float = 0.0
     eval_loss: float = 0.0
     eval_accuracy: float = 0.0
+    judged: float = 0.0  # 1 if an accuracy is said
+    eval_judged: float = 0.0
 
 
 class Scale(NamedTuple):

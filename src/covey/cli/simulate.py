@@ -1,0 +1,131 @@
+"""`covey federated simulate`: many devices in one process, to see how fast a model learns before any device has to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from covey.cli.parts import JSON, examples, say
+from covey.errors import StoreError, UsageError
+from covey.federated.compress import KINDS, NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from covey.core.dp import Noise
+    from covey.federated.simulate import Round
+
+DELTA = 1e-5  # of what noise hides
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@click.command(
+    epilog=examples(
+        "covey federated simulate --devices 1000 --rounds 20",
+        "covey federated simulate --devices 20 --rounds 5 --json",
+    )
+)
+@click.option("--devices", default=1000, show_default=True, help="How many devices share the digits.")
+@click.option("--rounds", default=20, show_default=True, help="How many rounds.")
+@click.option("--strategy", default="FedAvg", show_default=True, help="How updates become a model.")
+@click.option("--alpha", default=0.3, show_default=True, help="How even the devices' labels are: small is uneven.")
+@click.option("--sample", default=1.0, show_default=True, help="The share of devices in each round.")
+@click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
+@click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
+@click.option("--secure", is_flag=True, help="Mask every update: slow, because all devices share this machine.")
+@click.option("--compress", type=click.Choice(KINDS), default=NONE, show_default=True, help="How small uploads are.")
+@click.option("--sparse-rate", default=0.1, show_default=True, help="The share of values in them, where not all are sent.")
+@click.option(
+    "--noise", default=0.0, show_default=True, help="On the servers, in units of one device's influence (a norm of --clip)."
+)
+@click.option("--clip", default=1.0, show_default=True, help="The greatest norm of an update, where there is noise.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
+@JSON
+def simulate(
+    devices: int,
+    rounds: int,
+    strategy: str,
+    alpha: float,
+    sample: float,
+    epochs: int,
+    lr: float,
+    secure: bool,
+    compress: str,
+    sparse_rate: float,
+    noise: float,
+    clip: float,
+    seed: int,
+    picture: str,
+    as_json: bool,
+) -> None:
+    """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
+    from covey.core.dp import Noise
+    from covey.core.federation import Plan
+    from covey.federated import private
+    from covey.federated import simulate as simulation
+    from covey.federated.private_trial import Treatment
+    from covey.federated.strategies import named
+
+    above = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
+    _check(above, {"sample": sample, "sparse-rate": sparse_rate}, seed)
+    gauss = Noise(False, clip, noise, DELTA) if noise else None
+    plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
+    private.check(plan, named(strategy))
+    treatment = Treatment(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NONE else None
+    how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
+    found = _shown(simulation.simulate(devices, rounds, named(strategy), **how), rounds)
+    try:
+        simulation.plot(found, Path(picture))
+    except OSError as error:
+        raise StoreError(f"the plot cannot be written to {picture}: {error.strerror}: choose another --plot") from None
+    framework = sum(one.framework_s for one in found) / len(found)
+    lines = [
+        *_learned(found, strategy, compress, gauss),
+        f"{1000 * framework:.0f} ms of each round were the framework's",
+        f"the plot is {picture}",
+    ]
+    accuracies = [one.accuracy for one in found]
+    say(as_json, "\n".join(lines), accuracy=accuracies, framework_s=framework, plot=picture)
+
+
+def _check(above: dict[str, float], shares: dict[str, float], seed: int) -> None:
+    for name, value in above.items():
+        if not value > 0:
+            raise UsageError(f"--{name} {value} is not possible: give a number above 0")
+    for name, share in shares.items():
+        if not 0 < share <= 1:
+            raise UsageError(f"--{name} {share} is not possible: give a number above 0, up to 1")
+    if seed < 0:
+        raise UsageError(f"--seed {seed} is not possible: give a whole number, 0 or more")
+
+
+def _shown(run: Iterator[Round], rounds: int) -> list[Round]:
+    """All rounds, with a bar that grows as they come."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    found = []
+    columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=rounds)
+        for one in run:
+            found.append(one)
+            progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
+    return found
+
+
+def _learned(found: list[Round], strategy: str, compress: str, gauss: Noise | None) -> list[str]:
+    last = found[-1]
+    lines = [
+        "".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found),
+        f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})",
+    ]
+    if compress != NONE:
+        lines.append(f"{last.sent_bytes:.0f} bytes of values per upload")
+    if gauss is not None:
+        spent = gauss.epsilon(last.number * gauss.spends)
+        lines.append(f"epsilon {spent:.3g} at delta {DELTA:g}, for a device that took part in every round")
+    return lines

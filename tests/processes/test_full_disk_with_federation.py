@@ -1,0 +1,55 @@
+"""The disk of a federation fills up, and has room again: nobody dies of it, and the sum is exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.processes.command import Shell, shells
+from tests.processes.federation import Crowd, Federation, expected, update
+from tests.processes.harness import until
+from tests.soak.trained import small_disk
+
+from covey.federated.device import Refused
+from covey.node.faults import full_disk
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    yield from shells(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
+    state = shell.folder / "state"
+    with small_disk(state, megabytes=16) as mounted:
+        if not mounted:
+            pytest.skip("a file system of its own needs root")
+        federation = Federation(shell, 2, 4, update_model_time_window=600_000)
+        devices = [federation.device(number, number + 1) for number in range(4)]
+        tasks = [task for task in (device.join() for device in devices) if task is not None]
+        before = {process.pid for process in federation.processes("MS_SERVER")}
+        with full_disk(state):
+            for number, (device, task) in enumerate(zip(devices, tasks, strict=True)):
+                device._patience_s = 0.0  # one answer is enough here
+                with pytest.raises(Refused, match=r"No space left on device\): free the disk") as refused:
+                    task.send(update(number, 1))
+                assert refused.value.code == 500, "which a device with patience takes for: try again"
+                device._patience_s = 60.0
+            for path in ("/disableFLS", "/enableFLS"):
+                assert "cannot be written down yet" in federation.ask(path, {})["error_message"]
+            os.kill(min(before), signal.SIGKILL)
+            until(
+                lambda: {p.pid for p in federation.processes("MS_SERVER")} - before,
+                "it to be started again",
+                story=federation.tails,
+            )
+        assert all(task.send(update(number, 1)) for number, task in enumerate(tasks))
+        _, model = devices[0].model(1)
+        assert np.array_equal(model["w"].reshape(-1), expected(1, 4)), "each of them once, and nothing that was refused"
+        Crowd(federation).until_round(3)
+        assert len({process.pid for process in federation.processes("MS_SERVER")} & before) == 1, "nobody else died"
