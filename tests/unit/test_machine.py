@@ -222,7 +222,7 @@ def test_node_ranks_of_agents_are_kept() -> None:
 def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
     made = ready("0", "1")
     effects = made.step(Heard(register("0", "another"), 9), 1.0)
-    said = "worker:0 on box (process 0) is alive: a second node with its id is not allowed"
+    said = "worker:0 on box is alive: a second node with its id is not allowed"
     assert effects == [
         Publish("worker:0", "refused", f"{said} (it came from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
         Send(Refused(said), 9),

@@ -208,7 +208,8 @@ def _child(member: Member, wish: Register, place: Key) -> Answer:
 
 
 def _other_life(cluster: Cluster, member: Member, wish: Register, place: Key) -> Answer:
-    where = f"{member.name} on {member.host.name} (process {member.pid})"
+    process = f" (process {member.pid})" if member.pid else ""  # the journal does not know it
+    where = f"{member.name} on {member.host.name}{process}"
     if wish.incarnation:
         return Answer(Verdict.REFUSE, f"this life is over: {where} took its rank {member.rank}")
     if member.state is NodeState.LEFT:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +46,7 @@ from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 from covey.node.stacks import STACK_SIGNAL
 from covey.settings import Settings
+from covey.store.scratch import Scratch
 from covey.wire import address
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will
@@ -101,7 +101,7 @@ class Agent:
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
-        self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
+        self._folder = Scratch("agent")
         self._relay = Relay(self._folder.name)
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ class Agent:
             await self._children.end(None, grace_s=settings.grace_s)
             await self._children.close()
             self._relay.close()
-            self._folder.cleanup()
+            self._folder.close()
         return outcome
 
     async def _warm(self) -> None:
