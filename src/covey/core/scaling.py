@@ -55,7 +55,7 @@ def some_left(cluster: Cluster) -> bool:
 
 
 def can_turn_back(cluster: Cluster) -> bool:
-    """Whether a growth can be taken back: those who were there before must still be, and train, or the newcomers are the world."""
+    """Whether a growth can be taken back: some must still be there from before, and have the state."""
     before = [m for m in cluster.of(Role.WORKER) if m.node_id not in cluster.arriving]
     return bool(cluster.arriving) and cluster.trains and any(m.present for m in before) and not some_left(cluster)
 
