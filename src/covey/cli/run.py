@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +37,7 @@ from covey.node.scheduler_process import Schedulers
 from covey.node.sockets import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered
 from covey.store.journal import has_journal
+from covey.store.scratch import Scratch
 from covey.wire import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
@@ -83,9 +83,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         await agent.prepare()  # the template's imports are the longest part: begin with them
         host = _SchedulerHost(plan, agent, environ, log_dir)
         if sockets is not None:
-            folder = plan.recovery_path or undo.enter_context(
-                tempfile.TemporaryDirectory(prefix="covey-run-", ignore_cleanup_errors=True)
-            )
+            folder = plan.recovery_path or undo.enter_context(contextlib.closing(Scratch("run"))).name
             await host.start(sockets, folder)
             begins = f"scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}"
             _say(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))

@@ -10,7 +10,7 @@ happens then. Decisions take events and `now` and return effects and a reason.
     a node's            `node`
     several schedulers  `leadership`
     parameter servers   `serving`, `shards`
-    what people see     `view`, `story`, `incidents`; `chaos` chooses faults
+    what people see     `view`, `story`, `incidents`, `words` (counts in sentences); `chaos` chooses faults
     federated           `federation` (nouns), `rounds` on `window` and `roster`, `managed`, `claims`; secure rounds: `secure`
                         (nouns), `secure_round`, `masked`, `graph`, `shamir`; `dp` counts privacy
     elsewhere's words   `taskd`; Kubernetes' are in `core.job`

@@ -17,6 +17,7 @@ from covey.core.job import ascend
 from covey.core.job.actions import Tell
 from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
 from covey.core.story import Story
+from covey.core.words import many
 from covey.errors import PeerError
 from covey.node.log import log
 from covey.operator import clusters
@@ -110,7 +111,7 @@ class Operator:
         if role is None:
             raise PeerError(f"{'/'.join(key)} has no role Worker: its size cannot be changed")
         await self.api.patch(controller.kind, *key, {"spec": {field: {role: {"replicas": workers}}}})
-        return f"{'/'.join(key)} is to have {workers} workers"
+        return f"{'/'.join(key)} is to have {many(workers, 'worker')}"
 
     async def suspend(self, key: Key, suspended: bool) -> str:
         """Take the job's pods away, or let it start anew."""
