@@ -103,6 +103,7 @@ def _late(cluster: Cluster, wish: RegisterAgent) -> Answer:
     brings, world = f"{wish.host.name} brings {many(wish.slots, 'worker')}", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
         return Answer(Verdict.ADMIT, f"{brings}, and {names(lost)} can be started again")
+    world += sum(cluster.offers(Role.WORKER).values())  # of hosts that are here already, and whose turn is next
     if world < cluster.goal and not cluster.size(Role.PSERVER):
         return Answer(Verdict.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.goal}")
     if away := [agent for agent in cluster.agents.values() if not agent.link and cluster.children(agent.id)]:
@@ -207,7 +208,8 @@ def _child(member: Member, wish: Register, place: Key) -> Answer:
 
 
 def _other_life(cluster: Cluster, member: Member, wish: Register, place: Key) -> Answer:
-    where = f"{member.name} on {member.host.name} (process {member.pid})"
+    process = f" (process {member.pid})" if member.pid else ""  # the journal does not know it
+    where = f"{member.name} on {member.host.name}{process}"
     if wish.incarnation:
         return Answer(Verdict.REFUSE, f"this life is over: {where} took its rank {member.rank}")
     if member.state is NodeState.LEFT:

@@ -149,8 +149,9 @@ class Roster:
             if gone.life == life and gone.member and gone is not by:
                 if gone.durability == "none":
                     self._lose(gone)
-                elif gone.host.id != by.host.id:  # copies are of the present round only
+                elif gone.host.id != by.host.id:  # copies, of the present round only; its own log must not count too
                     self._forget()
+                    self.voids[gone.node_id] = self.round
                 self._leaves(gone, f"server {by.node_id} took over its log")
         self._adoptions.pop(life, None)
 

@@ -55,9 +55,9 @@ def some_left(cluster: Cluster) -> bool:
 
 
 def can_turn_back(cluster: Cluster) -> bool:
-    """Whether a growth can be taken back: those who were there before must still be, or the newcomers are the world."""
+    """Whether a growth can be taken back: some must still be there from before, and have the state."""
     before = [m for m in cluster.of(Role.WORKER) if m.node_id not in cluster.arriving]
-    return bool(cluster.arriving) and any(m.present for m in before) and not some_left(cluster)
+    return bool(cluster.arriving) and cluster.trains and any(m.present for m in before) and not some_left(cluster)
 
 
 def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
@@ -156,13 +156,15 @@ def named(node_ids: list[str], role: Role, known: dict[str, Member], what: str, 
 
 
 def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
-    """May the world grow by itself, because hosts have come that offer more workers than it has?"""
+    """May the world grow by itself, because hosts have come that offer more workers than it has, and can start them
+    at once?"""
     world = cluster.size(Role.WORKER)
     if world >= cluster.goal:
         return None, f"there are {world} workers, as there should be"
     if reason := why_not(cluster):
         return None, reason
-    offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
+    offers = {agent: free for agent, free in cluster.offers(Role.WORKER).items() if not cluster.agents[agent].cold}
+    offered = [agent for agent, free in offers.items() for _ in range(free)][: cluster.goal - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
     return (Resizing(offered, []) if offered else None), (
         f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"

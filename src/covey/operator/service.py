@@ -23,7 +23,7 @@ from covey.node.log import log
 from covey.operator import clusters
 from covey.operator import lease as leases
 from covey.operator import metrics as numbers
-from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.api import ASCENDJOB, MISSING, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
 from covey.operator.controller import Caches, Controller, Owned
 from covey.operator.reflector import Key, Reflector, key_of
 
@@ -214,7 +214,7 @@ class Operator:
             mine.append(caches.groups)
         convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
-        controller.on_tell = self._note
+        controller.events.on_tell = self._note
         found.append(controller)
         self._controllers.append(controller)
         for reflector in mine:
@@ -246,7 +246,7 @@ class Operator:
         try:
             await self.api.resources(group, version)
         except ApiError as error:
-            if error.code == 404:
+            if error.code == MISSING:
                 return False
             raise
         return True
