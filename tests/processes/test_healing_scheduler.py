@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.healing import LONG_S, outcome, reached, release, start
@@ -38,3 +40,17 @@ def test_the_scheduler_dies_with_a_worker_and_while_it_is_replaced(shell: Shell,
     assert run.wait(LONG_S) == 0, run.tail()
     assert outcome(shell) == undisturbed
     shell.heard("scheduler", "cluster restored", count=3)
+
+
+def test_a_dump_that_was_asked_for_is_written_though_the_scheduler_dies_meanwhile(shell: Shell) -> None:
+    hold = "1:6:forward:hold"
+    run = start(shell, FAULTS=hold)
+    reached(shell, hold)
+    address = run.wait_for(r"REST at (http://127\.0\.0\.1:\d+)")[1]
+    asked = httpx2.post(f"{address}/dump", json={"reason": "enough for today"}, trust_env=False, timeout=60)
+    assert asked.status_code == 200, asked.text
+    os.kill(shell.scheduler_pid(), signal.SIGKILL)
+    shell.heard("scheduler", "cluster restored")
+    release(shell, hold)
+    assert run.wait(LONG_S) == 32, run.tail()
+    assert re.search(r"enough for today; step 6 is in \S+dump\S+", run.text()), run.text()
