@@ -529,3 +529,50 @@ def test_a_server_without_an_id_takes_none_that_another_comes_with() -> None:
     bench.come(3, "0")
     assert sorted(bench.machine.servers) == ["0", "1", "2"]
     assert not [effect for effect in bench.out if isinstance(effect, Send) and isinstance(effect.message, Refused)]
+
+
+def record_of(machine: Managed) -> FederationRecord:
+    machine._out = []
+    machine._keep()
+    (kept,) = machine._out
+    assert isinstance(kept, Keep)
+    return kept.record
+
+
+def test_what_is_kept_is_all_of_it_and_comes_back() -> None:
+    machine = Bench().form().machine
+    others: dict[str, Any] = {
+        "cluster_id": "theirs",
+        "key": b"another",
+        "generation": 5,
+        "wanted": 3,
+        "round": 7,
+        "base": 4,
+        "instance": Instance.FINISHED,
+        "plan": msgspec.structs.replace(PLAN, threshold=9),
+        "digest": "m6",
+        "source": "1",
+        "voids": {"a": 6},
+        "forgotten": 2,
+        "best": (6, 0.5),
+        "operation": "out",
+        "wanted_before": 4,
+        "next_plan": msgspec.structs.replace(PLAN, threshold=8),
+        "missing": ("0",),
+        "metrics": {"loss": 0.75},
+        "voided": (6, "nobody was left"),
+        "spent": 1.5,
+    }
+    for name, value in others.items():
+        assert getattr(machine, name) != value, f"{name} has another value, or nothing is proven"
+        setattr(machine, name, value)
+    machine.servers["1"].leaving = True
+    kept = record_of(machine)
+    assert {name: getattr(kept, name) for name in others} == others and kept.formed
+    assert [(s.node_id, s.life, s.rank, s.http, s.peer, s.folder, s.member, s.leaving) for s in kept.servers] == [
+        ("0", "0", 0, "h:0", "p:0", "0", True, False),
+        ("1", "1", 1, "h:1", "p:1", "1", True, True),
+    ]
+    again = Bench(record=kept).machine
+    assert record_of(again) == kept and again.reason == "the scheduler is back"
+    assert again.stage is Stage.OPEN
