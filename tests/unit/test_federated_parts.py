@@ -18,10 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.core.claims import Claims
 from covey.core.federation import Copy, Numbers, Plan, evaluates
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
 from covey.federated.accumulator import Accumulator, weighed
+from covey.federated.holdings import Holdings
 from covey.federated.model import Floats, Layout, Small, take
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
@@ -140,6 +142,17 @@ def test_copies_are_whole_whatever_was_cut_off_before_them(tmp_path: Path) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     copies.keep(folder, copy(3))
     assert [update.device for update, _ in read(path)] == ["d0", "d2", "d3"]
+
+
+def test_no_copies_are_kept_of_a_round_that_is_over(tmp_path: Path) -> None:
+    holdings = Holdings(Claims("a"), lambda: Accumulator(100), "host", 0)
+    holdings.open(tmp_path, -1)
+    holdings.begin(7)
+    record = b"".join(bytes(piece) for piece in pack(Update("d", 1), values(1, 100), checksum=False))
+    holdings.keep_copy("b", Copy("b1", 7, 1, record))
+    with pytest.raises(PeerError, match="of a round that is over"):
+        holdings.keep_copy("b", Copy("b2", 6, 1, record))
+    assert [path.name for path in tmp_path.glob("copies_*")] == ["copies_b1"]
 
 
 def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:

@@ -225,6 +225,24 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert record.voids == {} and record.missing == ("1",)
 
 
+def test_nobody_is_given_up_for_the_time_in_which_everybody_was_away() -> None:
+    """All are started again, one of them first: the others, or whoever can read their logs, have their time from then on."""
+    bench = Bench(plan=Plan(threshold=9))
+    bench.come(1, "0")
+    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"))
+    bench.stand(1)
+    bench.stand(2)
+    for link in (1, 2):
+        bench.out += bench.machine.step(LinkLost("closed", link), bench.now)
+    bench.tick(60)
+    bench.come(3, "0", life="0b")
+    bench.stand(3)
+    bench.tick(4.5)
+    assert bench.machine.missing == ()
+    bench.tick(1)
+    assert bench.machine.missing == ("1",)
+
+
 @pytest.mark.parametrize("life", ["1", "1b"])
 def test_a_server_whose_copies_were_taken_over_does_not_count_its_own_log_too_when_it_returns(life: str) -> None:
     bench = Bench(plan=Plan(threshold=9))

@@ -84,6 +84,7 @@ class Roster:
         self.missing: tuple[str, ...] = ()  # whose part the present round goes without
         self.forgotten = -1  # up to which round updates began that may count already without anyone's knowing
         self._adoptions: dict[str, Adoption] = {}  # by life of the one that is gone
+        self._alone_at = now  # when last no member was alive: nobody is given up for that time
         self._told: Orders | None = None
         self._now = now
         self._out: list[Effect] = []
@@ -172,6 +173,8 @@ class Roster:
 
     def _resolve(self) -> None:
         """For each member that is gone or drained: find someone who reads its log, or give up."""
+        if not any(server.alive and server.member for server in self.servers.values()):
+            self._alone_at = self._now
         for server in [server for server in self.servers.values() if server.member]:
             drained = server.leaving and server.standing is not None and server.standing.drained
             if (drained or not server.link) and self._now >= server.gone_at:
@@ -179,7 +182,7 @@ class Roster:
                 if drained and server.life not in self._adoptions and not self._part(server).count:
                     self._forget()
                     self._leaves(server, "it held nothing of this round")
-                waited = not server.link and self._now - server.gone_at >= self.limits.return_s
+                waited = not server.link and self._now - max(server.gone_at, self._alone_at) >= self.limits.return_s
                 if waited and any(other.alive and other.member for other in self.servers.values()):
                     self._give_up(server)
 

@@ -131,9 +131,12 @@ class Holdings:
         return mapped(logs[what]) if what in logs else None
 
     def keep_copy(self, node_id: str, message: Copy) -> None:
-        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours, or if the disk refuses."""
-        if self.part is not None and message.life in self.part.adopted:
-            raise PeerError(f"the copies of server {node_id} have been taken over")
+        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours, or if the disk refuses.
+
+        Of a round that is over they may have been ours: that server was held up, and is not to acknowledge anything more in it.
+        """
+        if self.part is not None and (message.life in self.part.adopted or message.round < self.part.round):
+            raise PeerError(f"the copies of server {node_id} have been taken over, or are of a round that is over")
         try:
             self._copies.keep(self._folder, message)
         except StoreError as error:
