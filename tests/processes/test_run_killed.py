@@ -111,6 +111,19 @@ def test_a_killed_scheduler_is_started_again(shell: Shell) -> None:
     shell.nobody()
 
 
+def test_the_next_scheduler_knows_the_process_of_a_worker_without_covey(shell: Shell) -> None:
+    """Only its agent can tell."""
+    shell.script(STUBBORN, "t.py")
+    run = shell.covey("run", "-n", "1", "t.py", env=PATIENT)
+    shell.heard(0, "up")
+    scheduler, worker = shell.nodes()
+    os.kill(scheduler["pid"], signal.SIGKILL)
+    shell.heard("scheduler", "cluster ready: every member is here again")
+    until(lambda: shell.nodes()[1]["pid"] == worker["pid"], "the worker's pid", story=shell.tails)
+    run.kill()
+    shell.nobody()
+
+
 def test_a_scheduler_that_dies_while_its_workers_finish_hears_of_it_afterwards(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
     shell.heard(0, "rank=0")
