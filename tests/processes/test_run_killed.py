@@ -41,6 +41,30 @@ def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
     until(lambda: not any(map(lives, nodes)), "the end of every node", story=shell.tails)
 
 
+def test_folders_of_a_killed_run_go_with_the_next_one(shell: Shell, tmp_path: Path) -> None:
+    """And those of a run that lives stay."""
+    places = {"TMPDIR": str(tmp_path / "t"), "XDG_RUNTIME_DIR": str(tmp_path)}
+    (tmp_path / "t").mkdir()
+
+    def folders() -> set[Path]:
+        return set((tmp_path / "t").glob("covey-*"))
+
+    shell.script("import time; print('up', flush=True); time.sleep(1000)", "t.py")
+    killed = shell.covey("run", "-n", "1", "t.py", env=PATIENT | places)
+    shell.heard(0, "up")
+    of_the_killed = folders()
+    living = shell.covey("run", "-n", "1", "--log-dir", "living", "t.py", name="living", env=PATIENT | places)
+    until((shell.folder / "living" / "worker_0.log").exists, "the second run")
+    of_the_living = folders() - of_the_killed
+    assert len(of_the_killed) == len(of_the_living) == 2  # an agent's and a scheduler's
+    killed.kill()
+    killed.wait()
+    assert folders() == of_the_killed | of_the_living
+    assert shell.ask("run", "-n", "1", "--no-python", "true", env=places).code == 0
+    assert folders() == of_the_living
+    assert living.alive
+
+
 def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go)
     shell.heard(0, "rank=0")

@@ -29,6 +29,7 @@ from covey.core.messages import (
     KillAsked,
     Leave,
     Number,
+    Prepared,
     Put,
     Refused,
     Register,
@@ -221,7 +222,7 @@ def test_node_ranks_of_agents_are_kept() -> None:
 def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
     made = ready("0", "1")
     effects = made.step(Heard(register("0", "another"), 9), 1.0)
-    said = "worker:0 on box (process 0) is alive: a second node with its id is not allowed"
+    said = "worker:0 on box is alive: a second node with its id is not allowed"
     assert effects == [
         Publish("worker:0", "refused", f"{said} (it came from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
         Send(Refused(said), 9),
@@ -520,6 +521,18 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
 
 
+def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> None:
+    made = ready_agents(worker_max=4, last_call_s=0.0)
+    made.cluster.trains = True
+    made.step(Heard(RegisterAgent("c", "life of c", OTHER, 1, cold=True), 3), 1.0)
+    tick(made, 3.0, beats=[1, 2, 3], since=1.0)
+    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
+    another = made.step(Heard(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
+    assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host came too late"
+    made.step(Heard(Prepared(), 3), 3.0)
+    assert sent(tick(made, 4.0, since=3.0), Start)[3].assignments == [Assignment("3", 3, 1, 1)]
+
+
 def cut_in_four(together: int) -> Machine:
     """Four workers, each with a part of the state, and so many copies of it."""
     made = ready("a", "b", "c", "d")
@@ -687,6 +700,19 @@ def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
     begin_lives(made)
     all_go_on(made)
     assert outcomes(made) == [Outcome.ROLLED_BACK, Outcome.RESUMED, Outcome.RESUMED]
+
+
+def test_a_growth_is_not_taken_back_where_everyone_who_had_the_state_has_died() -> None:
+    made = cut_under_an_agent(2, together=0)
+    made.step(Heard(ScaleAsked(workers=3), 9), 1.0)
+    for name in ("0", "1"):
+        made.step(Heard(Exited(name, 1, 137, "killed"), 1), 1.0)
+    begin_lives(made)
+    for member in made.cluster.of(Role.WORKER):
+        made.step(Heard(Report(made.cluster.generation, None, needs_state=True), member.link), 1.0)
+    assert isinstance(_asked(made, ScaleAsked(roll_back=True)), Refused), "all begin anew, in the larger world"
+    made.step(Heard(Exited("2", 1, 137, "killed"), 1), 1.0)
+    assert (workers_of(made), made.incidents.kept[-1].strategy) == (["0", "1", "2"], "recover-in-place")
 
 
 def come_back(made: Machine, effects: Effects) -> Machine:

@@ -225,6 +225,22 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert record.voids == {} and record.missing == ("1",)
 
 
+@pytest.mark.parametrize("life", ["1", "1b"])
+def test_a_server_whose_copies_were_taken_over_does_not_count_its_own_log_too_when_it_returns(life: str) -> None:
+    bench = Bench(plan=Plan(threshold=9))
+    bench.come(1, "0", durability="host")
+    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"), durability="host")
+    bench.stand(1)
+    bench.stand(2)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    assert bench.orders().adoptions == (Adoption("1", "1", "1", "0", copies=True),)
+    bench.stand(1, round=1, numbers=Numbers(3), adopted=("1",))
+    back = bench.come(3, "1", life=life, host=Host("far", "far", "10.0.0.2"), durability="host")
+    (admitted,) = [effect.message for effect in back if isinstance(effect, Send) and isinstance(effect.message, Admitted)]
+    assert admitted.void == 1
+
+
 def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns() -> None:
     bench = Bench(3, Plan(threshold=9))
     for link, name in ((1, "0"), (2, "1"), (3, "2")):

@@ -34,6 +34,7 @@ from covey.core.messages import (
     Goodbye,
     KillAsked,
     Leave,
+    Prepared,
     Put,
     Refused,
     Register,
@@ -64,6 +65,7 @@ class Machine(Askable):
             RegisterAgent: self._register_agent,
             Beat: self._beat,
             Leave: self._leave,
+            Prepared: self._prepared,
             Started: self._child_started,
             Exited: self._child_exited,
             Put: self._put,
@@ -224,6 +226,11 @@ class Machine(Askable):
         if isinstance(member, Member):
             self._count("unsaved")
             self._publish(member.name, "unsaved", said.reason, Level.WARNING)
+
+    def _prepared(self, link: int, said: Prepared) -> None:
+        agent = self._speakers.get(link)
+        if isinstance(agent, Agent):
+            agent.cold = False
 
     def _child_started(self, link: int, said: Started) -> None:
         member = self._child(link, said)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from covey.core.messages import (
     Kill,
     LogAsked,
     LogTold,
+    Prepared,
     RegisterAgent,
     Start,
     Started,
@@ -46,6 +46,7 @@ from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 from covey.node.stacks import STACK_SIGNAL
 from covey.settings import Settings
+from covey.store.scratch import Scratch
 from covey.wire import address
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will
@@ -95,11 +96,12 @@ class Agent:
         self._door = door
         self._environ = environ
         self._children = Children(on_exit=self._child_exited, fork=job.fork, preload=job.preload)
+        self._cold = job.fork  # its template still imports
         self._runtime: NodeRuntime | None = None
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
-        self._folder = tempfile.TemporaryDirectory(prefix="covey-agent-", ignore_cleanup_errors=True)
+        self._folder = Scratch("agent")
         self._relay = Relay(self._folder.name)
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -133,6 +135,7 @@ class Agent:
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
             fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)}
             | ({JOB: job.job} if job.job else {}),
+            cold=self._cold,
         )
         self._runtime = NodeRuntime(
             wish,
@@ -144,17 +147,26 @@ class Agent:
             relay=self._relay,
         )
         starter = asyncio.create_task(self._start_what_is_wanted())
+        warming = asyncio.create_task(self._warm())
         try:
             outcome = await self._over
         finally:
             self._learning.cancel()
             starter.cancel()
-            await asyncio.gather(starter, self._learning, return_exceptions=True)
+            warming.cancel()
+            await asyncio.gather(starter, warming, self._learning, return_exceptions=True)
             await self._children.end(None, grace_s=settings.grace_s)
             await self._children.close()
             self._relay.close()
-            self._folder.cleanup()
+            self._folder.close()
         return outcome
+
+    async def _warm(self) -> None:
+        """A training that runs need not wait for what this host imports."""
+        await self._children.preload(())
+        if self._cold:
+            self._cold = False
+            self._say(Prepared())
 
     @property
     def over(self) -> bool:
@@ -202,6 +214,11 @@ class Agent:
             self._wanted = message
             self._news.set()
         elif isinstance(message, Welcome):
+            if not self._cold:
+                self._say(Prepared())
+            for name, child in self._running.items():
+                if pid := self._children.pid(name):
+                    self._say(Started(child.node_id, child.incarnation, pid, child.role))
             for exited in self._ended:
                 self._say(exited)
         elif isinstance(message, Kill):
@@ -381,7 +398,7 @@ class Agent:
         self._relay.tell()
         self._say(said)
 
-    def _say(self, message: Started | Exited) -> None:
+    def _say(self, message: Prepared | Started | Exited) -> None:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)

@@ -1,0 +1,53 @@
+"""Folders that a run makes for itself under the temporary folder, and what becomes of those whose run was killed.
+
+A run removes its folders as it ends. A run that was killed could not: the next one of this user that ends on this host does.
+That a folder is in use is known by a lock on a file in it, which the kernel lets go of with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Final
+
+LOCK: Final = "in-use"
+
+
+class Scratch:
+    """A folder of this process. It goes with `close`, or with the process unless that is killed."""
+
+    def __init__(self, what: str) -> None:
+        self.name = tempfile.mkdtemp(prefix=f"covey-{what}-")
+        made = Path(self.name) / "new"
+        lock = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody gets this one, and nobody clears up
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made.rename(Path(self.name) / LOCK)  # not before it is locked: who finds it unlocked may remove it
+        self._remove = weakref.finalize(self, _remove, self.name, lock)
+
+    def close(self) -> None:
+        self._remove()
+        clear_up()
+
+
+def _remove(name: str, lock: int) -> None:
+    shutil.rmtree(name, ignore_errors=True)
+    os.close(lock)
+
+
+def clear_up() -> None:
+    """Remove what killed runs of this user have left behind."""
+    for path in Path(tempfile.gettempdir()).glob(f"covey-*/{LOCK}"):
+        with contextlib.suppress(OSError):  # another run was faster, or it is in use, or another user's
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == path.parent.lstat().st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
