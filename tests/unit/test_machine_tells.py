@@ -218,7 +218,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     made.step(Heard(Settled(0), 22), 3.0)
     assert noted(made)[0][3] is Outcome.OPEN, "what it says is of the sharing before"
     effects = made.step(Heard(Settled(1), 22), 3.0)
-    assert "servers settled: 3 parameter servers share all rows" in told(effects)
+    assert "servers settled: all rows are shared by 3 parameter servers" in told(effects)
     assert (noted(made)[0][3], made.cluster.moved, made.cluster.copied) == (Outcome.RESUMED, True, True)
 
 
