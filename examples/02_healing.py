@@ -1,7 +1,8 @@
 """A training that does not notice a death.
 
 covey run -n 4 examples/02_healing.py             # then kill -9 any worker, as often as you like: the last line stays the same.
-                                                  # It takes seconds: STEPS=100000 gives you time for that
+                                                  # It takes seconds: STEPS=100000 gives you time for that,
+                                                  # and PAUSE=0.05, seconds in each step, leaves the processors to others
 covey run -n 4 examples/02_healing.py --kill 2    # rank 2 is killed in the middle, once
 python examples/02_healing.py                     # the same script alone
 """
@@ -9,6 +10,7 @@ python examples/02_healing.py                     # the same script alone
 import os
 import signal
 import sys
+import time
 
 import torch
 from digits import load
@@ -42,6 +44,7 @@ for images, labels in loop:
     loss.backward()  # returns with the mean of all workers' gradients, whoever died meanwhile
     optimizer.step()
     schedule.step()
+    time.sleep(float(os.getenv("PAUSE", "0")))
     covey.report(loss=loss)  # for the chart of the web console
     if covey.get_rank() == 0 and loop.step % 100 == 0:
         print(f"epoch {loop.epoch:3}  step {loop.step:4}  loss {loss.item():.4f}", flush=True)

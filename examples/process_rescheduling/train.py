@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ for images, labels in loop:
     loss = loss_fn(model(images), labels)
     loss.backward()
     optimizer.step()
+    time.sleep(float(os.getenv("PAUSE", "0")))
     if covey.get_rank() == 0 and loop.step % 100 == 0:
         print(f"step {loop.step:4}  loss {loss.item():.4f}", flush=True)
 

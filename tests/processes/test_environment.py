@@ -179,7 +179,8 @@ def test_too_few_in_time_and_everyone_names_who_is_there_and_how_many_are_missin
     cluster.workers = 5
     cluster.env |= QUICK
     workers = [cluster.worker(0), cluster.worker("b"), cluster.worker(2)]
-    turned_away(cluster.port, 9)
+    for worker in workers:  # each has called, and does so five times a second
+        worker.wait_for(f"127.0.0.1:{cluster.port}")
     scheduler = cluster.scheduler(MS_TOPO_TIMEOUT=3)
     assert cluster.wait() == {"scheduler": 20, "worker-0": 20, "worker-b": 20, "worker-2": 20}
     for node in (scheduler, *workers):
@@ -230,7 +231,7 @@ def test_a_short_node_timeout_does_not_kill_a_healthy_node(cluster: Cluster) -> 
 
 def test_a_scheduler_that_greets_but_never_answers_is_called_again(cluster: Cluster) -> None:
     with fake_scheduler(cluster.port) as fake:
-        worker = cluster.worker(0, MS_RECEIVE_MSG_TIMEOUT=0.3, MS_TOPO_TIMEOUT=3)
+        worker = cluster.worker(0, MS_RECEIVE_MSG_TIMEOUT=0.3, MS_TOPO_TIMEOUT=6)
         until(lambda: fake.links() >= 3, "three calls", story=worker.tail)
         calls = fake.of(Register)
         assert {(call.node_id, call.life) for call in calls} == {("0", calls[0].life)}

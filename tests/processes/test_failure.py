@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_first_though_its_peers_fail_of_it(patient: Clust
 
 def test_workers_stuck_in_a_collective_end_too(patient: Cluster) -> None:
     """Rank 1 stands still and its connections stay open: rank 0 waits inside gloo, where no Python code runs."""
-    patient.env |= {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2, "MS_NODE_TIMEOUT": 3}
+    patient.env |= {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2, "MS_NODE_TIMEOUT": 8}
     scheduler, (stuck, still) = patient.formed(script=patient.script(IN_A_GROUP))
     stuck.wait_for("in a group")
     still.wait_for("in a group")
@@ -282,12 +282,12 @@ def test_a_scheduler_that_stood_still_takes_nobody_for_dead(patient: Cluster) ->
         + "    time.sleep(0.01)\n"
     )
     quick = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
-    scheduler, workers = patient.formed(script=script, **quick, MS_NODE_TIMEOUT=1)
+    scheduler, workers = patient.formed(script=script, **quick, MS_NODE_TIMEOUT=3)
     scheduler.stop()
     stopped = int(re.findall(r"step=(\d+)", workers[0].text())[-1])
-    workers[0].wait_for(f"step={stopped + 300}\n")
+    workers[0].wait_for(f"step={stopped + 400}\n")  # a hundredth of a second each, at least
     scheduler.resume()
-    patient.until(lambda v: all(n.step > stopped + 300 for n in nodes_of(v).values()), "beats of today")
+    patient.until(lambda v: all(n.step > stopped + 400 for n in nodes_of(v).values()), "beats of today")
     patient.release()
     assert [node.wait() for node in (scheduler, *workers)] == [0, 0, 0]
     assert "died" not in scheduler.text()

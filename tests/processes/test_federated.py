@@ -153,8 +153,8 @@ def test_devices_over_tls(shell: Shell) -> None:
         assert np.array_equal(device.model()[1]["w"].reshape(-1), expected(2, 1))
 
 
-def test_copies_survive_a_host_that_does_not_come_back(shell: Shell) -> None:
-    """Nobody can read the dead server's own log: its copies are what counts."""
+def test_copies_survive_a_host_and_count_once_though_it_comes_back(shell: Shell) -> None:
+    """Nobody can read the dead server's own log: its copies are what counts, and not that log too when it returns."""
     federation = Federation(shell, 3, 3, apart=True, durability="host", update_model_time_window=60_000)
     tasks = [federation.device(n, n + 1).join() for n in range(3)]
     assert tasks[0] is not None and tasks[1] is not None and tasks[2] is not None
@@ -164,6 +164,9 @@ def test_copies_survive_a_host_that_does_not_come_back(shell: Shell) -> None:
     device.close()
     assert tasks[0].send(update(0, 1))
     keeper.kill()
+    log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log"))
+    until(lambda: "took over its log" in log.read_text(), "its copies to be taken over", story=federation.tails)
+    federation.join(1, federation.port + 2, "host-2").wait_for("Server started successfully.")
     assert tasks[1].send(update(1, 1)) and tasks[2].send(update(2, 1))
     iteration, weights = federation.device("x", servers=2).model(1)
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 3))

@@ -47,9 +47,9 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
     alone.add(update(1, 1), 2)
     iteration, weights = kept._device.model(1)
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), alone.mean().astype(np.float32))
-    assert federation.instance()["reason"] == "iteration 1 is done with 1 updates, without the part of server 1"
+    assert federation.instance()["reason"] == "iteration 1 is done with 1 update, without the part of server 1"
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
-    assert "given up: round 1 goes without its 1 updates" in log
+    assert "given up: round 1 goes without its 1 update" in log
 
 
 def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shell: Shell) -> None:

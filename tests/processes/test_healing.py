@@ -87,7 +87,8 @@ def test_an_endless_loop_is_found_by_missing_progress_and_replaced(shell: Shell,
     assert final(shell, "--stuck", "4", FAULTS="1:6:forward:spin 0:11:evaluation:spin") == undisturbed
     for rank in (0, 1):
         assert re.search(r'File "\S*train.py", line \d+ in spin', shell.log(rank)), "where it was stuck is in its log"
-    assert len(re.findall(r"worker:[01] died: stuck: all others wait for it in collective", shell.log("scheduler"))) == 2
+    stuck = set(re.findall(r"(worker:\d) died: stuck: all others wait for it in collective", shell.log("scheduler")))
+    assert stuck >= {"worker:0", "worker:1"}, "and whoever had no processor for so long"
 
 
 @pytest.mark.timeout(300)

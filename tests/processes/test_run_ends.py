@@ -252,9 +252,9 @@ def test_what_nohup_ignores_stays_ignored(shell: Shell) -> None:
 def test_output_that_nobody_reads_stops_nobody(shell: Shell) -> None:
     """As with a pager that stands still: what is printed waits, for longer than a silence may last, and the run does not."""
     talks = "import covey, time\ncovey.init()\nfor n in range(2000):\n    print('line', n, 'x' * 100)\n"
-    shell.script(talks + "time.sleep(6)\nprint('finished', flush=True)\n", "t.py")
+    shell.script(talks + "time.sleep(10)\nprint('finished', flush=True)\n", "t.py")
     ours, theirs = os.pipe()
-    run = shell.covey("run", "-n", "2", "--node-timeout", "4", "t.py", stdout=theirs, env=PATIENT)
+    run = shell.covey("run", "-n", "2", "--node-timeout", "8", "t.py", stdout=theirs, env=PATIENT)
     os.close(theirs)
     for rank in range(2):
         shell.heard(rank, "finished")

@@ -179,7 +179,7 @@ def test_a_port_held_by_a_stranger_is_told(shell: Shell) -> None:
     """With other hosts to come, whoever holds the port may be another agent's scheduler; that it is not is found out soon."""
     stranger = shell.start(["python3", "-m", "http.server", "--bind", "127.0.0.1", str(shell.port)], name="stranger")
     shell.listening(shell.port)
-    run = agent(shell, "--cluster_time_out", "2")
+    run = agent(shell, "--cluster_time_out", "5")
     assert run.wait() == 22, run.tail()
     assert str(shell.port) in run.text() and "it is not a covey peer" in run.text(), run.text()
     assert stranger.alive
@@ -233,7 +233,7 @@ def test_a_host_with_another_secret_is_refused_at_once(shell: Shell, hosts: Host
     master = f"{hosts.addresses[0]}:{shell.port}"
     words = ["-n", "2", "--local", "1", "--master", master, "t.py"]
     first = shell.covey("run", *words, before=hosts.on(0), env={"COVEY_SECRET": "between us"}, name="host-0")
-    shell.heard("scheduler", "brings 1 workers")
+    shell.heard("scheduler", "brings 1 worker")
     second = shell.covey("run", *words, before=hosts.on(1), env={"COVEY_SECRET": "a guess"}, name="host-1")
     shell.heard("scheduler", r"connection from 10\.91\.7\.2 turned away: wrong secret")
     second.wait_for("wrong secret.*COVEY_SECRET", deadline_s=SOON_S)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.processes.harness import free_port, nodes_of, until
-from tests.processes.recovering import Recovering, membership, recovering
+from tests.processes.harness import Process, free_port, nodes_of, until
+from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
 from covey.core.model import ClusterRecord, Ended, Phase
 from covey.node.office import Kept
@@ -44,6 +44,24 @@ while True:
     time.sleep(0.01)
 print("done", flush=True)
 """
+
+
+# With a second argument it joins when that file is there: to start takes as long as it takes, and no limit runs meanwhile.
+JOINS_WHEN_TOLD = """
+import pathlib, sys, time
+import covey
+
+while sys.argv[2:] and not pathlib.Path(sys.argv[2]).exists():
+    print("started", flush=True)
+    time.sleep(0.05)
+"""
+
+
+def waiting(cluster: Recovering, node_id: int) -> Process:
+    """A worker that will join as soon as the file `join` is there, and no later."""
+    worker = cluster.worker(node_id, args=[cluster.go, cluster.folder / "join"])
+    worker.wait_for("started")
+    return worker
 
 
 @pytest.fixture
@@ -151,13 +169,15 @@ def test_a_finished_worker_whose_goodbye_nobody_heard_says_so(cluster: Recoverin
 
 def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Recovering) -> None:
     """Its successor is held off until that is certain, then takes the rank."""
-    cluster.env |= {**QUICK, "MS_NODE_TIMEOUT": 2}
+    cluster.env |= {**QUICK, "MS_NODE_TIMEOUT": 4}
+    cluster.default = cluster.script(JOINS_WHEN_TOLD + TRAIN, "train.py")
     scheduler, (victim, other) = cluster.formed()
+    successor = waiting(cluster, 0)
     scheduler.kill()
     victim.kill()
     again = cluster.scheduler()
     again.wait_for("restored")
-    successor = cluster.worker(0)
+    (cluster.folder / "join").touch()
     again.wait_for("worker:0 held off")
     successor.wait_for("rank=0")
     again.wait_for("worker:0 died: no beat")
@@ -232,10 +252,12 @@ def test_a_worker_that_failed_in_words_may_be_started_again_too(cluster: Recover
 def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
     """A worker that only seemed dead finds its place taken, and goes."""
     cluster.env |= QUICK
-    scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=10)  # suspect after 5 s: time enough to start another
+    cluster.default = cluster.script(JOINS_WHEN_TOLD + TRAIN, "train.py")
+    scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=6)
+    successor = waiting(cluster, 0)
     frozen.stop()
     scheduler.wait_for("worker:0 suspect")
-    successor = cluster.worker(0)
+    (cluster.folder / "join").touch()
     successor.wait_for("rank=0")
     scheduler.wait_for("worker:0 held off.*not known to be over")
     scheduler.wait_for("worker:0 died: no beat")

@@ -100,7 +100,7 @@ def test_modules_that_cannot_be_preloaded_are_left_to_the_children(
     assert nursery.run("worker:0", script).said == "['good', 'wave']\n"
     nursery.close()
     for expected in (
-        "importing threaded in the template is impossible, because 1 thread(s) were started",
+        "importing threaded in the template is impossible, because it started 1 thread",
         "importing forking in the template is impossible, because a process was started",
         "the template goes on without absent, which cannot be imported (ModuleNotFoundError: No module named 'absent')",
         "the template goes on without broken, which cannot be imported (SystemExit: no licence)",
@@ -135,7 +135,7 @@ def test_a_template_in_which_a_thread_appears_late_is_replaced(
     assert read_line(news) == ""
     assert nursery.run("worker:0", script).said == "1\n"
     nursery.close()
-    assert any("cannot be forked any more (1 thread(s) were started)" in message for message in caplog.messages)
+    assert any("cannot be forked any more (it started 1 thread)" in message for message in caplog.messages)
 
 
 def slow_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nursery:

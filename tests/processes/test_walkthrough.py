@@ -9,9 +9,9 @@
     ```
 
 A command must print what is shown and nothing else, and end with 0. Where the next block is typed elsewhere it is left running,
-and may end with any code. `console second` is another terminal of the same host, `console host 2` one of another. The hosts
-are network namespaces, so every port and address is the one in the text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has
-what a clone has, and both have one home folder.
+and may end with any code; with PAUSE it leaves the processors to the others. `console second` is another terminal of the same
+host, `console host 2` one of another. The hosts are network namespaces, so every port and address is the one in the text: host
+1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has what a clone has, and both have one home folder.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.processes.harness import Processes, until
 from tests.processes.network import Hosts, hosts_possible
 
 DEADLINE_S = 240.0  # for any one command: some start nine interpreters that import torch
+PAUSE_S = 0.03
 ENDED = "walkthrough: ended with "
 CLONED = ("Makefile", "config", "deploy", "examples", "pyproject.toml", "constraints.txt")
 VARIES = re.compile(r"(?P<lines>^\.\.\.\n)|(?P<any>\.\.\.)|(?P<number>\d+\.\d+(?:e-?\d+)?|\d+(?= m?s\b))", re.MULTILINE)
@@ -85,7 +86,8 @@ class Terminal:
 
     def type(self, command: Command) -> None:
         self.command = command
-        self._keys.write(f"{command.typed}echo '{ENDED}'$?\n")
+        pause = f"export PAUSE={PAUSE_S};" if command.left else ""
+        self._keys.write(f"{pause}{command.typed}echo '{ENDED}'$?\n")
         self._keys.flush()
 
     def shown(self) -> bool:

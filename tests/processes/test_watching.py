@@ -105,4 +105,4 @@ def test_a_run_in_json(shell: Shell) -> None:
     lines = [json.loads(line) for line in run.text().splitlines() if line.startswith("{")]  # not what is logged beside it
     assert run.code == 0 and {"rank": 0, "line": "up 0"} in lines
     assert lines[0]["log_dir"] == str(shell.logs) and lines[0]["message"].startswith("scheduler at ")
-    assert lines[-1] == {"message": "all 1 workers finished", "code": 0}, lines[-1]
+    assert lines[-1] == {"message": "the only worker finished", "code": 0}, lines[-1]

@@ -24,14 +24,14 @@ TESTS = {  # of each module: those that are about it
     "recovery": ("test_ladder", "test_scaling", "test_machine", "test_spare_decisions"),
     "healing": ("test_heal_plan", "test_machine"),
     "incidents": ("test_incidents",),
-    "lifecycle": ("test_machine", "test_scaling", "test_spare_decisions"),
-    "watch": ("test_machine", "test_scaling"),
-    "resizing": ("test_scaling", "test_machine"),
-    "scaling": ("test_ladder", "test_scaling", "test_machine"),
-    "machine": ("test_machine", "test_scaling"),
-    "sharing": ("test_ladder",),
+    "lifecycle": ("test_machine", "test_machine_tells", "test_scaling", "test_spare_decisions", "test_scenarios"),
+    "watch": ("test_machine", "test_machine_tells", "test_scaling", "test_scenarios"),
+    "resizing": ("test_scaling", "test_machine", "test_machine_tells"),
+    "scaling": ("test_ladder", "test_scaling", "test_machine", "test_machine_tells"),
+    "machine": ("test_machine", "test_machine_tells", "test_scaling", "test_scenarios"),
+    "sharing": ("test_ladder", "test_machine_tells"),
     "shards": ("test_shards",),
-    "rounds": ("test_rounds",),
+    "rounds": ("test_rounds", "test_dp"),
     "window": ("test_rounds",),
     "claims": ("test_claims",),
     "shamir": ("test_secure",),
@@ -62,7 +62,7 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": f"{TREE / 'src'}:{TREE}"}
     for module in options.modules or TESTS:
         prepare()
-        tests = [f"tests/unit/{name}.py" for name in TESTS[module]]
+        tests = [str(path.relative_to(ROOT)) for name in TESTS[module] for path in (ROOT / "tests").rglob(f"{name}.py")]
         command = [python, "-m", "tests.soak.mutant_loop", module, str(60 * options.minutes), *tests, "-k", SLOW]
         subprocess.run(command, cwd=TREE, env=environment)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from covey.operator import metrics
 from covey.wire import callers, link, tls
 from covey.wire.callers import Callers
 from covey.wire.certificates import make_authority
@@ -81,3 +83,23 @@ async def _play(server: ssl.SSLContext | None, client: ssl.SSLContext | None) ->
     for _, writer in silent:
         writer.close()
     listener.close()
+
+
+def test_the_operators_numbers_are_there_beside_those_who_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTIONS_MAX", 2)
+
+    async def play() -> None:
+        server = await metrics.serve(metrics.Metrics(), "127.0.0.1", 0, lambda: True)
+        where = server.sockets[0].getsockname()
+        silent = [await asyncio.open_connection(*where) for _ in range(3)]
+        reader, writer = await asyncio.open_connection(*where)
+        writer.write(b"GET /readyz HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.read()).endswith(b"\r\n\r\nok\n")
+            with contextlib.suppress(ConnectionError):
+                assert await silent[0][0].read() == b"", "the oldest made room"
+        for _, other in (*silent, (reader, writer)):
+            other.close()
+        server.close()
+
+    asyncio.run(play())

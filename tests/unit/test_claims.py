@@ -110,7 +110,15 @@ def test_late_early_and_elsewhere() -> None:
     assert claims.came(6, device, 0.0) == [Answer(6, device, Outcome.EARLY)]
     assert claims.came(3, device, 0.0) == [Answer(3, device, Outcome.LATE)]
     claims.came(5, device, 0.0)
-    assert claims.follow(orders(stage=Stage.SEALING), 0.0) == [Answer(5, device, Outcome.LATE)]
+    assert claims.follow(orders(stage=Stage.SEALING), 0.0) == [], "it may be counted elsewhere: its owner knows"
+    assert claims.heard("b", Verdict(1, 5, late=(device,)), 0.0) == [Answer(5, device, Outcome.LATE)]
+    assert claims.came(5, device, 0.0) == [Tell("b", Claim(1, 5, (device,)))], "also if it comes again now"
+    assert claims.heard("b", Verdict(1, 5, counted=(device,)), 0.0) == [Answer(5, device, Outcome.COUNTED)]
+    claims.came(5, device, 0.0)
+    released = Tell("b", Release(1, 5, (device,)))
+    assert claims.heard("b", Verdict(1, 5, granted=(device,)), 0.0) == [released, Answer(5, device, Outcome.LATE)]
+    claims.follow(orders(leaving=("a",)), 0.0)
+    assert claims.came(5, device, 0.0) == [Answer(5, device, Outcome.CLOSED)], "the others take it"
     claims.follow(orders(generation=2, members=(Peer("b", 1),)), 0.0)
     assert claims.came(5, device, 0.0) == [Answer(5, device, Outcome.CLOSED)]
 

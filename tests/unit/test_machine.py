@@ -29,6 +29,7 @@ from covey.core.messages import (
     KillAsked,
     Leave,
     Number,
+    Prepared,
     Put,
     Refused,
     Register,
@@ -520,6 +521,18 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
 
 
+def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> None:
+    made = ready_agents(worker_max=4, last_call_s=0.0)
+    made.cluster.trains = True
+    made.step(Heard(RegisterAgent("c", "life of c", OTHER, 1, cold=True), 3), 1.0)
+    tick(made, 3.0, beats=[1, 2, 3], since=1.0)
+    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
+    another = made.step(Heard(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
+    assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host came too late"
+    made.step(Heard(Prepared(), 3), 3.0)
+    assert sent(tick(made, 4.0, since=3.0), Start)[3].assignments == [Assignment("3", 3, 1, 1)]
+
+
 def cut_in_four(together: int) -> Machine:
     """Four workers, each with a part of the state, and so many copies of it."""
     made = ready("a", "b", "c", "d")
@@ -689,6 +702,19 @@ def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
     assert outcomes(made) == [Outcome.ROLLED_BACK, Outcome.RESUMED, Outcome.RESUMED]
 
 
+def test_a_growth_is_not_taken_back_where_everyone_who_had_the_state_has_died() -> None:
+    made = cut_under_an_agent(2, together=0)
+    made.step(Heard(ScaleAsked(workers=3), 9), 1.0)
+    for name in ("0", "1"):
+        made.step(Heard(Exited(name, 1, 137, "killed"), 1), 1.0)
+    begin_lives(made)
+    for member in made.cluster.of(Role.WORKER):
+        made.step(Heard(Report(made.cluster.generation, None, needs_state=True), member.link), 1.0)
+    assert isinstance(_asked(made, ScaleAsked(roll_back=True)), Refused), "all begin anew, in the larger world"
+    made.step(Heard(Exited("2", 1, 137, "killed"), 1), 1.0)
+    assert (workers_of(made), made.incidents.kept[-1].strategy) == (["0", "1", "2"], "recover-in-place")
+
+
 def come_back(made: Machine, effects: Effects) -> Machine:
     """The next scheduler, with what was durable after these effects; everyone has called again."""
     agents = [AgentRecord.of(agent) for agent in made.cluster.agents.values()]
@@ -816,6 +842,32 @@ def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> 
     end = ended(tick(made, 2.0, since=1.5))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == "worker:2 left before the work was done: all others wait to go on"
+
+
+@pytest.mark.parametrize("had", [False, True])
+def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(had: bool) -> None:
+    """It had gone on if all others do, though nobody heard it say so; else they wait for it, and that is the end."""
+    made = ready_agents(strategies=("recover-in-place",), beats=False, stuck_s=5.0)
+    for rank in range(3):
+        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(Heard(Put("met", b"", 1), 10), 0.0)
+    made.step(Heard(Exited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
+    made.step(Heard(register("1", "second life", incarnation=2), 21), 1.0)
+    for link in (10, 12):
+        made.step(Heard(Report(2, completed=Number(5, 0), waits=Number(6, 0)), link), 1.0)
+    assert set(sent(made.step(Heard(Report(2, needs_state=True), 21), 1.0), HealPlan)) == {10, 12, 21}
+    made.step(Heard(Exited("2", 1, 0), 2), 1.0)
+    made.step(Heard(Resumed(2, 6), 10), 1.0)
+    effects = tick(made, 6.0, since=0.5)
+    assert not ended(effects) and phase(made) is Phase.HEALING, "the others have time to say so"
+    if had:
+        made.step(Heard(Resumed(2, 6), 21), 6.0)
+        tick(made, 6.5, since=6.0)
+        assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
+        return
+    end = ended(tick(made, 7.0, since=6.0))
+    assert end is not None and end.code == ExitCode.PEER_FAILED
+    assert end.reason == "worker:2 left before the work was done: all others wait to go on for over 5 s"
 
 
 def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:

@@ -160,8 +160,8 @@ def test_a_role_without_places() -> None:
 
 def test_a_cluster_that_has_ended() -> None:
     cluster = formed(worker("a", 0), phase=Phase.ENDED)
-    cluster.reason = "all 1 workers finished"
-    assert refusal(cluster, wish("a")) == "the cluster has ended: all 1 workers finished"
+    cluster.reason = "the only worker finished"
+    assert refusal(cluster, wish("a")) == "the cluster has ended: the only worker finished"
 
 
 def test_a_place_whose_work_is_done() -> None:
@@ -240,7 +240,7 @@ def test_a_host_that_brings_too_many() -> None:
 
 
 def test_a_host_that_came_too_late() -> None:
-    said = "the cluster has formed with its 1 workers: this host came too late"
+    said = "the cluster has formed with its 1 worker: this host came too late"
     assert agent_refusal(formed(worker("0", 0)), agent_wish()) == said
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from covey.errors import StoreError
 from covey.node import office
+from covey.node.commits import SteppedDown
 from covey.node.leading import Leading
 from covey.node.office import Office
-from covey.node.scheduler import SteppedDown
 from covey.node.scheduler_process import Schedulers
 from covey.node.sockets import Sockets
 from covey.settings import load

@@ -225,6 +225,22 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert record.voids == {} and record.missing == ("1",)
 
 
+@pytest.mark.parametrize("life", ["1", "1b"])
+def test_a_server_whose_copies_were_taken_over_does_not_count_its_own_log_too_when_it_returns(life: str) -> None:
+    bench = Bench(plan=Plan(threshold=9))
+    bench.come(1, "0", durability="host")
+    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"), durability="host")
+    bench.stand(1)
+    bench.stand(2)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    assert bench.orders().adoptions == (Adoption("1", "1", "1", "0", copies=True),)
+    bench.stand(1, round=1, numbers=Numbers(3), adopted=("1",))
+    back = bench.come(3, "1", life=life, host=Host("far", "far", "10.0.0.2"), durability="host")
+    (admitted,) = [effect.message for effect in back if isinstance(effect, Send) and isinstance(effect.message, Admitted)]
+    assert admitted.void == 1
+
+
 def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns() -> None:
     bench = Bench(3, Plan(threshold=9))
     for link, name in ((1, "0"), (2, "1"), (3, "2")):
@@ -513,3 +529,50 @@ def test_a_server_without_an_id_takes_none_that_another_comes_with() -> None:
     bench.come(3, "0")
     assert sorted(bench.machine.servers) == ["0", "1", "2"]
     assert not [effect for effect in bench.out if isinstance(effect, Send) and isinstance(effect.message, Refused)]
+
+
+def record_of(machine: Managed) -> FederationRecord:
+    machine._out = []
+    machine._keep()
+    (kept,) = machine._out
+    assert isinstance(kept, Keep)
+    return kept.record
+
+
+def test_what_is_kept_is_all_of_it_and_comes_back() -> None:
+    machine = Bench().form().machine
+    others: dict[str, Any] = {
+        "cluster_id": "theirs",
+        "key": b"another",
+        "generation": 5,
+        "wanted": 3,
+        "round": 7,
+        "base": 4,
+        "instance": Instance.FINISHED,
+        "plan": msgspec.structs.replace(PLAN, threshold=9),
+        "digest": "m6",
+        "source": "1",
+        "voids": {"a": 6},
+        "forgotten": 2,
+        "best": (6, 0.5),
+        "operation": "out",
+        "wanted_before": 4,
+        "next_plan": msgspec.structs.replace(PLAN, threshold=8),
+        "missing": ("0",),
+        "metrics": {"loss": 0.75},
+        "voided": (6, "nobody was left"),
+        "spent": 1.5,
+    }
+    for name, value in others.items():
+        assert getattr(machine, name) != value, f"{name} has another value, or nothing is proven"
+        setattr(machine, name, value)
+    machine.servers["1"].leaving = True
+    kept = record_of(machine)
+    assert {name: getattr(kept, name) for name in others} == others and kept.formed
+    assert [(s.node_id, s.life, s.rank, s.http, s.peer, s.folder, s.member, s.leaving) for s in kept.servers] == [
+        ("0", "0", 0, "h:0", "p:0", "0", True, False),
+        ("1", "1", 1, "h:1", "p:1", "1", True, True),
+    ]
+    again = Bench(record=kept).machine
+    assert record_of(again) == kept and again.reason == "the scheduler is back"
+    assert again.stage is Stage.OPEN

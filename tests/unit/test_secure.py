@@ -280,12 +280,12 @@ def test_a_round_goes_on_with_enough_and_is_given_up_with_fewer() -> None:
     strange.keys(strange.names)
     strange.shares(strange.names[1:])
     assert strange.round.fix({"device-0"}, 0.0) is None
-    assert strange.round.failed == "1 updates came from devices that shared no secrets"
+    assert strange.round.failed == "1 update came from devices that shared no secrets"
     alone = Sim(4, least=3)
     alone.keys(alone.names)
     alone.shares(alone.names)
     assert alone.round.fix({"device-0"}, 0.0) is None
-    assert alone.round.failed == "1 updates came, and 3 are needed to take masks off"
+    assert alone.round.failed == "1 update came, and 3 are needed to take masks off"
 
 
 def test_shares_that_give_no_secret_end_the_round() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from covey.cli.plan import EVERY, RunPlan
+from covey.core.words import many
 from covey.settings import rendered, rows
 from covey.wire import address
 
@@ -59,7 +60,7 @@ def environment(plan: RunPlan) -> list[tuple[str, str]]:
 def _workers(plan: RunPlan) -> list[str]:
     if plan.alone:
         return [f"{plan.world} in all, all on this host"]
-    hosts = f"{plan.nnodes} hosts" if plan.nnodes else "as many hosts as it takes"
+    hosts = many(plan.nnodes, "host") if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
     here = f"{plan.local} on this one ({which})" if plan.local else "none on this one, which has spares"
     later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""

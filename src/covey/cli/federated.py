@@ -17,6 +17,7 @@ from covey.cli.look import door_of, draw, look
 from covey.cli.parts import JSON, examples, say
 from covey.cli.simulate import simulate
 from covey.cli.visit import stop as ask_to_stop
+from covey.core.words import many
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import Value, check, from_text
 from covey.federated.updates import DURABILITIES
@@ -178,7 +179,8 @@ def status(master: str, as_json: bool) -> None:
     draw(view)
     if instance:
         done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
-        click.echo(f"{done}: {instance['counted']} updates counted, {instance['joined']} devices; {instance['reason']}")
+        counted, joined = many(instance["counted"], "update"), many(instance["joined"], "device")
+        click.echo(f"{done}: {counted} counted, {joined}; {instance['reason']}")
         spent = instance.get("privacy")
         if spent:
             budget = f" of {spent['budget']:g}" if spent["budget"] else ""

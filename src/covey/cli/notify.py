@@ -21,6 +21,7 @@ import msgspec
 from covey.cli.visit import follow_story
 from covey.core.incidents import Outcome
 from covey.core.story import Event
+from covey.core.words import many
 from covey.errors import CoveyError
 from covey.node.agent import Outcome as RunOutcome
 from covey.node.log import log
@@ -75,7 +76,7 @@ class Notifier:
         try:
             await asyncio.wait_for(tell, LAST_S)
         except TimeoutError:
-            self._complain(f"{len(self._waiting)} events were not told: it took too long")
+            self._complain(f"{many(len(self._waiting), 'event')} could not be told: it took too long")
 
     async def _follow(self) -> None:
         with contextlib.suppress(CoveyError):

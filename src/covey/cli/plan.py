@@ -14,6 +14,7 @@ import msgspec
 
 from covey.cli import slurm
 from covey.core.recovery import Strategy
+from covey.core.words import many
 from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, Given, Loaded, load, shown
 
@@ -285,12 +286,12 @@ def _check_parts(request: Request, world: int, local: int, nnodes: int) -> None:
     here = request.words(field) if field in request.said else request.loaded.said("local_worker")
     if local > world:
         raise UsageError(f"{here} is more than the whole cluster has: {whole}.")
-    hosts = f" on {nnodes} {'host' if nnodes == 1 else 'hosts'}" if nnodes else ""
+    hosts = f" on {many(nnodes, 'host')}" if nnodes else ""
     hosts += ", as Slurm started it," if hosts and request.step else ""
     equal = request.asked.per_host is not None
     if (equal and world != local * (nnodes or world // local)) or (nnodes == 1 and local != world):
         total = local * (nnodes or world // local)
-        raise UsageError(f"{whole} contradicts {here}{hosts}, which makes {total} workers.")
+        raise UsageError(f"{whole} contradicts {here}{hosts}, which makes {many(total, 'worker')}.")
     if nnodes and local + nnodes - 1 > world:
         raise UsageError(f"{whole} contradicts {here}{hosts}: every host has at least one worker.")
 

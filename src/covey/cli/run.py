@@ -19,11 +19,11 @@ from typing import Final
 import msgspec
 
 from covey.cli.describe import describe
+from covey.cli.echo import Echo
 from covey.cli.live import Aside, Show
 from covey.cli.notify import Notifier
 from covey.cli.options import help_text, parse
-from covey.cli.plan import EVERY, RunPlan
-from covey.core.messages import Start
+from covey.cli.plan import RunPlan
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 from covey.node import security
@@ -41,8 +41,6 @@ from covey.store.scratch import Scratch
 from covey.wire import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
-STDOUT: Final = 1
-STDERR: Final = 2
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOWN_S: Final = 5.0
 STAND_BY_S: Final = 0.5  # between two looks whether the scheduler that was joined is gone
@@ -101,7 +99,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
         notifier = Notifier(plan.on_event, door, plan.job or _called(plan)) if plan.on_event else None
-        agent.on_start = _Echo(plan, show, agent)
+        agent.on_start = Echo(plan, show, agent)
         interrupted = _take_signals(agent, show)
         show.open()
         if notifier is not None:
@@ -263,7 +261,6 @@ def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[st
         "MS_ROLE": "MS_SCHED",
         "MS_SCHED_HOST": plan.master_host,
         "MS_WORKER_NUM": str(plan.world),
-        "COVEY_WORKER_MAX": environ["COVEY_WORKER_MAX"],
         "MS_NODE_ID": "sched",
         "MS_ENABLE_RECOVERY": "0",
         "COVEY_GRACE": f"{plan.grace_s:g}",
@@ -326,51 +323,6 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // max(1, plan.local))
     return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
-
-
-class _Echo:
-    """The logs that reach the console: those that were asked for; by default that of this host's first rank, bare. Several get
-    their rank in front. Where a world has shrunk, another may be the first: it is echoed from then on."""
-
-    def __init__(self, plan: RunPlan, show: Aside, agent: Agent) -> None:
-        self._plan, self._show, self._agent = plan, show, agent
-        self._known: set[int] = set()  # the workers there were so far,
-        self._echoed: set[int] = set()  # and those of them that are echoed
-
-    def __call__(self, start: Start) -> None:
-        here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
-        numbers = {a.number for a in here.values()}
-        named = self._plan.tee or self._plan.tail_ranks or self._plan.shown_local_ranks
-        if here and (named or not self._echoed & numbers):
-            streams = echoed(self._plan, {rank: a.local_rank for rank, a in here.items()})
-            for rank, stream in streams.items():
-                self._begin(here[rank].number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
-        self._known |= numbers
-
-    def _begin(self, number: int, rank: int, stream: int, prefix: str) -> None:
-        self._echoed.add(number)
-        agent = self._agent
-        paths = [agent.log_path(number)] if stream & STDOUT or not agent.separates_stderr else []
-        paths += [agent.error_log_path(number)] if stream & STDERR and agent.separates_stderr else []
-        for path in paths:
-            first = Path(path).stat().st_size if number in self._known and Path(path).exists() else 0
-            self._show.tail(path, rank, prefix, first)
-
-
-def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Which streams of which ranks reach the console: rank → 1 stdout, 2 stderr, 3 both. `ranks` maps to local ranks.
-
-    --tee names them; else the ranks of --tail_worker_log or --local-ranks-filter; else the first. --redirects takes away.
-    """
-    both = STDOUT | STDERR
-    if plan.tee:
-        shown = plan.shown_local_ranks or list(ranks.values())
-        return {rank: plan.tee[local] for rank, local in ranks.items() if plan.tee.get(local) and local in shown}
-    wanted = list(ranks) if plan.tail_ranks == [EVERY] else [rank for rank in plan.tail_ranks if rank in ranks]
-    if plan.shown_local_ranks:
-        wanted = [rank for rank, local in ranks.items() if local in plan.shown_local_ranks]
-    found = {rank: both & ~plan.redirects.get(ranks[rank], 0) for rank in wanted or [min(ranks)]}
-    return {rank: stream for rank, stream in found.items() if stream}
 
 
 def _take_signals(agent: Agent, show: Aside) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from covey.cli.parts import JSON, examples, say
+from covey.core.words import many
 from covey.errors import StoreError, UsageError
 from covey.federated.compress import KINDS, NONE
 
@@ -121,7 +122,7 @@ def _learned(found: list[Round], strategy: str, compress: str, gauss: Noise | No
     last = found[-1]
     lines = [
         "".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found),
-        f"accuracy {100 * last.accuracy:.1f} % after {last.number} rounds of {last.devices} devices ({strategy})",
+        f"accuracy {100 * last.accuracy:.1f} % after {many(last.number, 'round')} of {last.devices} devices ({strategy})",
     ]
     if compress != NONE:
         lines.append(f"{last.sent_bytes:.0f} bytes of values per upload")

@@ -24,6 +24,7 @@ from covey.core.model import Phase
 from covey.core.scaling import WORLD_MAX
 from covey.core.story import Story
 from covey.core.view import ClusterView
+from covey.core.words import be, many
 from covey.errors import PeerError
 
 Key = tuple[str, str]  # namespace and name
@@ -144,10 +145,11 @@ class Board:
         return sorted((shown(job) for job in self._source.jobs()), key=lambda job: (job.namespace, job.name))
 
     def view(self) -> ClusterView:
+        count = len(self.jobs())
         return ClusterView(
             cluster_id="operator",
             phase=Phase.READY,
-            reason=f"{len(self.jobs())} jobs are looked after",
+            reason=f"{many(count, 'job')} {be(count)} looked after",
             generation=0,
             worker_num=0,
             server_num=0,

@@ -7,6 +7,7 @@ from covey.core.effects import Level
 from covey.core.joining import Joinable
 from covey.core.messages import Agreed, Goodbye, Kill, KillAsked, Refused, ScaleAsked, Scaling, StopAsked
 from covey.core.model import Phase
+from covey.core.words import many
 from covey.errors import ExitCode
 
 
@@ -66,7 +67,7 @@ class Askable(Joinable):
         if why_not:
             return self._answer(link, Refused(why_not))
         self._write_down(ExitCode.STOPPED, reason, None, ranks_able)
-        return self._answer(link, Agreed(f"{len(ranks_able)} ranks write down what they hold, and the run ends"))
+        return self._answer(link, Agreed(f"what {many(len(ranks_able), 'rank')} can write down is written, and the run ends"))
 
     def _kill_asked(self, link: int, asked: KillAsked) -> None:
         """Chaos: the process is killed, and nothing is decided before its agent tells of the death."""

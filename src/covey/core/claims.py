@@ -83,6 +83,7 @@ class Claims:
         self.members: tuple[Peer, ...] = ()
         self.round = 0
         self.open = False
+        self._closed = True  # this server takes no updates of any round: others may
         self.held: dict[int, dict[str, bool]] = {}  # by round: the ids this server counts, and whether they are logged
         self._table: dict[int, dict[str, tuple[str, bool]]] = {}  # as owner: who holds an id, and whether it is logged
         self._heard: set[str] = set()
@@ -130,8 +131,8 @@ class Claims:
             self._told.clear()
         running = orders.instance is Instance.RUNNING and orders.stage is Stage.OPEN
         self.open = running and self.is_member and not leaving
-        if not self.open or any(number != self.round for number, _ in self._pending):
-            out += self._turn_away(closed=leaving or not self.is_member or orders.instance is not Instance.RUNNING)
+        self._closed = leaving or not self.is_member or orders.instance is not Instance.RUNNING
+        out += self._turn_away()
         if changed and self.is_member:
             for number, ids in self.held.items():
                 for device, logged in ids.items():
@@ -145,11 +146,12 @@ class Claims:
             out += self._claim(list(self._pending), now)
         return out
 
-    def _turn_away(self, *, closed: bool) -> list[Wish]:
-        gone = [key for key in self._pending if closed or not self.open or key[0] != self.round]
+    def _turn_away(self) -> list[Wish]:
+        """Whom it makes no sense to ask about. Of a round that has just closed the owner says whether it counts: it may."""
+        gone = [key for key in self._pending if self._closed or key[0] < self.round - self._kept_rounds]
         for key in gone:
             del self._pending[key]
-        return [Answer(*key, Outcome.CLOSED if closed else Outcome.LATE) for key in gone]
+        return [Answer(*key, Outcome.CLOSED if self._closed else Outcome.LATE) for key in gone]
 
     def greet(self, node_id: str) -> list[Wish]:
         """All that a member must know of what this server holds: at a new generation, and when it can be reached again."""
@@ -174,12 +176,10 @@ class Claims:
             return [Answer(round_number, device, Outcome.COUNTED)]
         if held is False or (round_number, device) in self._pending:
             return []  # the first of the two requests decides for both
-        if not self.is_member:
+        if self._closed:
             return [Answer(round_number, device, Outcome.CLOSED)]
         if round_number > self.round:
             return [Answer(round_number, device, Outcome.EARLY)]
-        if round_number == self.round and not self.open:
-            return [Answer(round_number, device, Outcome.LATE)]
         if round_number < self.round - self._kept_rounds:
             return [Answer(round_number, device, Outcome.LATE)]
         self._pending[(round_number, device)] = now
@@ -309,7 +309,7 @@ class Claims:
                 self.held.setdefault(verdict.round, {})[device] = False
                 out.append(Store(verdict.round, device))
             else:
-                out.append(Answer(verdict.round, device, Outcome.LATE))
+                out += [*self._release(verdict.round, [device]), Answer(verdict.round, device, Outcome.LATE)]
         self._told.update((verdict.round, device) for device in verdict.counted)
         for devices, outcome in ((verdict.counted, Outcome.COUNTED), (verdict.late, Outcome.LATE)):
             out += [

@@ -10,6 +10,7 @@ from covey.core.membership import names
 from covey.core.messages import Assignment, Formed, Start
 from covey.core.model import Agent, Member, Role
 from covey.core.shards import Sharing
+from covey.core.words import be, every, many
 
 COUNTED = (Role.WORKER, Role.PSERVER)  # a federated server counts with the parameter servers
 
@@ -22,19 +23,19 @@ class Plan(msgspec.Struct, frozen=True):
 
 def decide(cluster: Cluster) -> tuple[Plan | None, str]:
     """Complete as soon as every role has its least number; then everyone's rank follows from who they are."""
-    missing = [f"{short} {role}{'s' if short > 1 else ''} missing" for role in COUNTED if (short := _short(cluster, role)) > 0]
+    missing = [f"{many(short, role)} missing" for role in COUNTED if (short := _short(cluster, role)) > 0]
     if missing:
         return None, ", ".join(missing)
     table: dict[str, int] = {}
     for role in COUNTED:
         table |= ranks.assign(cluster.of(role), cluster.size(role))
-    return Plan(table), f"all {len(table)} nodes are here"
+    return Plan(table), f"{every(len(table), 'node')} {be(len(table))} here"
 
 
 def missing(cluster: Cluster) -> str:
     """Who is here and how many are not, for everyone who waited in vain."""
     return "; ".join(
-        f"{short} {role}{'s' if short > 1 else ''} missing, here: {names(cluster.of(role))}"
+        f"{many(short, role)} missing, here: {names(cluster.of(role))}"
         for role in COUNTED
         if (short := _short(cluster, role)) > 0
     )

@@ -116,7 +116,7 @@ class Joinable(Watch):
             self._heard_of_children(agent)
         else:
             held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts, wish.spares)
-            agent = Agent(wish.agent, wish.life, wish.host, *held)
+            agent = Agent(wish.agent, wish.life, wish.host, *held, cold=wish.cold)
             self.cluster.agents[agent.id] = agent
             if self.cluster.phase is Phase.FORMING:
                 for place in range(agent.slots):

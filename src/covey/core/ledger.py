@@ -58,6 +58,7 @@ class Deadlines(msgspec.Struct):
     shrink: float = NEVER  # a host came for who is lost
     workers: float = NEVER  # those of a growth have come
     servers: float = NEVER  # those of a growth have come
+    resume: float = NEVER  # all others go on, though somebody left before it said so
 
     def postpone(self, by_s: float) -> None:
         for name in self.__struct_fields__:

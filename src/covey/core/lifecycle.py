@@ -30,6 +30,7 @@ from covey.core.model import (
     Role,
 )
 from covey.core.spares import Spared
+from covey.core.words import every, many
 from covey.errors import ExitCode
 
 
@@ -43,7 +44,9 @@ class Lifecycle(Spared):
         if plan is None:
             return
         if self.cluster.size(Role.WORKER) < self.cluster.goal and self._now < self._deadlines.form:
-            self.cluster.reason = f"{self.cluster.reason}, at most {self.cluster.goal} workers may come: a last call for more"
+            self.cluster.reason = (
+                f"{self.cluster.reason}, at most {many(self.cluster.goal, 'worker')} may come: a last call for more"
+            )
             return
         self.cluster.seat(plan.ranks)
         self.cluster.generation = 1
@@ -314,7 +317,7 @@ class Lifecycle(Spared):
             workers = reversed(self.cluster.of(Role.WORKER))
             self._awaited = next((m for m in workers if m.state is not NodeState.LEFT), None)
         if self._awaited is None:
-            self._end(0, f"all {self.cluster.size(Role.WORKER)} workers finished")
+            self._end(0, f"{every(self.cluster.size(Role.WORKER), 'worker')} finished")
         else:
             self._settle("every member is heard again")
 
@@ -339,9 +342,9 @@ class Lifecycle(Spared):
         if kept.dumping is not None:
             ranks_there = {member.rank for member in self.cluster.of(Role.WORKER) if member.present}
             self._dump = Dump(kept.dumping, ranks_there, self._now + self.cluster.settings.dump_s)
-        count = len(self.cluster.members)
-        self._move(Phase.RETURNING, f"the scheduler is back and waits for its {count} members to re-attach")
-        self._publish("cluster", "restored", f"generation {self.cluster.generation}, {count} members")
+        members = many(len(self.cluster.members), "member")
+        self._move(Phase.RETURNING, f"the scheduler is back and waits for its {members} to re-attach")
+        self._publish("cluster", "restored", f"generation {self.cluster.generation}, {members}")
         return self._finished()
 
     def _take_up_a_change(self) -> None:

@@ -21,7 +21,7 @@ from covey.core import scaling
 from covey.core.asking import Askable
 from covey.core.effects import Level, SchedulerEffect
 from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
-from covey.core.incidents import Outcome, Stage
+from covey.core.incidents import Stage
 from covey.core.messages import (
     Ask,
     Beat,
@@ -34,6 +34,7 @@ from covey.core.messages import (
     Goodbye,
     KillAsked,
     Leave,
+    Prepared,
     Put,
     Refused,
     Register,
@@ -64,6 +65,7 @@ class Machine(Askable):
             RegisterAgent: self._register_agent,
             Beat: self._beat,
             Leave: self._leave,
+            Prepared: self._prepared,
             Started: self._child_started,
             Exited: self._child_exited,
             Put: self._put,
@@ -191,12 +193,7 @@ class Machine(Askable):
             self._gathering.resumed.add(member.rank)
             member.progress = msgspec.structs.replace(member.progress, step=said.step)
             self._reached = max(self._reached, said.step)
-            if self._all_resumed():
-                self._retries = 0
-                self.cluster.arriving = ()
-                if not self._let_next_go():
-                    self._close_incidents(Outcome.RESUMED)
-            self._settle("every rank goes on")
+            self._went_on()
 
     def _settled_said(self, link: int, said: Settled) -> None:
         member = self._speakers.get(link)
@@ -229,6 +226,11 @@ class Machine(Askable):
         if isinstance(member, Member):
             self._count("unsaved")
             self._publish(member.name, "unsaved", said.reason, Level.WARNING)
+
+    def _prepared(self, link: int, said: Prepared) -> None:
+        agent = self._speakers.get(link)
+        if isinstance(agent, Agent):
+            agent.cold = False
 
     def _child_started(self, link: int, said: Started) -> None:
         member = self._child(link, said)

@@ -17,6 +17,7 @@ from covey.core import ranks, scaling
 from covey.core.cluster import Cluster, Key
 from covey.core.messages import NAMES_MAX, Register, RegisterAgent
 from covey.core.model import Member, NodeState, Phase, Role
+from covey.core.words import many
 
 HOLD_OFF_S = 0.5  # how soon a node that is held off asks again
 
@@ -71,19 +72,21 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
     if known is not None and any(m.present for m in cluster.children(known.id)):
         return Answer(Verdict.HOLD, f"the life before of the agent {wish.agent} is not known to be over yet")
     if wish.spares and not wish.slots and not wish.servers:
-        return Answer(Verdict.ADMIT, f"{wish.host.name} brings {wish.spares} spares")
+        return Answer(Verdict.ADMIT, f"{wish.host.name} brings {many(wish.spares, 'spare')}")
     if cluster.phase is not Phase.FORMING:
         return _late(cluster, wish)
     here, world = cluster.size(Role.WORKER), cluster.goal
     if here + wish.slots > world:
         reason = (
-            f"this host brings {wish.slots} workers, but {here} of {world} are here already:"
+            f"this host brings {many(wish.slots, 'worker')}, but {here} of {world} are here already:"
             " start fewer, or raise the number of workers on every host"
         )
         return Answer(Verdict.REFUSE, reason)
     servers, places = cluster.size(Role.PSERVER), cluster.settings.server_num
     if servers + wish.servers > places:
-        return Answer(Verdict.REFUSE, f"this host brings {wish.servers} servers, but {servers} of {places} are here already")
+        return Answer(
+            Verdict.REFUSE, f"this host brings {many(wish.servers, 'server')}, but {servers} of {places} are here already"
+        )
     wanted = range(wish.first_rank, wish.first_rank + wish.slots) if wish.first_rank >= 0 else range(0)
     if wanted.stop > world:
         return Answer(Verdict.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
@@ -91,20 +94,21 @@ def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
         if (member := cluster.at(Role.WORKER, rank)) is not None:
             who = f"{member.name} on {member.host.name}"
             return Answer(Verdict.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?")
-    brings = f"{wish.slots} workers" + (f" and {wish.servers} servers" if wish.servers else "")
+    brings = many(wish.slots, "worker") + (f" and {many(wish.servers, 'server')}" if wish.servers else "")
     return Answer(Verdict.ADMIT, f"{wish.host.name} brings {brings}")
 
 
 def _late(cluster: Cluster, wish: RegisterAgent) -> Answer:
     """A host that comes after the formation may take over what a lost one had, or make the world larger."""
-    brings, world = f"{wish.host.name} brings {wish.slots} workers", cluster.size(Role.WORKER)
+    brings, world = f"{wish.host.name} brings {many(wish.slots, 'worker')}", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
         return Answer(Verdict.ADMIT, f"{brings}, and {names(lost)} can be started again")
+    world += sum(cluster.offers(Role.WORKER).values())  # of hosts that are here already, and whose turn is next
     if world < cluster.goal and not cluster.size(Role.PSERVER):
         return Answer(Verdict.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.goal}")
     if away := [agent for agent in cluster.agents.values() if not agent.link and cluster.children(agent.id)]:
         return Answer(Verdict.HOLD, f"the agent on {away[0].host.name} is out of reach: its places may become free")
-    return Answer(Verdict.REFUSE, f"the cluster has formed with its {world} workers: this host came too late")
+    return Answer(Verdict.REFUSE, f"the cluster has formed with its {many(world, 'worker')}: this host came too late")
 
 
 def names(members: Iterable[Member]) -> str:

@@ -65,6 +65,11 @@ class RegisterAgent(Message, frozen=True):
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
     max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
     spares: Annotated[int, Meta(ge=0, le=4096)] = 0
+    cold: bool = False  # its template still imports: `Prepared` follows
+
+
+class Prepared(Message, frozen=True):
+    """An agent: my template has imported, so a worker is started here at once."""
 
 
 class Beat(Message, frozen=True):
@@ -514,5 +519,5 @@ FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed
 ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
 FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
 Visitor = Ask | AskStory | StopAsked | ScaleAsked | KillAsked
-FromNode = FromChild | RegisterAgent | Started | Exited | Via | HungUp | Beats | Visitor | LogTold
+FromNode = FromChild | RegisterAgent | Prepared | Started | Exited | Via | HungUp | Beats | Visitor | LogTold
 FromScheduler = ToChild | Start | Scaling | Agreed | Kill | LogAsked | Pulse | Told | StoryTold | To | HangUp

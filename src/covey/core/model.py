@@ -203,6 +203,7 @@ class Agent(msgspec.Struct):
     link: int = 0
     beat_at: float = 0.0
     leaving: bool = False  # its host is asked to go: nothing more is started there
+    cold: bool = False  # its template still imports: the others would wait for that, too
 
 
 class MemberRecord(msgspec.Struct, frozen=True, tag="member"):

@@ -13,6 +13,7 @@ from enum import StrEnum
 from covey.core import ranks, scaling
 from covey.core.cluster import Cluster
 from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Phase, Role
+from covey.core.words import many
 from covey.errors import ExitCode, UsageError
 
 MISTAKES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # of a program's author, not of fate
@@ -103,7 +104,7 @@ def _rows_lost(cluster: Cluster, dead: Member, lost: str) -> tuple[After, str]:
     if Strategy.IN_PLACE not in settings.strategies:
         return After.END, f"{lost}, and recover-in-place is not among the strategies"
     if cluster.restarts >= max(settings.max_restarts, RESTARTS_MAX):
-        return After.END, f"{lost}, and all were started anew {cluster.restarts} times already"
+        return After.END, f"{lost}, and all were started anew {many(cluster.restarts, 'time')} already"
     return After.RESTART_ALL, f"{lost}: all start anew, from the last checkpoint"
 
 

@@ -13,6 +13,7 @@ from covey.core.effects import Close, End, Level, Publish, Send
 from covey.core.federation import Admitted, Adoption, Enlist, FederationRecord, Numbers, Orders, Plan, Stage, Standing, keeper
 from covey.core.messages import Refused
 from covey.core.model import Host
+from covey.core.words import many
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -148,8 +149,9 @@ class Roster:
             if gone.life == life and gone.member and gone is not by:
                 if gone.durability == "none":
                     self._lose(gone)
-                elif gone.host.id != by.host.id:  # copies are of the present round only
+                elif gone.host.id != by.host.id:  # copies, of the present round only; its own log must not count too
                     self._forget()
+                    self.voids[gone.node_id] = self.round
                 self._leaves(gone, f"server {by.node_id} took over its log")
         self._adoptions.pop(life, None)
 
@@ -205,7 +207,10 @@ class Roster:
         sentence = f"it did not come back within {self.limits.return_s:g} s and nobody could read its log"
         self._leaves(server, sentence)
         self._say(
-            server.node_id, "given up", f"round {self.round} goes without its {part.count} updates: {sentence}", Level.WARNING
+            server.node_id,
+            "given up",
+            f"round {self.round} goes without its {many(part.count, 'update')}: {sentence}",
+            Level.WARNING,
         )
 
     def _lose(self, server: Server) -> None:

@@ -34,6 +34,7 @@ from covey.core.messages import Goodbye, Message, Stop, StopAsked
 from covey.core.roster import Effect, Keep, Limits, Roster, Server
 from covey.core.secure import Uploaders
 from covey.core.window import Enough, Missed, Window
+from covey.core.words import be, many
 
 ADOPT_AGAIN_S = 1.0  # a log that could not be taken over, because its server lives, may be free later
 REATTACH_S = 2.0  # members of a restarted scheduler call again at once: until then nobody looks into their logs
@@ -157,7 +158,7 @@ class Rounds(Roster):
                 self._say(
                     server.node_id, "differs", f"server {first.node_id}'s settings of rounds hold, not its own", Level.WARNING
                 )
-        self._open(f"{len(chosen)} servers are here")
+        self._open(f"{many(len(chosen), 'server')} {be(len(chosen))} here")
 
     def _regroup(self, before: Orders) -> None:
         """A new generation, if its servers are not the ones they should be."""
@@ -186,10 +187,10 @@ class Rounds(Roster):
         members = [server for server in self.servers.values() if server.member]
         if self.operation == "out" and len(members) >= self.wanted:
             self.operation = ""
-            self._say("cluster", "scaled out", f"{len(members)} servers")
+            self._say("cluster", "scaled out", many(len(members), "server"))
         elif self.operation == "in" and not any(server.leaving for server in members):
             self.operation = ""
-            self._say("cluster", "scaled in", f"{len(members)} servers")
+            self._say("cluster", "scaled in", many(len(members), "server"))
 
     # -- the round ---------------------------------------------------------------------------------------------------
 
@@ -270,11 +271,11 @@ class Rounds(Roster):
         self.digest, self.source, self.metrics = summer.standing.digest, summer.node_id, summer.standing.metrics
         counted = int(self.metrics.get("updates", self.counted))
         without = f", without the part of server {', '.join(self.missing)}" if self.missing else ""
-        self._say("round", "done", f"iteration {self.iteration} with {counted} updates{without}")
+        self._say("round", "done", f"iteration {self.iteration} with {many(counted, 'update')}{without}")
         self._judge_loss()
         self.spent += self.plan.noise.spends if self.plan.noise is not None else 0.0
         self.round += 1
-        self._open(f"iteration {self.iteration - 1} is done with {counted} updates{without}")
+        self._open(f"iteration {self.iteration - 1} is done with {many(counted, 'update')}{without}")
         return True
 
     def _judge_loss(self) -> None:

@@ -13,6 +13,7 @@ from covey.core import ranks
 from covey.core.cluster import Cluster
 from covey.core.messages import ScaleAsked, Seating
 from covey.core.model import Member, NodeState, Phase, Role
+from covey.core.words import be, many
 
 WORLD_MAX = 4096  # workers
 ARRIVE_S = 300.0  # how long those who are to come may take, before the growth is taken back
@@ -32,7 +33,7 @@ def shrink(cluster: Cluster, gone: Member) -> tuple[Shrinking | None, str]:
     if gone.role is not Role.WORKER or not others:
         return None, f"without {gone.name} nobody is left"
     if cluster.size(Role.PSERVER):
-        return None, f"the parameter servers count on {len(workers)} workers"
+        return None, f"the parameter servers count on {many(len(workers), 'worker')}"
     if some_left(cluster):
         return None, "some workers have finished and left already"
     if not cluster.trains:
@@ -54,9 +55,9 @@ def some_left(cluster: Cluster) -> bool:
 
 
 def can_turn_back(cluster: Cluster) -> bool:
-    """Whether a growth can be taken back: those who were there before must still be, or the newcomers are the world."""
+    """Whether a growth can be taken back: some must still be there from before, and have the state."""
     before = [m for m in cluster.of(Role.WORKER) if m.node_id not in cluster.arriving]
-    return bool(cluster.arriving) and any(m.present for m in before) and not some_left(cluster)
+    return bool(cluster.arriving) and cluster.trains and any(m.present for m in before) and not some_left(cluster)
 
 
 def carry_out(cluster: Cluster, plan: Shrinking) -> list[Member]:
@@ -84,7 +85,7 @@ def why_not(cluster: Cluster) -> str:
         return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
     if cluster.size(Role.PSERVER):
         world = cluster.size(Role.WORKER)
-        return f"the parameter servers count on {world} workers: only the number of servers can change"
+        return f"the parameter servers count on {many(world, 'worker')}: only the number of servers can change"
     if cluster.settings.most == 1 or not cluster.trains:
         return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
     if some_left(cluster):
@@ -107,11 +108,11 @@ def decide(cluster: Cluster, asked: ScaleAsked) -> tuple[Resizing | None, str]:
             return None, reason
         wanted = world - len(leavers)
     if wanted == world:
-        return None, f"there are {world} workers already"
+        return None, f"there {be(world)} {many(world, 'worker')} already"
     if reason := _impossible(cluster, wanted):
         return None, reason
     if wanted < world:
-        return Resizing([], leavers), f"the world shrinks from {world} to {wanted} workers, as asked"
+        return Resizing([], leavers), f"the world shrinks from {world} to {many(wanted, 'worker')}, as asked"
     agents = emptiest(cluster, wanted - world)
     if not agents:
         return None, "no agent is there that could start a worker: only under covey run can a world grow"
@@ -155,13 +156,15 @@ def named(node_ids: list[str], role: Role, known: dict[str, Member], what: str, 
 
 
 def growth(cluster: Cluster) -> tuple[Resizing | None, str]:
-    """May the world grow by itself, because hosts have come that offer more workers than it has?"""
+    """May the world grow by itself, because hosts have come that offer more workers than it has, and can start them
+    at once?"""
     world = cluster.size(Role.WORKER)
     if world >= cluster.goal:
         return None, f"there are {world} workers, as there should be"
     if reason := why_not(cluster):
         return None, reason
-    offered = [agent for agent, free in cluster.offers(Role.WORKER).items() for _ in range(free)][: cluster.goal - world]
+    offers = {agent: free for agent, free in cluster.offers(Role.WORKER).items() if not cluster.agents[agent].cold}
+    offered = [agent for agent, free in offers.items() for _ in range(free)][: cluster.goal - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
     return (Resizing(offered, []) if offered else None), (
         f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"

@@ -45,6 +45,7 @@ from covey.core.secure import (
     Uploaders,
     Verdict,
 )
+from covey.core.words import many
 
 
 class Spoken(msgspec.Struct, frozen=True):
@@ -211,10 +212,12 @@ class SecureRound:
             return self.list
         strange = clients - self._sharers.keys()
         if strange:
-            self.failed = f"{len(strange)} updates came from devices that shared no secrets"
+            self.failed = f"{many(len(strange), 'update')} came from devices that shared no secrets"
             return None
         if len(clients) < max(self._least, self._needed):
-            self.failed = f"{len(clients)} updates came, and {max(self._least, self._needed)} are needed to take masks off"
+            self.failed = (
+                f"{many(len(clients), 'update')} came, and {max(self._least, self._needed)} are needed to take masks off"
+            )
             return None
         pks = {device: self._keys[device].s_pk for device in self._sharers}
         samples = sum(keys.size for keys in self._keys.values())

@@ -19,6 +19,7 @@ from covey.core.messages import ScaleAsked, Settled, Shared, Stop
 from covey.core.model import Member, MemberRecord, NodeState, Phase, Role
 from covey.core.resizing import Resizable
 from covey.core.shards import SLOTS, Servers, Sharing, rescale
+from covey.core.words import be, many
 
 
 def meant(cluster: Cluster, asked: ScaleAsked) -> bool:
@@ -40,10 +41,8 @@ def decide(cluster: Cluster, settled: set[int], asked: ScaleAsked) -> tuple[scal
     if unsettled := [f"pserver:{m.rank}" for m in servers if m.rank not in settled]:
         return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
     if asked.more or asked.workers >= 0:
-        return (
-            None,
-            f"the parameter servers count on {cluster.size(Role.WORKER)} workers: only the number of servers can change",
-        )
+        workers = many(cluster.size(Role.WORKER), "worker")
+        return None, f"the parameter servers count on {workers}: only the number of servers can change"
     wanted = asked.servers if asked.servers >= 0 else count + asked.more_servers
     leavers = servers[wanted:]
     if asked.node_ids:
@@ -54,7 +53,7 @@ def decide(cluster: Cluster, settled: set[int], asked: ScaleAsked) -> tuple[scal
             return None, reason
         wanted = count - len(leavers)
     if wanted == count:
-        return None, f"there are {count} parameter servers already"
+        return None, f"there {be(count)} {many(count, 'parameter server')} already"
     if not 1 <= wanted <= SLOTS:
         return None, f"{wanted} parameter servers are not possible: 1 to {SLOTS} are"
     if wanted < count:
@@ -136,7 +135,7 @@ class Sharable(Resizable):
             self._speakers.pop(member.link, None)
             cluster.remove(member)
         self._layout = None
-        self._publish("servers", "settled", f"{len(sharing.ring)} parameter servers share all rows")
+        self._publish("servers", "settled", f"all rows are shared by {many(len(sharing.ring), 'parameter server')}")
         self._close_incidents(Outcome.RESUMED, node=SERVERS)
         self._tell_sharing()
         for member in leavers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from covey.core import formation, healing, recovery, scaling
 from covey.core.effects import Level
+from covey.core.incidents import Outcome
 from covey.core.ledger import NEVER
 from covey.core.lifecycle import Lifecycle
 from covey.core.membership import names
@@ -62,7 +63,8 @@ class Watch(Lifecycle):
         workers, since = self.cluster.of(Role.WORKER), self._now - limit if limit >= 0 else -NEVER
         waiting = [m for m in workers if m.progress.waits and m.changed_at < since and m.present]
         where = f"in collective {waiting[0].progress.waits} for over {limit:g} s" if waiting else ""
-        if reason := self._waits_for_the_ended() or self._waits_for_the_left(len(waiting), where):
+        waits = self._waits_for_the_ended() or self._waits_for_the_left(len(waiting), where)
+        if reason := waits or self._waits_to_go_on(limit):
             return self._give_up(ExitCode.PEER_FAILED, reason)
         late = [m for m in workers if not m.progress.waits and m.present and m.link] if waiting else []
         if len(waiting) + len(late) == sum(m.present for m in workers):
@@ -94,6 +96,30 @@ class Watch(Lifecycle):
         elif left and waiting and len(left) + waiting == len(workers):
             return f"{names(left)} left before the work was done: all others wait {where}"
         return ""
+
+    def _waits_to_go_on(self, limit: float) -> str:
+        """Nor does who has left say that it goes on. Where all others do, it did; where they do not, they wait for it."""
+        workers, gathering = self.cluster.of(Role.WORKER), self._gathering
+        left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in gathering.resumed]
+        if not left or not self._replacing or gathering.done or len(gathering.reports) < len(workers):
+            self._deadlines.resume = NEVER
+        elif all(m.rank in gathering.resumed for m in workers if m.state is not NodeState.LEFT):
+            gathering.resumed.update(m.rank for m in left)
+            self._went_on()
+        elif limit >= 0:
+            self._deadlines.resume = min(self._deadlines.resume, self._now + limit)
+            if self._now > self._deadlines.resume:
+                return f"{names(left)} left before the work was done: all others wait to go on for over {limit:g} s"
+        return ""
+
+    def _went_on(self) -> None:
+        """A rank goes on after a change; if it was the last one, the change is over."""
+        if self._all_resumed():
+            self._retries = 0
+            self.cluster.arriving = ()
+            if not self._let_next_go():
+                self._close_incidents(Outcome.RESUMED)
+        self._settle("every rank goes on")
 
     def _retry(self) -> None:
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from covey.core.federation import Plan
+from covey.core.words import many
 
 EVERYONE = 10**9
 
@@ -60,10 +61,10 @@ class Window:
         if counted and self._first_update_at < 0:
             self._first_update_at = now
         if counted >= plan.needed:
-            return Enough(f"{counted} updates of {plan.needed} needed")
+            return Enough(f"{many(counted, 'update')} of {plan.needed} needed")
         if counted and now - self._first_update_at >= plan.update_window_s:
             if 0 < plan.update_min <= counted:
-                return Enough(f"{counted} updates when the window ended, {plan.update_min} are enough")
+                return Enough(f"{many(counted, 'update')} when the window ended, {plan.update_min} are enough")
             self._first_update_at = now
             self._take_more(plan.needed - counted)
             return Missed(f"{counted} of {plan.needed} updates came within {plan.update_window_s:g} s")

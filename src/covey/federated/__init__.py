@@ -5,6 +5,15 @@ import covey
 covey.set_fl_context(enable_fl=True, ms_role="MS_SERVER", server_num=2, start_fl_job_threshold=8)
 covey.federated.run(model)                     # the same script in every role; a torch module or a dict of numpy arrays
 
+    settings      `context`, `private` (what goes together); `process` becomes what they say, `keeper` starts a host's processes
+    device port   `http`, `devices` (its paths), `gate`, `intake` (of updates), `relay` (secure rounds), `page`, of the types in
+                  `protocol`, `replies` and `openapi`
+    a server      `server`, with its `upstream` to the scheduler and `peers`; what it has of a round is in `holdings`: a `part`
+                  with its `accumulator` or `masked_sum`, the log of `updates`, and what `safekeeping` adds
+    the models    `model`, `models`, `store`; `summing` makes the next by one of the `strategies`
+    scheduler     `scheduler`, `manage` (its REST port)
+    devices       `device`, `masked_device`, `torch_device`, `compress`; `simulate` and `private_trial` are many at once
+
 No torch here: servers run without it. What is decided about rounds and claims lives in `covey.core`.
 """
 

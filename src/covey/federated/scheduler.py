@@ -26,6 +26,7 @@ from covey.core.model import Phase, Role
 from covey.core.roster import Effect, Keep
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
+from covey.core.words import many
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.store import write_file
 from covey.node.followers import Followers
@@ -233,7 +234,7 @@ class Scheduler:
             if server.standing is not None:
                 refused.update(server.standing.refused)
                 numbers = server.standing.numbers
-                load[server.node_id] = f"{numbers.count} updates of {numbers.size} samples in this round"
+                load[server.node_id] = f"{many(numbers.count, 'update')} of {many(numbers.size, 'sample')} in this round"
         return {
             "kind": "federated",
             "instance": self.query(),

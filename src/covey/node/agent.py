@@ -25,6 +25,7 @@ from covey.core.messages import (
     Kill,
     LogAsked,
     LogTold,
+    Prepared,
     RegisterAgent,
     Start,
     Started,
@@ -95,6 +96,7 @@ class Agent:
         self._door = door
         self._environ = environ
         self._children = Children(on_exit=self._child_exited, fork=job.fork, preload=job.preload)
+        self._cold = job.fork  # its template still imports
         self._runtime: NodeRuntime | None = None
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
@@ -133,6 +135,7 @@ class Agent:
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
             fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)}
             | ({JOB: job.job} if job.job else {}),
+            cold=self._cold,
         )
         self._runtime = NodeRuntime(
             wish,
@@ -144,17 +147,26 @@ class Agent:
             relay=self._relay,
         )
         starter = asyncio.create_task(self._start_what_is_wanted())
+        warming = asyncio.create_task(self._warm())
         try:
             outcome = await self._over
         finally:
             self._learning.cancel()
             starter.cancel()
-            await asyncio.gather(starter, self._learning, return_exceptions=True)
+            warming.cancel()
+            await asyncio.gather(starter, warming, self._learning, return_exceptions=True)
             await self._children.end(None, grace_s=settings.grace_s)
             await self._children.close()
             self._relay.close()
             self._folder.close()
         return outcome
+
+    async def _warm(self) -> None:
+        """A training that runs need not wait for what this host imports."""
+        await self._children.preload(())
+        if self._cold:
+            self._cold = False
+            self._say(Prepared())
 
     @property
     def over(self) -> bool:
@@ -202,6 +214,11 @@ class Agent:
             self._wanted = message
             self._news.set()
         elif isinstance(message, Welcome):
+            if not self._cold:
+                self._say(Prepared())
+            for name, child in self._running.items():
+                if pid := self._children.pid(name):
+                    self._say(Started(child.node_id, child.incarnation, pid, child.role))
             for exited in self._ended:
                 self._say(exited)
         elif isinstance(message, Kill):
@@ -381,7 +398,7 @@ class Agent:
         self._relay.tell()
         self._say(said)
 
-    def _say(self, message: Started | Exited) -> None:
+    def _say(self, message: Prepared | Started | Exited) -> None:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)

@@ -24,10 +24,11 @@ from covey.core.model import ClusterSettings
 from covey.core.recovery import ladder
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import security
+from covey.node.commits import RETRY_DISK_S, HandedOver, SteppedDown, Term
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
 from covey.node.managing import managed
-from covey.node.scheduler import RETRY_DISK_S, HandedOver, Place, Scheduler, SteppedDown, Term, exit_now, on_signal
+from covey.node.scheduler import Place, Scheduler, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
 from covey.settings import Loaded, Settings, rows, serving_said
 from covey.store import registry

@@ -2,10 +2,8 @@
 
 One loop, one turn at a time: what arrived is stepped through the machine, its wishes are collected, and at the end of the turn
 the records are committed in one transaction before anything is sent. When the disk refuses, nothing new is promised: wishes
-wait in order, the commit is tried again every second, and beats go on.
-
-Where there are standbys, a scheduler acts only while it leads, which is asked before each commit and after it; one that no
-longer does steps down: its links are closed, and what it still wished for is not done.
+wait in order, and beats go on.
+What a turn promises is made durable by `commits`, which knows whether this scheduler leads.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -49,22 +46,21 @@ from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
+from covey.node.commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
 from covey.node.followers import Followers
 from covey.node.lines import Lines
 from covey.node.log import log, tell
 from covey.node.logs import LogQuestions
 from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
-from covey.store.journal import Fenced, Journal
+from covey.store.journal import Journal
 from covey.store.shared_journal import SharedJournal
 from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
-RETRY_DISK_S: Final = 1.0
 WAITING_EFFECTS_MAX: Final = 1_000_000
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
-TOO_LATE: Final = "the lease could not be renewed in time"
 PULSES: Final = 4  # in the silence after which nodes look for another leader
 COMMIT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
 
@@ -78,26 +74,6 @@ class Place(msgspec.Struct, frozen=True):
     manage_port: int = 0
     log_dir: str = ""
     job: str = ""
-
-
-class Term(msgspec.Struct, frozen=True):
-    """How long this scheduler leads, where there are standbys: then nodes hear that it is there within `silence_s`."""
-
-    token: int = 0
-    leads: Callable[[], bool] = lambda: True
-    silence_s: float = -1.0
-
-
-class HandedOver(Exception):
-    """This scheduler was asked to go, and ends with `code`; its cluster goes on, led by another."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__()
-        self.code = code
-
-
-class SteppedDown(Exception):
-    """This scheduler no longer leads; another does, or will."""
 
 
 class Scheduler:
@@ -121,6 +97,7 @@ class Scheduler:
         self._context = context
         self._journal = journal
         self._term = term or Term()
+        self._commits = Commits(journal, self._term)
         self._pulsed_at = 0.0
         self._lines = Lines()
         self._logs = LogQuestions()
@@ -130,7 +107,6 @@ class Scheduler:
         self._wishes: collections.deque[SchedulerEffect] = collections.deque()
         self._turn: asyncio.Task[None] | None = None
         self._told = (Phase.FORMING, 0)
-        self._stuck = ""
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
         self._started_at = wall()
         self._ended: asyncio.Future[End] | None = None
@@ -208,7 +184,7 @@ class Scheduler:
         await asyncio.wait({turn}, timeout=COMMIT_S)
         if not turn.done():
             raise StoreError(
-                f"it is decided, but cannot be written down yet, and may be lost: {self._stuck or 'the store is slow'}"
+                f"it is decided, but cannot be written down yet, and may be lost: {self._commits.stuck or 'the store is slow'}"
             )
         return self._be_acting()
 
@@ -342,7 +318,7 @@ class Scheduler:
         try:
             while self._wishes:
                 turn = list(self._wishes)
-                await self._commit([wish.record for wish in turn if isinstance(wish, Persist)])
+                await self._commits.commit([wish.record for wish in turn if isinstance(wish, Persist)])
                 for wish in turn:
                     self._wishes.popleft()
                     self._carry_out(wish)
@@ -353,36 +329,6 @@ class Scheduler:
             self._fail(error)
         finally:
             self._turn = None
-
-    async def _commit(self, records: list[Any]) -> None:
-        """Returns when the records are durable and this scheduler leads."""
-        while True:
-            self._check_leads()
-            try:
-                await self._write(records)
-            except Fenced as error:
-                raise SteppedDown(str(error)) from None
-            except StoreError as error:
-                if not self._stuck:
-                    log.error("%s", error)
-                self._stuck = str(error)
-                await asyncio.sleep(RETRY_DISK_S)
-                continue
-            self._check_leads()
-            if self._stuck:
-                self._stuck = ""
-                log.warning("the journal can be written again: what waited is carried out now")
-            return
-
-    async def _write(self, records: list[Any]) -> None:
-        if isinstance(self._journal, SharedJournal) and records:
-            await self._journal.commit(records)
-        elif self._journal is not None and records:
-            self._journal.commit(records)
-
-    def _check_leads(self) -> None:
-        if not self._term.leads():
-            raise SteppedDown(TOO_LATE)
 
     def _tell_news(self) -> None:
         """What people must not miss is told at once, the rest at the next tick."""
@@ -426,7 +372,7 @@ class Scheduler:
             return
         told = msgspec.structs.replace(record, ended=msgspec.structs.replace(record.ended, told=True))
         try:
-            await self._write([told])
+            await self._commits.write([told])
         except StoreError as error:
             log.warning("%s", error)
 

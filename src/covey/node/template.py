@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from covey.core.words import many
 from covey.node import bootstrap, kernel, lifeline
 from covey.node.child import (
     PACKET_MAX,
@@ -95,7 +96,7 @@ def company() -> str:
     patience = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
         if time.monotonic() > patience:
-            return f"{threads - 1} thread(s) were started"
+            return f"it started {many(threads - 1, 'thread')}"
         time.sleep(0.005)
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

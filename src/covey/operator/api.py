@@ -61,6 +61,9 @@ MSJOB = Kind("apis/mindspore.gitee.com/v1", "msjobs", "MSJob")
 ASCENDJOB = Kind("apis/mindxdl.gitee.com/v1", "ascendjobs", "AscendJob")
 POD_GROUP = Kind("apis/scheduling.volcano.sh/v1beta1", "podgroups", "PodGroup")
 
+MISSING = 404
+CONFLICT = 409  # it is there already, or is no longer as it was
+
 
 class ApiError(PeerError):
     """The API server said no, or did not answer (code 0)."""

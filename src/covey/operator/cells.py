@@ -14,7 +14,7 @@ import msgspec
 
 from covey.core.leadership import Cell
 from covey.errors import StoreError
-from covey.operator.api import CONFIG_MAP, LEASE, Api, ApiError, Kind, connect
+from covey.operator.api import CONFIG_MAP, CONFLICT, LEASE, MISSING, Api, ApiError, Kind, connect
 
 ANNOTATION = "covey.io/cell"
 
@@ -38,7 +38,7 @@ class KubernetesCells:
         try:
             thing = await self._api.get(_kind(key), self._namespace, self._object(key))
         except ApiError as error:
-            if error.code == 404:
+            if error.code == MISSING:
                 return b"", 0
             raise self._unreachable(error) from None
         return _value(key, thing), int(thing["metadata"]["resourceVersion"])
@@ -51,7 +51,7 @@ class KubernetesCells:
             else:
                 written = await self._api.create(_kind(key), self._namespace, thing)
         except ApiError as error:
-            if error.code in (404, 409):
+            if error.code in (MISSING, CONFLICT):
                 return None
             raise self._unreachable(error) from None
         return int(written["metadata"]["resourceVersion"])

@@ -26,7 +26,7 @@ from covey.core.job.live import Live
 from covey.core.view import ClusterView
 from covey.errors import PeerError
 from covey.node.log import log
-from covey.operator.api import SECRET, Api, ApiError
+from covey.operator.api import MISSING, SECRET, Api, ApiError
 from covey.operator.http import Http
 from covey.operator.reflector import Key
 
@@ -212,7 +212,7 @@ async def find_key(api: Api, namespace: str) -> bytes:
             found = await api.get(SECRET, namespace, KEY_NAME)
             return b64decode(found["data"][KEY_FIELD])
         except ApiError as error:
-            if error.code != 404:
+            if error.code != MISSING:
                 log.warning("the secret %s cannot be read, so no training is looked into: %s", KEY_NAME, error)
                 return b""
         with contextlib.suppress(ApiError):  # another replica was faster, or it may not be made: the next look tells

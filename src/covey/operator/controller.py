@@ -7,10 +7,9 @@ the name comes up again, later each time.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from covey.core.job import Observed, Plan, plan, read
@@ -32,22 +31,18 @@ from covey.core.job.actions import (
     SayGone,
     Tell,
 )
-from covey.core.job.clock import stamp
 from covey.core.job.pod import JOB_LABEL, owner
 from covey.core.job.spec import Duty, Invalid, Job, Role, pod_name
 from covey.errors import PeerError
 from covey.node.log import log
 from covey.operator import pods
-from covey.operator.api import EVENT, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.api import CONFLICT, MISSING, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
 from covey.operator.clusters import Clusters, Place, token_of
+from covey.operator.events import Events
 from covey.operator.metrics import Metrics
 from covey.operator.queue import Queue
 from covey.operator.reflector import Index, Key, Reflector
 
-CONFLICT = 409
-MISSING = 404
-EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
-EVENTS_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
 AT_ONCE = 16  # actions of one kind of one job
 SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
@@ -120,8 +115,7 @@ class Controller:
         self._convert = convert
         self._gang = gang_scheduler
         self._clock = clock
-        self.on_tell: Callable[[Thing, Tell], None] = lambda thing, tell: None
-        self._events: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
+        self.events = Events(api, self.queue, clock)
 
     @property
     def jobs(self) -> Reflector:
@@ -131,7 +125,7 @@ class Controller:
         """For ever, with so many jobs at once."""
         await self.go.wait()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._record())
+            group.create_task(self.events.run())
             group.create_task(self.clusters.run())
             for _ in range(workers):
                 group.create_task(self._work())
@@ -225,7 +219,7 @@ class Controller:
         """First what pods need, then pods, then the job itself. All are tried; the first that failed is told."""
         for action in made.actions:
             if isinstance(action, Tell):
-                self._tell(thing, action)
+                self.events.tell(thing, action)
         try:
             spec = read(job)
         except Invalid:
@@ -243,7 +237,7 @@ class Controller:
             results = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
             for action, result in zip(batch, results, strict=True):
                 if isinstance(result, ApiError) and not result.transient and result.code != CONFLICT:
-                    self._tell(thing, Tell("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
+                    self.events.tell(thing, Tell("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
@@ -258,17 +252,18 @@ class Controller:
             await self._create(SERVICE, self._caches.owned.services.put, pods.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
             secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
-            await self._unless(CONFLICT, api.create(SECRET, namespace, secret, brief=True))
+            await self._unless(api.create(SECRET, namespace, secret, brief=True), CONFLICT)
         elif isinstance(action, CreateGang):
-            await self._unless(CONFLICT, api.create(POD_GROUP, namespace, pods.gang(job, action, owner)))
+            await self._unless(api.create(POD_GROUP, namespace, pods.gang(job, action, owner)), CONFLICT)
         elif isinstance(action, DeletePod):
-            await self._unless(MISSING, self._gone(api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace)))
+            asked = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace)
+            await self._unless(asked, MISSING, CONFLICT)  # another pod of that name is not meant: as good as gone
         elif isinstance(action, EndPod):
-            await self._unless(MISSING, api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}))
+            await self._unless(api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}), MISSING)
         elif isinstance(action, DeleteService):
-            await self._unless(MISSING, api.delete(SERVICE, namespace, action.name))
+            await self._unless(api.delete(SERVICE, namespace, action.name), MISSING)
         elif isinstance(action, DeleteGang):
-            await self._unless(MISSING, api.delete(POD_GROUP, namespace, job.name))
+            await self._unless(api.delete(POD_GROUP, namespace, job.name), MISSING)
         elif isinstance(action, Adopt):
             await self._adopt(thing, action)
         elif isinstance(action, Label):
@@ -279,7 +274,7 @@ class Controller:
         elif isinstance(action, SayGone):
             await self._say_gone(job, action)
         elif isinstance(action, DeleteJob):
-            await self._unless(MISSING, api.delete(self.kind, namespace, job.name, uid=job.uid))
+            await self._unless(api.delete(self.kind, namespace, job.name, uid=job.uid), MISSING)
 
     async def _resize(self, thing: Thing, job: Job, action: LetGo | Expect) -> None:
         key = (job.namespace, job.name)
@@ -289,7 +284,7 @@ class Controller:
             else:
                 await self.clusters.expect(key, action.more)
         except PeerError as error:  # it is asked again, as long as it is wanted
-            self._tell(thing, Tell("Warning", "ScaleRefused", str(error)))
+            self.events.tell(thing, Tell("Warning", "ScaleRefused", str(error)))
 
     async def _say_gone(self, job: Job, action: SayGone) -> None:
         try:
@@ -297,20 +292,12 @@ class Controller:
         except PeerError as error:  # it finds out by itself, later
             log.info("%s/%s: its scheduler was not told that %s is over: %s", job.namespace, job.name, action.name, error)
 
-    async def _unless(self, code: int, asked: Any) -> None:
+    async def _unless(self, asked: Awaitable[Any], *codes: int) -> None:
         """What is already so need not be made so."""
         try:
             await asked
         except ApiError as error:
-            if error.code != code:
-                raise
-
-    async def _gone(self, asked: Any) -> None:
-        """A deletion with a UID: another pod of that name is not meant, so that is as good as gone."""
-        try:
-            await asked
-        except ApiError as error:
-            if error.code != CONFLICT:
+            if error.code not in codes:
                 raise
 
     async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job, *, brief: bool = False) -> None:
@@ -344,58 +331,3 @@ class Controller:
         kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)
         patch = {"metadata": {"uid": action.uid, "ownerReferences": [pods.owner_of(thing)]}}
         cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))
-
-    # -- events ------------------------------------------------------------------------------------------------------
-
-    def _tell(self, thing: Thing, tell: Tell) -> None:
-        """Events are written on the side: a job does not wait for them."""
-        self.on_tell(thing, tell)
-        metadata = thing["metadata"]
-        words = "\n".join([metadata["uid"], tell.reason, tell.message])
-        now = stamp(self._clock())
-        event = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {
-                "name": f"{metadata['name']}.{hashlib.sha256(words.encode()).hexdigest()[:16]}",
-                "namespace": metadata["namespace"],
-            },
-            "involvedObject": {
-                "apiVersion": thing["apiVersion"],
-                "kind": thing["kind"],
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
-                "uid": metadata["uid"],
-            },
-            "type": tell.kind,
-            "reason": tell.reason,
-            "message": tell.message[:1000],
-            "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "source": {"component": "covey-operator"},
-        }
-        try:
-            self._events.put_nowait((asyncio.get_running_loop().time() + EVENTS_S, event))
-        except asyncio.QueueFull:
-            log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
-
-    async def _record(self) -> None:
-        while True:
-            by, event = await self._events.get()
-            await self.queue.quiet(by)
-            try:
-                await self._write_event(event)
-            except ApiError as error:
-                log.warning("an event could not be written: %s", error)
-
-    async def _write_event(self, event: Thing) -> None:
-        namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
-        try:
-            await self._api.create(EVENT, namespace, event, brief=True)
-        except ApiError as error:
-            if error.code != CONFLICT:
-                raise
-            old = await self._api.get(EVENT, namespace, name)
-            again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"]}
-            await self._api.patch(EVENT, namespace, name, again)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from covey.node.log import log
-from covey.operator.api import LEASE, Api, ApiError, Thing
+from covey.operator.api import CONFLICT, LEASE, MISSING, Api, ApiError, Thing
 
 NAME = "covey-operator"
 DURATION_S = 15
@@ -82,7 +82,7 @@ class Lease:
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
         except ApiError as error:
-            if error.code != 404:
+            if error.code != MISSING:
                 self._complain(f"the lease cannot be read: {error}")
                 return False
             lease = {"metadata": {"name": self._name, "namespace": self._namespace}, "spec": {}}
@@ -113,7 +113,7 @@ class Lease:
             else:
                 await self._api.create(LEASE, self._namespace, body)
         except ApiError as error:
-            if error.code != 409:
+            if error.code != CONFLICT:
                 self._complain(f"the lease cannot be written: {error}")
             return False
         self._holder, self._complaint = holder, ""

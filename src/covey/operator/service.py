@@ -17,12 +17,13 @@ from covey.core.job import ascend
 from covey.core.job.actions import Tell
 from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
 from covey.core.story import Story
+from covey.core.words import many
 from covey.errors import PeerError
 from covey.node.log import log
 from covey.operator import clusters
 from covey.operator import lease as leases
 from covey.operator import metrics as numbers
-from covey.operator.api import ASCENDJOB, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
+from covey.operator.api import ASCENDJOB, MISSING, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
 from covey.operator.controller import Caches, Controller, Owned
 from covey.operator.reflector import Key, Reflector, key_of
 
@@ -110,7 +111,7 @@ class Operator:
         if role is None:
             raise PeerError(f"{'/'.join(key)} has no role Worker: its size cannot be changed")
         await self.api.patch(controller.kind, *key, {"spec": {field: {role: {"replicas": workers}}}})
-        return f"{'/'.join(key)} is to have {workers} workers"
+        return f"{'/'.join(key)} is to have {many(workers, 'worker')}"
 
     async def suspend(self, key: Key, suspended: bool) -> str:
         """Take the job's pods away, or let it start anew."""
@@ -213,7 +214,7 @@ class Operator:
             mine.append(caches.groups)
         convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
-        controller.on_tell = self._note
+        controller.events.on_tell = self._note
         found.append(controller)
         self._controllers.append(controller)
         for reflector in mine:
@@ -245,7 +246,7 @@ class Operator:
         try:
             await self.api.resources(group, version)
         except ApiError as error:
-            if error.code == 404:
+            if error.code == MISSING:
                 return False
             raise
         return True

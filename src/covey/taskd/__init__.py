@@ -6,8 +6,9 @@
     start_taskd_manager()      # returns when the job has ended
 
 The manager is a covey scheduler on port 9601, or watches the one that runs already: there is never a second one to decide.
-None of these calls raises: what is wrong is one sentence in the log, and False. `launcher` is what
-`import taskd.python.adaptor.patch` does to torchrun.
+None of these calls raises: what is wrong is one sentence in the log, and False. `scheduling` is the manager, `parts` are agent,
+worker and proxy, `config` is what they have in common, and `launcher` is what `import taskd.python.adaptor.patch` does to
+torchrun.
 """
 
 from covey.taskd.parts import (

@@ -1,13 +1,13 @@
 """A training job on Kubernetes, decided: what an MSJob says, and what to do about it now.
 
 `spec` reads and judges the object, `ascend` turns an AscendJob into one, `pod` knows what a pod's state means, `failure` says
-what follows a failed pod, `status` keeps what must be remembered, `turn` is one look at a job, and
-`plan` puts them together:
+what follows a failed pod, `live` what the job's own scheduler says, `resize` whether there may be more workers, `status` keeps
+what must be remembered, `turn` is one look at a job, `actions` are what may be done, and `plan` puts them together:
 
     plan(job, observed, now) -> actions, status, requeue_after, reason
 
-Everything here works on plain dicts as the API server sends them. Not here: the API server, and what a pod looks like inside
-(`operator/pods.py`).
+Times are read by `clock`, and where output goes by `paths`. Everything here works on plain dicts as the API server sends them.
+Not here: the API server, and what a pod looks like inside (`operator/pods.py`).
 """
 
 from covey.core.job.plan import Plan, plan

@@ -19,6 +19,7 @@ from covey.core.job.clock import moment, stamp
 from covey.core.job.spec import Duty, Restart, pod_name
 from covey.core.job.status import RESTARTING, RUNNING
 from covey.core.job.turn import Turn
+from covey.core.words import many
 
 WORKER = "Worker"
 ASK_S = 5.0  # a wish that has shown no effect is said again
@@ -133,7 +134,9 @@ class Resizing(Turn):
         self._scaling["from"] = world[WORKER]
         self._expect()
         names = ", ".join(sorted(self._beyond(world[WORKER])))
-        self.tell("MSJobScaling", f"the world grows from {world[WORKER]} to {wanted[WORKER]} pods: {names} join it as it runs")
+        self.tell(
+            "MSJobScaling", f"the world grows from {world[WORKER]} to {many(wanted[WORKER], 'pod')}: {names} join it as it runs"
+        )
 
     def _arrived(self) -> None:
         """A growth is over when everyone is in the world."""
@@ -168,7 +171,7 @@ class Resizing(Turn):
             self.status.replacing.pop(name, None)
         self._scaling["failed"] = why
         self._scaling.pop("asked", None)
-        self.tell("ScaleFailed", f"the growth to {self._scaling['to']} pods is taken back: {why}", warn=True)
+        self.tell("ScaleFailed", f"the growth to {many(self._scaling['to'], 'pod')} is taken back: {why}", warn=True)
 
     def _shrink(self, world: dict[str, int], wanted: dict[str, int]) -> None:
         scaling, live = self._scaling, self.observed.live
@@ -179,7 +182,9 @@ class Resizing(Turn):
             asked = moment(scaling.get("asked"))
             if asked is None:
                 who = ", ".join(there[:8])
-                self.tell("MSJobScaling", f"the world shrinks from {world[WORKER]} to {wanted[WORKER]} pods: {who} leave it")
+                self.tell(
+                    "MSJobScaling", f"the world shrinks from {world[WORKER]} to {many(wanted[WORKER], 'pod')}: {who} leave it"
+                )
             if asked is None or self.now >= asked + ASK_S:
                 scaling["asked"] = stamp(self.now)
                 self.actions.append(LetGo(tuple(there)))

@@ -1,0 +1,61 @@
+"""Which of this host's logs reach the console while `covey run` runs, and from where on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from covey.cli.live import Aside
+from covey.cli.plan import EVERY, RunPlan
+from covey.core.messages import Start
+from covey.core.model import Role
+from covey.node.agent import Agent
+
+STDOUT: Final = 1
+STDERR: Final = 2
+
+
+class Echo:
+    """Those that were asked for; by default that of this host's first rank, bare. Several get their rank in front. Where a
+    world has shrunk, another may be the first: it is echoed from then on."""
+
+    def __init__(self, plan: RunPlan, show: Aside, agent: Agent) -> None:
+        self._plan, self._show, self._agent = plan, show, agent
+        self._known: set[int] = set()  # the workers there were so far,
+        self._echoed: set[int] = set()  # and those of them that are echoed
+
+    def __call__(self, start: Start) -> None:
+        here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
+        numbers = {a.number for a in here.values()}
+        named = self._plan.tee or self._plan.tail_ranks or self._plan.shown_local_ranks
+        if here and (named or not self._echoed & numbers):
+            streams = echoed(self._plan, {rank: a.local_rank for rank, a in here.items()})
+            for rank, stream in streams.items():
+                self._begin(here[rank].number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
+        self._known |= numbers
+
+    def _begin(self, number: int, rank: int, stream: int, prefix: str) -> None:
+        self._echoed.add(number)
+        agent = self._agent
+        paths = [agent.log_path(number)] if stream & STDOUT or not agent.separates_stderr else []
+        paths += [agent.error_log_path(number)] if stream & STDERR and agent.separates_stderr else []
+        for path in paths:
+            first = Path(path).stat().st_size if number in self._known and Path(path).exists() else 0
+            self._show.tail(path, rank, prefix, first)
+
+
+def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
+    """Which streams of which ranks reach the console: rank → 1 stdout, 2 stderr, 3 both. `ranks` maps to local ranks.
+
+    --tee names them; else the ranks of --tail_worker_log or --local-ranks-filter; else the first. --redirects takes away.
+    """
+    both = STDOUT | STDERR
+    if plan.tee:
+        shown = plan.shown_local_ranks or list(ranks.values())
+        return {rank: plan.tee[local] for rank, local in ranks.items() if plan.tee.get(local) and local in shown}
+    wanted = list(ranks) if plan.tail_ranks == [EVERY] else [rank for rank in plan.tail_ranks if rank in ranks]
+    if plan.shown_local_ranks:
+        wanted = [rank for rank, local in ranks.items() if local in plan.shown_local_ranks]
+    found = {rank: both & ~plan.redirects.get(ranks[rank], 0) for rank in wanted or [min(ranks)]}
+    return {rank: stream for rank, stream in found.items() if stream}

@@ -1,0 +1,82 @@
+"""What is told of a job to whoever asks Kubernetes about it, written on the side: no job waits for its events."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+
+from covey.core.job.actions import Tell
+from covey.core.job.clock import stamp
+from covey.node.log import log
+from covey.operator.api import CONFLICT, EVENT, Api, ApiError, Thing
+from covey.operator.queue import Queue
+from covey.operator.reflector import Key
+
+EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
+EVENTS_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
+
+
+class Events:
+    """Of jobs of one kind; `on_tell` hears of each as well."""
+
+    def __init__(self, api: Api, queue: Queue[Key], clock: Callable[[], float]) -> None:
+        self.on_tell: Callable[[Thing, Tell], None] = lambda thing, tell: None
+        self._api = api
+        self._queue = queue
+        self._clock = clock
+        self._waiting: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
+
+    def tell(self, thing: Thing, tell: Tell) -> None:
+        """Events are written on the side: a job does not wait for them."""
+        self.on_tell(thing, tell)
+        metadata = thing["metadata"]
+        words = "\n".join([metadata["uid"], tell.reason, tell.message])
+        now = stamp(self._clock())
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": thing["apiVersion"],
+                "kind": thing["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": tell.kind,
+            "reason": tell.reason,
+            "message": tell.message[:1000],
+            "count": 1,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "source": {"component": "covey-operator"},
+        }
+        try:
+            self._waiting.put_nowait((asyncio.get_running_loop().time() + EVENTS_S, event))
+        except asyncio.QueueFull:
+            log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
+
+    async def run(self) -> None:
+        """For ever: while jobs have a turn, events wait, up to a limit."""
+        while True:
+            by, event = await self._waiting.get()
+            await self._queue.quiet(by)
+            try:
+                await self._write(event)
+            except ApiError as error:
+                log.warning("an event could not be written: %s", error)
+
+    async def _write(self, event: Thing) -> None:
+        namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
+        try:
+            await self._api.create(EVENT, namespace, event, brief=True)
+        except ApiError as error:
+            if error.code != CONFLICT:
+                raise
+            old = await self._api.get(EVENT, namespace, name)
+            again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"]}
+            await self._api.patch(EVENT, namespace, name, again)
