@@ -259,7 +259,7 @@ def test_a_new_run_begins_new_logs(shell: Shell) -> None:
     shell.script("import sys\nprint(ascii(sys.argv[1]))\n", "t.py")
     for word in ("first", os.fsdecode(b"second \xff")):
         assert shell.ask("run", "-n", "1", "t.py", word).code == 0
-        assert shell.log(0) == f"{ascii(word)}\n"
+        assert shell.log(0) == f"{word!a}\n"
         assert shell.log("scheduler").count("scheduler of cluster") == 1
 
 
