@@ -255,10 +255,11 @@ def test_one_echoed_rank_is_bare(shell: Shell) -> None:
 
 
 def test_a_new_run_begins_new_logs(shell: Shell) -> None:
-    shell.script("import sys\nprint(sys.argv[1])\n", "t.py")
-    for word in ("first", "second"):
+    """Also: an argument that is not UTF-8 reaches the script as it is."""
+    shell.script("import sys\nprint(ascii(sys.argv[1]))\n", "t.py")
+    for word in ("first", os.fsdecode(b"second \xff")):
         assert shell.ask("run", "-n", "1", "t.py", word).code == 0
-        assert shell.log(0) == f"{word}\n"
+        assert shell.log(0) == f"{word!a}\n"
         assert shell.log("scheduler").count("scheduler of cluster") == 1
 
 
@@ -280,6 +281,8 @@ def test_a_new_run_begins_new_logs(shell: Shell) -> None:
         (["-n", "2", "--master", "no-such-host.invalid:8118", "t.py"], 10, "no-such-host.invalid cannot be resolved"),
         (["-n", "2", "--start", "exec", "--preload", "json", "t.py"], 10, "--preload json contradicts"),
         (["-n", "1", "--log-dir", "t.py/logs", "t.py"], 10, "the log folder"),
+        (["-n", "1", "--log-dir", os.fsdecode(b"\xff"), "t.py"], 10, "has no name in UTF-8: name another with --log-dir"),
+        (["-n", "1", "/proc/self/environ"], 13, "the script /proc/self/environ is open in this process alone"),
         (["-n", "1", "--tls", "absent.json", "t.py"], 12, "cannot read the TLS settings absent.json"),
     ],
 )
@@ -290,6 +293,21 @@ def test_what_cannot_be_is_one_sentence(shell: Shell, words: list[str], code: in
     assert sentence in run.text()
     assert run.text().startswith("covey: ") and run.text().count("\n") == 1, run.text()
     shell.nobody()
+
+
+@pytest.mark.parametrize(
+    ("before", "sentence"),
+    [
+        ("mount -t tmpfs -o ro none logs", "logs cannot be written to: name another with --log-dir"),
+        ("mkdir gone; cd gone; rmdir ../gone", "the folder this command runs in was removed"),
+    ],
+)
+def test_where_it_cannot_run_is_one_sentence(shell: Shell, before: str, sentence: str) -> None:
+    shell.script("raise SystemExit(77)", "t.py")
+    shell.logs.mkdir(exist_ok=True)
+    run = shell.ask("run", shell.folder / "t.py", before=["unshare", "-m", "sh", "-c", f'{before}; exec "$@"', "-"])
+    assert run.code == 10 and sentence in run.text(), run.tail()
+    assert run.text().startswith("covey: ") and run.text().count("\n") == 1, run.text()
 
 
 @pytest.mark.parametrize(

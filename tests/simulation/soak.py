@@ -20,7 +20,11 @@ from tests.simulation import test_federation, test_resizing, test_server_moves
 from tests.simulation.checkers import Violation
 from tests.simulation.world import World
 
-FEDERATIONS = list(itertools.product(test_federation.HOSTS, (False, True), (False, True), test_federation.KINDS))
+FEDERATIONS = [
+    (hosts, scheduler, scaling, kind)
+    for hosts, scheduler, scaling in itertools.product(test_federation.HOSTS, (False, True), (False, True))
+    for kind in test_federation.KINDS
+]
 
 
 def cluster(seed: int) -> Counter[str]:

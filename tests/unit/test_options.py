@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from covey.cli import slurm
 from covey.cli.options import BY_NAME, OPTIONS, RunPlan, describe, help_text, parse
 from covey.cli.plan import Asked
+from covey.cli.run import given_by_options
 from covey.errors import ExitCode, UsageError
 from covey.settings import TABLE
 
@@ -361,6 +362,7 @@ def test_torchruns_variables_count_where_no_option_speaks() -> None:
     made = plan("t.py --lr 1", environ | {"PET_TEE": "3"})
     assert (made.world, made.local, made.master_host, made.master_port) == (2, 2, "node1", 29400)
     assert (made.max_restarts, made.tee, made.command) == (3, {0: 3, 1: 3}, ["t.py", "--lr", "1"])
+    assert given_by_options(made.loaded)["MS_SCHED_HOST"] == "node1"
     made = plan("--nproc-per-node 3 --nnodes 1 --standalone --max-restarts 1 t.py", environ)
     assert (made.world, made.alone, made.max_restarts) == (3, True, 1)
     assert plan("package.train", {"PET_MODULE": "1"}).module

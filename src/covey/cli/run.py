@@ -35,7 +35,7 @@ from covey.node.report import failure_report
 from covey.node.runtime import Door
 from covey.node.scheduler_process import Schedulers
 from covey.node.sockets import Sockets, bind_manage, manage_words
-from covey.settings import TABLE, Loaded, Settings, rendered
+from covey.settings import TABLE, Loaded, Settings, rendered, shown
 from covey.store.journal import has_journal
 from covey.store.scratch import Scratch
 from covey.wire import address
@@ -59,15 +59,24 @@ def run(argv: list[str]) -> int:
         print(describe(plan))
         return 0
     _check_command(plan)
-    log_dir = Path(plan.log_dir or ".").resolve()
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the log folder {log_dir} cannot be made: {error.strerror}") from None
+    log_dir = _log_folder(plan)
     if not plan.join and DETACHED_VARIABLE not in os.environ:
         return _detach(argv, log_dir)
     configure(plan.loaded.settings, "agent")
     return asyncio.run(_run(plan, log_dir))
+
+
+def _log_folder(plan: RunPlan) -> Path:
+    log_dir = Path(plan.log_dir or ".").resolve()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the log folder {shown(str(log_dir))} cannot be made: {error.strerror}") from None
+    if not os.access(log_dir, os.W_OK | os.X_OK):
+        raise UsageError(f"the log folder {shown(str(log_dir))} cannot be written to: name another with --log-dir")
+    if not is_text(str(log_dir)):
+        raise UsageError(f"the log folder {shown(str(log_dir))} has no name in UTF-8: name another with --log-dir")
+    return log_dir
 
 
 async def _run(plan: RunPlan, log_dir: Path) -> int:
@@ -89,7 +98,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
             _say(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
-        notifier = Notifier(plan.on_event, door, plan.job or " ".join(plan.command)) if plan.on_event else None
+        notifier = Notifier(plan.on_event, door, plan.job or _called(plan)) if plan.on_event else None
         agent.on_start = Echo(plan, show, agent)
         interrupted = _take_signals(agent, show)
         show.open()
@@ -126,7 +135,7 @@ class _SchedulerHost:
             self._environ,
             journal=folder,
             log_path=self._log_path,
-            called=" ".join(self._plan.command)[:100].replace("/", "."),
+            called=_called(self._plan)[:100].replace("/", "."),
             max_restarts=self._plan.max_restarts,
             over=lambda: self._agent.over,
             gave_up=lambda code, reason: self._agent.settle(Outcome(code, reason)),
@@ -149,6 +158,16 @@ class _SchedulerHost:
     async def stop(self) -> None:
         if self._schedulers is not None:
             await self._schedulers.stop(SCHEDULER_S)
+
+
+def _called(plan: RunPlan) -> str:
+    """The cluster, where nobody gave the job a name. Arguments may be bytes of any kind."""
+    return " ".join(word if is_text(word) else ascii(word) for word in plan.command)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: what came from bytes that are none cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
@@ -222,7 +241,7 @@ def given_by_options(loaded: Loaded) -> dict[str, str]:
     return {
         TABLE[field].variable: rendered(getattr(loaded.settings, field))
         for field, origin in loaded.origins.items()
-        if origin.startswith("-")
+        if origin.startswith(("-", "PET_"))
     }
 
 
@@ -336,13 +355,19 @@ def _give_signals_back() -> None:
 
 def _check_command(plan: RunPlan) -> None:
     script = plan.command[0]
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the folder this command runs in was removed: change to one that is there") from None
     if plan.module:
         return
     if not plan.python:
         if shutil.which(script) is None:
             raise UsageError(f"the program {script} cannot be found: give its path, or check PATH", ExitCode.BAD_SCRIPT)
     elif not Path(script).is_file():
-        raise UsageError(f"the script {script} cannot be found from {Path.cwd()}", ExitCode.BAD_SCRIPT)
+        raise UsageError(f"the script {shown(script)} cannot be found from {here}", ExitCode.BAD_SCRIPT)
+    elif str(here / script).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/")):
+        raise UsageError(f"the script {script} is open in this process alone: workers need a file", ExitCode.BAD_SCRIPT)
 
 
 def _detach(argv: list[str], log_dir: Path) -> int:
