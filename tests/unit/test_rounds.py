@@ -238,9 +238,9 @@ def test_nobody_is_given_up_for_the_time_in_which_everybody_was_away() -> None:
     bench.come(3, "0", life="0b")
     bench.stand(3)
     bench.tick(4.5)
-    assert bench.machine.missing == ()
+    assert not bench.orders().missing
     bench.tick(1)
-    assert bench.machine.missing == ("1",)
+    assert bench.orders().missing == ("1",)
 
 
 @pytest.mark.parametrize("life", ["1", "1b"])
