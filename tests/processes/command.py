@@ -116,16 +116,21 @@ class Shell(Cluster):
 
     def template(self, run: Process) -> psutil.Process:
         """The template of a run."""
-        found: list[psutil.Process] = until(
-            lambda: [p for p in self.mine() if p.ppid() == run.pid and "covey: template" in "".join(p.cmdline())],
-            "a template",
-        )
+
+        def fits(process: psutil.Process) -> bool:
+            return process.ppid() == run.pid and "covey: template" in "".join(process.cmdline())
+
+        found: list[psutil.Process] = until(lambda: self.mine(fits), "a template")
         return found[0]
+
+    def schedulers(self) -> list[psutil.Process]:
+        """The run's, also those that stand by."""
+        return self.mine(lambda process: "covey.node.serve" in process.cmdline())
 
     def scheduler_pid(self) -> int:
         """That of the run's scheduler, in the life it is in."""
-        found: list[int] = until(lambda: [p.pid for p in self.mine() if "covey.node.serve" in p.cmdline()], "a scheduler")
-        return found[0]
+        found: list[psutil.Process] = until(self.schedulers, "a scheduler")
+        return found[0].pid
 
     def listening(self, port: int) -> None:
         """Be sure that something listens on a port of loopback."""
@@ -140,7 +145,7 @@ class Shell(Cluster):
         """Be sure that nothing the test started is left."""
 
         def described() -> str:
-            return "\n".join(f"{p.pid} {p.cmdline()}" for p in self.mine())
+            return "\n".join(str(process) for process in self.mine())
 
         until(lambda: not self.mine(), "everything to be gone", story=described)
 

@@ -209,12 +209,14 @@ class Processes:
         """The last lines of everyone, for the sentence of a failure."""
         return "\n".join(process.tail() for process in self.all)
 
-    def mine(self) -> list[psutil.Process]:
-        """Every living process that came from this test, however far it has moved away: they all carry its mark."""
+    def mine(self, fits: Callable[[psutil.Process], bool] = lambda _: True) -> list[psutil.Process]:
+        """Every living process that came from this test, however far it has moved away: they all carry its mark. `fits` may
+        ask one that ends meanwhile."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                marked = process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE
+                if marked and fits(process):
                     found.append(process)
         return found
 

@@ -121,7 +121,7 @@ def test_what_a_rank_started_ends_with_it(shell: Shell) -> None:
     shell.heard(1, "up")
     run.signal(signal.SIGINT)
     assert run.wait() == 130, run.tail()
-    assert not [p.cmdline() for p in shell.mine() if p.name() == "sleep"]
+    assert not shell.mine(lambda process: process.name() == "sleep")
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------

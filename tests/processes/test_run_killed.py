@@ -153,7 +153,7 @@ def test_a_scheduler_that_is_killed_again_and_again_is_given_up(shell: Shell) ->
     shell.heard(0, "rank=0")
     for life in range(1, 7):
         shell.heard("scheduler", "scheduler of cluster", count=life)
-        [scheduler] = until(lambda: [p for p in shell.mine() if "covey.node.serve" in p.cmdline()], "a scheduler")
+        [scheduler] = until(shell.schedulers, "a scheduler")
         scheduler.kill()
         scheduler.wait()
     assert run.wait() == 31, run.tail()
