@@ -29,16 +29,16 @@ def host(shell: Shell, name: str, *options: str, **env: str) -> Process:
 
 
 def test_hosts_join_a_running_world_up_to_the_most(shell: Shell) -> None:
-    """One alone forms after the last call; two more come at once, one is too many; the world grows from 1 to 3."""
+    """One alone forms after the last call; two more come at once or one by one, a third is too many; the world grows to 3."""
     held, grown = "0:2:forward:hold", "0:6:forward:hold"
     env = {"FAULTS": f"{held} {grown}", "COVEY_LAST_CALL": "0", "STEPS": "32"}
     words = ("--nnodes", "1:3", "--nproc-per-node", "1")
     runs = [host(shell, "a", *words, **env)]
     reached(shell, held)
     runs += [host(shell, name, *words, **env) for name in ("b", "c")]
-    shell.heard("scheduler", "the world grows from 1 to 2 workers, as .* came")
+    shell.heard("scheduler", "the world grows from 1 to [23] workers, as .* came")
     release(shell, held)
-    shell.heard("scheduler", "the world grows from 2 to 3 workers, as .* came")
+    shell.heard("scheduler", "the world grows from [12] to 3 workers, as .* came")
     late = host(shell, "d", *words, **env)
     assert late.wait(LONG_S) == 21, late.tail()
     assert "formed with its 3 workers: this host came too late" in late.text()
