@@ -44,7 +44,7 @@ class Show:
         self._tails: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
         self._recovery = 0  # the newest that was told
-        self._phase = ("", 0)
+        self._phase: tuple[str, int, float] = ("", 0, 0)
         self._closing = False
 
     def open(self) -> None:
@@ -128,9 +128,10 @@ class Show:
             self._live.update(drawing(view, rows=max(4, self._live.console.height // 2)))
 
     def _changes(self, view: ClusterView) -> Iterable[str]:
-        if (view.phase, view.generation) != self._phase:
+        refused = view.counters.get("refused", 0) if view.phase is Phase.FORMING else 0  # others wait for who was
+        if (view.phase, view.generation, refused) != self._phase:
             again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
-            self._phase = (view.phase, view.generation)
+            self._phase = (view.phase, view.generation, refused)
             yield f"{view.phase}: {view.reason}{again}"
         for incident in view.recoveries:
             if incident.outcome is not Outcome.OPEN and incident.number > self._recovery:

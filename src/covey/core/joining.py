@@ -5,7 +5,7 @@ What to answer is decided in `membership`; here it is carried out. A refusal is 
 
 from __future__ import annotations
 
-from covey.core import ranks, scaling
+from covey.core import formation, ranks, scaling
 from covey.core.effects import Close, Level
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import Refused, Register, RegisterAgent, Welcome
@@ -164,6 +164,9 @@ class Joinable(Watch):
             self._told(wish.life)
         else:
             self._count("refused")
+            if self.cluster.phase is Phase.FORMING:
+                self.cluster.refused = f"{wish.host.name} ({wish.host.address}) was refused: {reason}"
+                self.cluster.reason = formation.decide(self.cluster)[1]
             self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
             self._send(link, Refused(reason))
         self._out.append(Close(link))
