@@ -20,6 +20,8 @@ from covey.cli.kubernetes import Wish, job_of
 from covey.cli.look import draw
 from covey.cli.main import verbs
 from covey.cli.parts import unreadable
+from covey.cli.plan import RunPlan
+from covey.cli.run import log_folder
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 
@@ -119,6 +121,22 @@ def test_what_the_system_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch
         "covey: the system refuses this: [Errno 24] Too many open files: 'a file': allow this process more files (ulimit -n)\n"
     )
     assert (ended.value.code, capsys.readouterr().err) == (41, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "log_dir", "why"),
+    [
+        (os.fsdecode(b"\xff"), "", "has no name in UTF-8: name another with --log-dir"),
+        ("here", "circle", "circle cannot be made: Symlink loop"),
+        ("here", "circle/x", "circle/x cannot be made: Symlink loop"),
+    ],
+)
+def test_a_log_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log_dir: str, why: str) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    Path("circle").symlink_to("circle")
+    with pytest.raises(UsageError, match=why):
+        log_folder(RunPlan(log_dir=log_dir))
 
 
 def test_names_from_the_wire_are_no_markup_and_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
