@@ -142,9 +142,15 @@ class Watch(Lifecycle):
             self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
             self._started += slept
             self._deadlines.postpone(slept)
+            if self._gathering.broke_at < NEVER:
+                self._gathering.broke_at = min(self._gathering.broke_at + slept, self._now)
+            if self._dump is not None:
+                self._dump.by = min(self._dump.by + slept, self._now + self.cluster.settings.dump_s)
             speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
             for speaker in speakers:
                 speaker.beat_at = min(speaker.beat_at + slept, self._now)
+            for member in self.cluster.members.values():
+                member.changed_at = min(member.changed_at + slept, max(member.changed_at, self._now))
 
     def _judge_silence(self, limit: float) -> None:
         """silent → suspect after half the limit → dead after all of it; an agent takes its children along."""

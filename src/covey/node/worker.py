@@ -315,8 +315,9 @@ class Node:
                     self._say(Put(key, value, message.generation))
                 for key in self._wanted:
                     self._say(Get(key, message.generation))
-                for said in self._said.values():
-                    if said.generation == message.generation:
+                for kind in (Resumed, Report, Broke):  # that it went on comes first: what it reported before that is old
+                    said = self._said.get(kind)
+                    if said is not None and said.generation == message.generation:
                         self._say(said)
                 self._tell_of_generation()
             elif isinstance(message, Regrouped) and self._formed is not None:
