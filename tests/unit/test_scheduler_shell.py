@@ -73,6 +73,46 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("where", ["commit", "tick"])
+def test_a_bug_ends_a_scheduler_instead_of_leaving_it_half_at_work(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again from its journal; one that neither writes nor watches would be waited for by everyone."""
+
+    async def check() -> None:
+        made = Scheduler(ClusterSettings(1), Place("127.0.0.1:0", "box"), cluster_id="c", journal=Odd(where == "commit"))
+        if where == "tick":
+            monkeypatch.setattr(made._followers, "tell_again", fail)
+        sock = socket.create_server(("127.0.0.1", 0))
+        with pytest.raises(RuntimeError, match="a bug"):
+            async with asyncio.timeout(60):
+                await made.run([sock])
+        sock.close()
+
+    asyncio.run(check())
+
+
+def fail() -> None:
+    raise RuntimeError("a bug")
+
+
+class Odd(SharedJournal):
+    """Fails as no store does."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    def read(self) -> tuple[()]:
+        return ()
+
+    def story(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+        return []
+
+    async def commit(self, records: object = ()) -> None:
+        if self._fails:
+            fail()
+
+
 async def kept(cells: FileCells) -> list[ClusterRecord]:
     journal = await open_shared(FileCells(cells._folder), token=1, job="", worker_num=1, server_num=0)
     return [record for record in journal.read() if isinstance(record, ClusterRecord)]

@@ -111,6 +111,7 @@ class Agent:
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._births = asyncio.Lock()  # a process that is being born runs already, and must be asked to leave too
         self._leaves = False
+        self._drain: Drain | None = None  # said again to a scheduler that was away
         self._reading: list[asyncio.Task[None]] = []  # answers about logs under way
         self.keeps_scheduler = False  # it goes with this host
         self.on_start: Callable[[Start], None] = lambda start: None
@@ -189,7 +190,8 @@ class Agent:
         rank over to another host, where there is one."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
-        self._runtime.say(Drain(reason, last=self.keeps_scheduler))
+        self._drain = Drain(reason, last=self.keeps_scheduler)
+        self._say(self._drain)
         self._leaving = asyncio.create_task(self._leave(number, reason))
 
     async def _leave(self, number: int, reason: str) -> None:
@@ -214,6 +216,8 @@ class Agent:
             self._wanted = message
             self._news.set()
         elif isinstance(message, Welcome):
+            if self._drain is not None:  # before the ends of its workers, which are judged by it
+                self._say(self._drain)
             if not self._cold:
                 self._say(Prepared())
             for name, child in self._running.items():
@@ -263,9 +267,18 @@ class Agent:
                 async with self._births:
                     await self._start(start)
             except CoveyError as error:
-                self.settle(Outcome(error.exit_code, str(error)))
+                self._give_up(error.exit_code, str(error))
             except OSError as error:
-                self.settle(Outcome(ExitCode.DISK, f"a worker cannot be started: {why(error)}"))
+                self._give_up(ExitCode.DISK, f"a worker cannot be started: {why(error)}")
+            except Exception as error:  # a bug: whoever waits for what this host should run must not wait for ever
+                self._give_up(ExitCode.PEER_FAILED, f"nothing more can be started on this host: {error!r}")
+                raise
+
+    def _give_up(self, code: int, reason: str) -> None:
+        """This host's part is over, and the scheduler hears why: others may take over at once."""
+        assert self._runtime is not None
+        self._reason = reason
+        self._runtime.leave(code, reason)
 
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
@@ -398,7 +411,7 @@ class Agent:
         self._relay.tell()
         self._say(said)
 
-    def _say(self, message: Prepared | Started | Exited) -> None:
+    def _say(self, message: Prepared | Started | Exited | Drain) -> None:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)

@@ -271,11 +271,14 @@ class Scheduler:
         return None
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._pulse()
-            self._step(Ticked())
-            self._followers.tell_again()
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                self._pulse()
+                self._step(Ticked())
+                self._followers.tell_again()
+        except Exception as error:  # a bug: a cluster over which nobody keeps watch would wait for ever
+            self._fail(error)
 
     def _pulse(self) -> None:
         if not self._term.leads():
@@ -325,7 +328,7 @@ class Scheduler:
                 self._lines.flush()
                 self._tell_news()
                 self._teller.tell_on()
-        except SteppedDown as error:
+        except Exception as error:  # stepped down; or a bug: half a turn must not be built upon
             self._fail(error)
         finally:
             self._turn = None
