@@ -33,6 +33,7 @@ Scalar = str | int | float | bool
 NODES_MAX = 1_000_000
 SECONDS_MAX = 1e9
 FILE_BYTES_MAX = 1_000_000
+INTEGER_MAX = 2**63  # of a file: a number that is none of ours, and need not be written out in a sentence
 SHOWN_MAX = 80
 DNS_NAME_MAX = 253
 PASSPHRASE_MAX = 1000
@@ -371,7 +372,7 @@ def _from_file(file: Path) -> dict[str, Given]:
             raise UsageError(f"{file} sets {shown(key)}, which is no setting{_nearest(key)}.")
         if field in given:
             raise UsageError(f"{file} sets {field} twice, also as {TABLE[field].variable}: keep one of them.")
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or (isinstance(value, int) and abs(value) > INTEGER_MAX):
             raise UsageError(f"{key} in {file} is not allowed: a text, a number, true or false is.")
         given[field] = Given(value, str(file))
     return given
@@ -391,7 +392,7 @@ def _entries(file: Path) -> dict[str, object]:
         if file.suffix == ".toml":
             return tomllib.loads(content.decode())
         return msgspec.json.decode(content, type=dict[str, object])
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # ValueError: TOML, UTF-8, or too many digits
         raise UsageError(f"The settings file {file} cannot be understood: {error}.") from None
 
 

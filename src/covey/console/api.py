@@ -13,6 +13,7 @@ from email.utils import formatdate
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -239,6 +240,12 @@ def always() -> dict[str, str]:
 def peer(request: Request) -> str:
     """Who asks, for the log and the story."""
     return request.client.host if request.client else "an unknown peer"
+
+
+def target(request: Request, path: str = "") -> str:
+    """Path and query, to be asked for elsewhere; with another `path`, the same question there."""
+    query = request.scope["query_string"].decode("latin-1")
+    return quote(path or _path(request)) + (f"?{query}" if query else "")
 
 
 def _path(request: Request) -> str:

@@ -33,6 +33,7 @@ class Cluster(msgspec.Struct):
     job: str = ""
     phase: Phase = Phase.FORMING
     reason: str = "waiting for the first node"
+    refused: str = ""  # who was, last, while it forms, and why: the others wait for one that will not come
     generation: int = 0
     restarts: int = 0
     resized: int = 0  # the generation in which the world last changed its size
