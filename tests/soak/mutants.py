@@ -20,7 +20,7 @@ TREE = ROOT / "mutants"
 TESTS = {  # of each module: those that are about it
     "ranks": ("test_ranks", "test_formation"),
     "formation": ("test_formation", "test_machine", "test_machine_tells", "test_spare_decisions"),
-    "membership": ("test_membership", "test_machine"),
+    "membership": ("test_membership", "test_scaling", "test_spare_decisions"),
     "recovery": ("test_ladder", "test_scaling", "test_machine", "test_spare_decisions"),
     "healing": ("test_heal_plan", "test_machine"),
     "incidents": ("test_incidents",),
@@ -39,7 +39,7 @@ TESTS = {  # of each module: those that are about it
     "sharing": ("test_ladder", "test_machine_tells"),
     "shards": ("test_shards",),
     "rounds": ("test_rounds", "test_rounds_tell", "test_dp"),
-    "window": ("test_rounds",),
+    "window": ("test_window", "test_rounds"),
     "claims": ("test_claims",),
     "shamir": ("test_secure",),
     "leadership": ("test_leadership",),
