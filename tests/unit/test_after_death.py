@@ -33,7 +33,7 @@ from tests.unit.test_machine import (
 from tests.unit.test_machine_tells import noted, records, serve, served, warnings
 from tests.unit.test_spare_decisions import SPARE, Bench
 
-from covey.core.effects import Close, End
+from covey.core.effects import Close, End, Persist
 from covey.core.events import Heard, HostGone, LinkLost, Ticked
 from covey.core.incidents import Outcome, Stage
 from covey.core.ledger import TELL_S
@@ -368,7 +368,9 @@ def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason(
     raw.step(Heard(register("y", host=pod), 2), 0.0)
     effects = raw.step(HostGone("uid-1", "its node is lost"), 1.0)
     assert "worker:y died: its node is lost" in warnings(effects)
-    assert records(effects)[0].gone == ("uid-1",), "it is durable before anything follows"
+    first = effects[0]
+    assert isinstance(first, Persist) and isinstance(first.record, ClusterRecord), "it is durable before anything follows"
+    assert first.record.gone == ("uid-1",)
     kept_by_an_agent = machine(1)
     kept_by_an_agent.step(Heard(RegisterAgent("b", "life of b", pod, 1), 2), 0.0)
     end = ended(kept_by_an_agent.step(HostGone("uid-1", "its node is lost"), 1.0))

@@ -342,6 +342,7 @@ def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
     assert bench.stage() is Stage.SUMMING
     bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
     bench.stand(2, numbers=Numbers(2), adopted=("0",))
+    assert (bench.stage(), bench.orders().summer, bench.orders().parts) == (Stage.SEALING, "", ())
     bench.stand(2)
     assert bench.orders().parts == (("1", Numbers(2)),)
     assert (bench.machine.stage, bench.machine.summer) == (Stage.SUMMING, "1")

@@ -278,7 +278,7 @@ def test_a_restarted_scheduler_takes_the_servers_word_for_whom_it_admitted() -> 
     assert not after.machine.window.admitted
     after.come(1, "0", round=1, joined=("a",))
     after.come(2, "1", round=1, joined=("b",))
-    answer = after.machine._join(Joining(1, ("a", "b", "c")))
+    answer = after.machine._join(Joining(1, ("c", "a", "b")))
     assert (answer.admitted, answer.refused) == (("a", "b"), ("c",))
     forming = Bench()
     forming.come(1, "0", round=0, joined=("a",))
