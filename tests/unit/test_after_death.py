@@ -157,6 +157,21 @@ def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> Non
     assert warnings(bench.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
 
 
+def test_a_mistake_in_the_program_is_not_started_again() -> None:
+    made = training(strategies=IN_PLACE)
+    effects = made.step(Heard(Exited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
+    assert f"cluster end: worker:1 ended with code {ExitCode.BAD_SCRIPT}: another start does not mend that" in warnings(effects)
+    assert ended(effects)
+
+
+def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
+    made = cut_under_an_agent(3)
+    made.cluster.members[(Role.WORKER, "1")].fruitless = 3
+    effects = dies(made, "1")
+    assert "cluster resized: worker:1 died: killed; the world is now 2" in warnings(effects)
+    assert made.cluster.reason.startswith("worker:1 died 3 times without a step in between: ")
+
+
 # -- a host comes ----------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +443,40 @@ def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -
     assert made.cluster.coming == () and made.cluster.sharing is not None
 
 
+def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
+    made = served(strategies=IN_PLACE)
+    made.step(Heard(Beat(Progress(5, "train", loop=True)), 11), 1.0)
+    dies(made, "0")
+    made.step(Heard(register("0", "second", incarnation=2), 12), 1.0)
+    made.step(Heard(Put("met", b"", made.cluster.generation), 12), 1.0)
+    made.step(Heard(Resumed(made.cluster.generation, 6), 12), 3.0)
+    made.step(Heard(ScaleAsked(more_servers=1), 9), 3.0)
+    assert made.cluster.coming == (2,), "no copy is missing"
+
+
+def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
+    made = served(strategies=IN_PLACE)
+    for life in (1, 2):
+        made.step(Heard(Exited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
+        serve(made, 1)
+    assert made._places().formed(made.cluster.members[(Role.PSERVER, "1")]).restarts == 2
+    lost = Exited("1", 3, ExitCode.ROWS_LOST, "its rows are lost", role=Role.PSERVER)
+    assert set(sent(made.step(Heard(lost, 1), 1.0), Start)) == {1}
+    assert {made._places().formed(m).restarts for m in made.cluster.of(Role.PSERVER)} == {0}
+
+
+def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler() -> None:
+    made = served()
+    effects = made.step(Heard(ScaleAsked(servers=3), 9), 1.0)
+    everyone = (MemberRecord.of(m) for m in made.cluster.members.values())
+    again, _ = restored((*records(effects), *map(AgentRecord.of, made.cluster.agents.values()), *everyone), copies=1, beats=False)
+    again.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
+    tick(again, 101.0, since=100.0)
+    assert again.cluster.coming == (2,)
+    tick(again, 101.0 + ARRIVE_S, since=101.0)
+    assert again.cluster.coming == ()
+
+
 def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go_on() -> None:
     made = served(strategies=IN_PLACE)
     made.step(Heard(Beat(Progress(5, "train", loop=True)), 11), 1.0)
@@ -567,6 +616,14 @@ def test_who_goes_on_shows_the_step_it_is_in() -> None:
     made = training(strategies=IN_PLACE)
     made.step(Heard(Resumed(made.cluster.generation, 8), 10), 1.0)
     assert made.cluster.members[(Role.WORKER, "0")].progress == Progress(8, "train", loop=True)
+
+
+def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
+    made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
+    made.step(LinkLost("reset", 3), 0.0)
+    tick(made, 6.0, beats=[1])
+    made.step(Heard(register("2", "second life"), 4), 6.0)
+    assert "cluster ready: every member is heard again" in told(made.step(Heard(Leave(), 2), 6.5))
 
 
 def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:

@@ -323,3 +323,19 @@ def test_where_updates_may_be_old_a_logged_one_goes_before_a_grant_that_was_not_
     claims.logged(6, device)
     claims.follow(orders(round_number=6, plan=plan), 0.0)
     assert claims.heard("b", Claim(1, 6, (device,)), 0.0) == [Tell("b", Verdict(1, 6, counted=(device,)))]
+
+
+def test_what_waited_is_asked_of_every_owner_at_once_and_nobody_else_gets_what_is_being_stored() -> None:
+    claims, mine, theirs = Claims("a"), device_of("a"), device_of("b")
+    claims.follow(orders(), 0.0)
+    for device in (theirs, mine):
+        claims.came(5, device, 0.0)
+    claims.heard("b", Held(1, 5, whole=True), 0.0)
+    assert claims.tick(1.0) == [Tell("b", Claim(1, 5, (theirs,))), Store(5, mine)]
+    assert claims.heard("b", Claim(1, 5, (mine,)), 1.0) == []
+
+
+def test_grants_that_nobody_wants_are_all_given_back() -> None:
+    claims, two = ready("a", "b"), (device_of("b"), device_of("b", 1))
+    given_back = claims.heard("b", Verdict(1, 5, granted=two), 0.0)
+    assert given_back == [Tell("b", Release(1, 5, (device,))) for device in two]

@@ -77,7 +77,7 @@ def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
 def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
     dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
     answer = answer_node(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
-    assert (answer.verdict, answer.reason) == (Verdict.RETURN, "takes rank 1 after worker:b")
+    assert answer == Answer(Verdict.RETURN, "takes rank 1 after worker:b", (Role.WORKER, "b"))
 
 
 def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
@@ -93,6 +93,12 @@ def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Membe
     answer = answer_node(formed(worker("a", 0), silent), wish("b"))
     assert answer.verdict is Verdict.HOLD
     assert answer.reason == "the life before, worker:b on box (process 42), is not known to be over yet"
+
+
+def test_of_a_life_that_the_journal_alone_knows_no_process_is_named() -> None:
+    known = worker("b", 1, NodeState.SUSPECT, pid=0)
+    said = "the life before, worker:b on box, is not known to be over yet"
+    assert answer_node(formed(worker("a", 0), known), wish("b")).reason == said
 
 
 def test_a_stranger_waits_while_somebody_is_silent() -> None:
@@ -252,6 +258,7 @@ def test_two_hosts_with_one_node_rank() -> None:
 
 def test_a_node_rank_beyond_the_last() -> None:
     assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: there are 2"
+    assert answer_agent(forming(workers=4), agent_wish(first_rank=2)).verdict is Verdict.ADMIT, "3 is the last"
 
 
 def test_an_agent_with_other_settings() -> None:
@@ -397,6 +404,9 @@ def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
     assert answer_agent(growing(worker_max=3), agent_wish(slots=1)) == Answer(
         Verdict.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
     )
+    next_in_turn = growing(worker_max=3)
+    next_in_turn.agents["c"] = Agent("c", "its life", BOX, 1, link=5)
+    assert answer_agent(next_in_turn, agent_wish(slots=1)).verdict is Verdict.REFUSE, "another host was here before it"
     away = formed(worker("0", 0), child(agent="c"))
     away.agents["c"] = Agent("c", "its life", BOX, 1)
     assert answer_agent(away, agent_wish()) == Answer(

@@ -63,6 +63,10 @@ def test_an_iteration_has_its_own_limit_from_when_it_was_opened() -> None:
     made.admitted.update({"another": None, "and one more": None})
     assert made.full, "none of two had come"
     assert made.judge(0, 219.9) is None and isinstance(made.judge(0, 220.0), Missed)
+    made = window(devices=4, update_window_s=1000.0)
+    assert made.judge(1, 100.0) is None and isinstance(made.judge(1, 160.0), Missed)
+    made.admitted["another"] = None
+    assert made.full, "one of two had come"
 
 
 def test_an_asynchronous_round_takes_everyone() -> None:
