@@ -36,7 +36,7 @@ TESTS = {  # of each module: those that are about it
     "lifecycle": MACHINE,
     "watch": MACHINE,
     "joining": MACHINE,
-    "asking": MACHINE,
+    "asking": ("test_asking", "test_machine"),
     "machine": MACHINE,
     "node": ("test_node",),
     "view": ("test_view",),

@@ -469,7 +469,9 @@ def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler
     made = served()
     effects = made.step(Heard(ScaleAsked(servers=3), 9), 1.0)
     everyone = (MemberRecord.of(m) for m in made.cluster.members.values())
-    again, _ = restored((*records(effects), *map(AgentRecord.of, made.cluster.agents.values()), *everyone), copies=1, beats=False)
+    again, _ = restored(
+        (*records(effects), *map(AgentRecord.of, made.cluster.agents.values()), *everyone), copies=1, beats=False
+    )
     again.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
     tick(again, 101.0, since=100.0)
     assert again.cluster.coming == (2,)
