@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from covey.core import recovery, scaling, sharing
 from covey.core.effects import Level
+from covey.core.incidents import SERVERS
 from covey.core.joining import Joinable
 from covey.core.messages import Agreed, Goodbye, Kill, KillAsked, Refused, ScaleAsked, Scaling, StopAsked
 from covey.core.model import Phase
@@ -23,7 +24,7 @@ class Askable(Joinable):
 
     def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
         if asked.roll_back and self.cluster.coming:
-            number = self.incidents.kept[-1].number
+            number = max((i.number for i in self.incidents.kept if i.node == SERVERS), default=0)
             self._turn_servers_back("asked to")
             return Scaling(number, "the servers that were to come do not")
         if asked.roll_back:

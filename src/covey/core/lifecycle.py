@@ -341,8 +341,8 @@ class Lifecycle(Spared):
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
-        if kept.phase is Phase.ENDED:
-            return self._tell_the_end(kept.ended or Ended(0, "", told=True))
+        if kept.ended is not None:
+            return self._tell_the_end(kept.ended)
         self._gathering = Gathering(self.cluster.generation)
         self._take_up_a_change()
         self._await_healing()
