@@ -352,8 +352,8 @@ class Reading:
     def _say(self, field: str, new: Given) -> None:
         """The last word counts, unless two different options contradict each other."""
         old = self.said.get(field)
-        if old and _canonical(old.flag) != _canonical(new.flag) and str(old.value) != str(new.value):
-            one, other = (f"{given.flag} says {shown(str(given.value))}" for given in (old, new))
+        if old and _canonical(old.origin) != _canonical(new.origin) and str(old.value) != str(new.value):
+            one, other = (f"{given.origin} says {shown(str(given.value))}" for given in (old, new))
             raise UsageError(f"{one} but {other}: give one of them.")
         self.said[field] = new
 
