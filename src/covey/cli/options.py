@@ -286,7 +286,7 @@ BY_NAME: dict[str, Option] = {
     _canonical(word): option for options in OPTIONS.values() for option in options for word in option.names.split()
 }
 
-# What torchrun calls as covey does is in the table above its own spellings.
+# Options of torchrun that covey has under the same name: they are in the table as covey's own.
 TORCHRUN_TOO = ("--max-restarts", "--module", "--no-python", "--log-dir", "--node-rank", "--master-addr", "--master-port")
 BY_VARIABLE: dict[str, Option] = {
     f"PET_{word.removeprefix('--').replace('-', '_').upper()}": BY_NAME[word]
