@@ -1,4 +1,4 @@
-"""The scheduler's shell: nothing is answered before what it promises is durable. And who keeps it alive says when it cannot."""
+"""The scheduler's shell: every message has a hearer, and nothing is answered before what it promises is durable."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from covey.core.events import Heard
-from covey.core.messages import Beat, Register, ScaleAsked
+from covey.core.machine import Machine
+from covey.core.messages import Ask, AskStory, Beat, Beats, FromNode, HungUp, LogTold, Register, ScaleAsked, Via
 from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Role
-from covey.errors import ExitCode, StoreError
+from covey.errors import StoreError
 from covey.node import scheduler as shell
-from covey.node.office import Kept
 from covey.node.scheduler import Place, Scheduler
-from covey.node.scheduler_process import SchedulerProcess
 from covey.store.cells import FileCells
 from covey.store.shared_journal import SharedJournal, open_shared
 
@@ -52,6 +51,11 @@ async def trained(journal: SharedJournal) -> AsyncIterator[Scheduler]:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     sock.close()
+
+
+def test_every_message_is_heard_by_the_machine_or_by_its_shell() -> None:
+    machine = Machine(ClusterSettings(1), cluster_id="c", job="", now=0.0)
+    assert set(FromNode.__args__) - machine._hear.keys() == {Ask, AskStory, LogTold, Via, HungUp, Beats}
 
 
 def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,25 +122,3 @@ class Odd(SharedJournal):
 async def kept(cells: FileCells) -> list[ClusterRecord]:
     journal = await open_shared(FileCells(cells._folder), token=1, job="", worker_num=1, server_num=0)
     return [record for record in journal.read() if isinstance(record, ClusterRecord)]
-
-
-def test_a_scheduler_that_cannot_be_started_again_is_given_up(tmp_path: Path) -> None:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-
-    async def keep() -> tuple[int, str]:
-        given_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
-        process = SchedulerProcess(
-            Kept(([], []), ""),
-            {"PYTHONHOME": "/nowhere"},  # it dies at once
-            folder / "scheduler.log",
-            over=lambda: False,
-            gave_up=lambda code, why: given_up.set_result((code, why)),
-        )
-        await process.start()
-        (folder / "scheduler.log").unlink()
-        folder.rmdir()
-        return await asyncio.wait_for(given_up, 60)
-
-    code, why = asyncio.run(keep())
-    assert code == ExitCode.SCHEDULER_LOST and why.startswith("the scheduler ended (code 1) and cannot be started again: [Errno 2]")

@@ -136,7 +136,7 @@ class Request(msgspec.Struct, frozen=True):
 
     def words(self, field: str) -> str:
         """An option as the user typed it, for a sentence."""
-        return f"{self.said[field].flag} {shown(str(self.said[field].value))}"
+        return f"{self.said[field].origin} {shown(str(self.said[field].value))}"
 
     def given(self, field: str) -> bool:
         return self.loaded.origins[field] != "default"

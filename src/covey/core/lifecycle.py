@@ -95,7 +95,7 @@ class Lifecycle(Spared):
             self._over(member, code, gone, since=since)
 
     def _lose(self, member: Member, reason: str, since: float | None = None) -> None:
-        """A life is over that may still hear: it is told why, where the others are told, before its link is closed."""
+        """A life is over, but its process may still hear: it is told why, as the others are, before its link is closed."""
         link = member.link
         self._over(member, ExitCode.PEER_FAILED, reason, since=since)
         self._silence(link)
@@ -249,7 +249,7 @@ class Lifecycle(Spared):
         self._layout = None
 
     def _await_host(self) -> None:
-        """The lost may be started again by a host that comes; where the world may shrink instead, not for ever."""
+        """A host that comes may start the lost ones again. If the world may shrink instead, it is waited for only so long."""
         if recovery.waits_to_shrink(self.cluster.settings):
             self._deadlines.shrink = min(self._deadlines.shrink, self._now + self.cluster.settings.shrink_after_s)
 

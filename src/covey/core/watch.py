@@ -83,7 +83,7 @@ class Watch(Lifecycle):
         return healing.left_alone(reports, {rank: number for rank, number in said.items() if number is not None})
 
     def _waits_for_the_left(self, waiting: int, where: str) -> str:
-        """Who has left reports nothing more. Where all others have, and all are at their end too, they may go as well."""
+        """A rank that has left reports nothing more. If all others have reported that they are at their end, they go."""
         workers, gathering = self.cluster.of(Role.WORKER), self._gathering
         left = [m for m in workers if m.state is NodeState.LEFT]
         unheard = [m for m in left if m.rank not in gathering.reports]
@@ -98,7 +98,7 @@ class Watch(Lifecycle):
         return ""
 
     def _waits_to_go_on(self, limit: float) -> str:
-        """Nor does who has left say that it goes on. Where all others do, it did; where they do not, they wait for it."""
+        """A rank that has left does not say that it goes on. If all others go on, it had; if not, they wait for it in vain."""
         workers, gathering = self.cluster.of(Role.WORKER), self._gathering
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in gathering.resumed]
         if not left or not self._replacing or gathering.done or len(gathering.reports) < len(workers):

@@ -50,7 +50,7 @@ from covey.node.commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
 from covey.node.followers import Followers
 from covey.node.lines import Lines
 from covey.node.log import log, tell
-from covey.node.logs import LogQuestions
+from covey.node.log_pieces import LogQuestions
 from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
 from covey.store.journal import Journal
