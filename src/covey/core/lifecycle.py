@@ -83,13 +83,13 @@ class Lifecycle(Spared):
         placed = [m for m in children if m.role is not Role.SPARE]
         undecided = [m for m in placed if m.state is NodeState.DEAD] if agent.leaving and self._dump is None else []
         done = placed and not undecided and not any(m.present for m in placed) and self.cluster.phase is not Phase.FORMING
-        if self.cluster.phase is Phase.ENDED or done:
+        if self.cluster.over or done:
             return
         del self.cluster.agents[agent.id]
         self._publish(f"agent:{agent.id}", "gone", reason, Level.of(code))
         gone = f"the agent on {agent.host.name} is gone ({reason})"
         for member in undecided:  # nobody could take over while their host was leaving: that is decided now
-            if self.cluster.phase is not Phase.ENDED:
+            if not self.cluster.over:
                 self._after_death(member, recovery.report(self.cluster, member, code, gone, [], ""), self._now)
         for member in [m for m in children if m.present]:
             self._over(member, code, gone, since=since)
@@ -107,7 +107,7 @@ class Lifecycle(Spared):
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
-        if not known or not member.present or self.cluster.phase is Phase.ENDED:
+        if not known or not member.present or self.cluster.over:
             return None
         if member.role is Role.SPARE:
             return self._spare_over(member, code, reason)

@@ -47,7 +47,7 @@ class Watch(Lifecycle):
             self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
-        if self._dump is None and self.cluster.phase is not Phase.ENDED:
+        if self._dump is None and not self.cluster.over:
             self._judge_waits(settings.stuck_s)
         if self.cluster.phase is Phase.READY and self.cluster.trains and not self._let_next_go():
             self._fill_spares()
@@ -161,7 +161,7 @@ class Watch(Lifecycle):
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
         since = self._now - limit / 2
         for member in [member for member in self.cluster.members.values() if member.beat_at < since]:
-            if self.cluster.phase is Phase.ENDED:
+            if self.cluster.over:
                 return
             silent = self._now - member.beat_at
             if not member.present or self._agent_answers(member):
