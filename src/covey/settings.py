@@ -297,14 +297,14 @@ FIELD_OF: dict[str, str] = {var.variable: field for field, var in TABLE.items()}
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value somebody gave, and where: the flag as it was typed, the variable, or the file."""
+    """A value somebody gave, and where: the option as it was typed, the variable, or the file."""
 
     value: Scalar
-    flag: str
+    origin: str
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The effective settings, and for each field its origin: "default", a variable, a flag or a file."""
+    """The effective settings, and for each field its origin: "default", a variable, an option or a file."""
 
     settings: Settings
     origins: dict[str, str]
@@ -336,7 +336,7 @@ def load(
     given |= {field: Given(wish.value, wish.origin) for field, wish in wished.items()}
     given |= own
     values = {field: read(TABLE[field], one) for field, one in given.items()}
-    origins = {field: given[field].flag if field in given else "default" for field in TABLE}
+    origins = {field: given[field].origin if field in given else "default" for field in TABLE}
     loaded = Loaded(Settings(**values), origins)
     _agree(loaded)
     return loaded
@@ -358,9 +358,9 @@ def as_text(value: Scalar) -> str:
 def said(variable: str, given: Given) -> str:
     """What was given, in the words of the place it was given in."""
     value = shown(as_text(given.value))
-    if given.flag.startswith("-"):
-        return f"{given.flag} {value}"
-    return f"{variable}={value}" if given.flag == variable else f"{variable}={value} in {given.flag}"
+    if given.origin.startswith("-"):
+        return f"{given.origin} {value}"
+    return f"{variable}={value}" if given.origin == variable else f"{variable}={value} in {given.origin}"
 
 
 def _from_file(file: Path) -> dict[str, Given]:

@@ -281,6 +281,7 @@ def test_the_first_failure_is_the_one_that_is_reported() -> None:
     failure = sent(effects, Stop)[1].failure
     assert failure is not None
     assert (failure.node_id, failure.code, failure.reason, failure.tail) == ("2", 139, "signal 11", ["Segmentation fault"])
+    assert failure.log == "worker_2.log"
     assert ended(effects) == End(139, "worker:2 on other: signal 11", failure)
 
 

@@ -213,7 +213,8 @@ class Chaos:
                 assert self._view is not None
                 with faults.full_disk(Path(self._view.log_dir)):
                     await asyncio.sleep(strike.for_s)
-            elif self._clock is not None:
+            else:
+                assert strike.fault is Fault.CLOCK and self._clock is not None
                 with faults.wrong_clock(self._clock, jump_s(self._seed, strike.number)):
                     await asyncio.sleep(strike.for_s)
 

@@ -322,7 +322,7 @@ def init(as_json: bool, **wish: Any) -> None:
 @PASSWORD
 @JSON
 def revoke(as_json: bool, **wish: Any) -> None:
-    """Add a certificate, a p12 file or its serial number, to FOLDER/crl.pem: nobody lets it in any more who has that list."""
+    """Revoke CERTIFICATE, a p12 file or a serial number: it is added to FOLDER/crl.pem, and who has that list refuses it."""
     from covey.cli import tls as certificates
 
     certificates.revoke(as_json=as_json, **wish)

@@ -295,7 +295,7 @@ BY_NAME: dict[str, Option] = {
     _canonical(word): option for options in OPTIONS.values() for option in options for word in option.names.split()
 }
 
-# What torchrun calls as covey does is in the table above its own spellings.
+# Options of torchrun that covey has under the same name: they are in the table as covey's own.
 TORCHRUN_TOO = ("--max-restarts", "--module", "--no-python", "--log-dir", "--node-rank", "--master-addr", "--master-port")
 BY_VARIABLE: dict[str, Option] = {
     f"PET_{word.removeprefix('--').replace('-', '_').upper()}": BY_NAME[word]
@@ -361,8 +361,8 @@ class Reading:
     def _say(self, field: str, new: Given) -> None:
         """The last word counts, unless two different options contradict each other."""
         old = self.said.get(field)
-        if old and _canonical(old.flag) != _canonical(new.flag) and str(old.value) != str(new.value):
-            one, other = (f"{given.flag} says {shown(str(given.value))}" for given in (old, new))
+        if old and _canonical(old.origin) != _canonical(new.origin) and str(old.value) != str(new.value):
+            one, other = (f"{given.origin} says {shown(str(given.value))}" for given in (old, new))
             raise UsageError(f"{one} but {other}: give one of them.")
         self.said[field] = new
 

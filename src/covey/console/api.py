@@ -28,10 +28,10 @@ from covey.console import guard, live, metrics, openapi, page, replies
 from covey.core.story import TOLD_MAX
 from covey.errors import CoveyError, StoreError
 
-MAX_BODY = 1 << 20  # bytes
+BODY_MAX = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
 
-_TOO_LONG = f"the body is longer than {MAX_BODY} bytes: send less"
+_TOO_LONG = f"the body is longer than {BODY_MAX} bytes: send less"
 _OPEN = frozenset(operation.path for operation in openapi.COMMON if operation.open)
 # A proxy's own connection comes from loopback, whoever stands behind it.
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
@@ -187,7 +187,7 @@ class Gate:
             log.info("%s %s was refused: %s", request.method, _shown(request), verdict.reason)
             challenge = {"WWW-Authenticate": 'Bearer realm="covey"'} if verdict.status == 401 else {}
             return refusal(verdict.status, verdict.reason, challenge)
-        if int(headers.get("content-length", 0)) > MAX_BODY:
+        if int(headers.get("content-length", 0)) > BODY_MAX:
             return refusal(413, _TOO_LONG, {"Connection": "close"})
         return None
 
@@ -197,7 +197,7 @@ async def whole_body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY:
+        if len(body) > BODY_MAX:
             raise HTTPException(413, _TOO_LONG, {"Connection": "close"})
     return bytes(body)
 

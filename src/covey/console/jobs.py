@@ -172,7 +172,7 @@ class Doors:
         self._streams = 0
 
     async def pass_on(self, request: Request) -> Response:
-        """Ask the job's scheduler, and repeat its answer. Its own doubts about who asks are no business of the asker's."""
+        """Ask the job's scheduler, and repeat its answer. If it refuses the operator, whoever asked is not to blame."""
         key = _key(request)
         path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
         body = await api.whole_body(request) if request.method == "POST" else None

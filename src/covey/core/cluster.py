@@ -121,6 +121,10 @@ class Cluster(msgspec.Struct):
         return record.role is not Role.PSERVER or record.rank in {*self.sharing_now.servers, *self.coming}
 
     @property
+    def over(self) -> bool:
+        return self.phase is Phase.ENDED
+
+    @property
     def sharing_now(self) -> Sharing:
         return self.sharing or first(self.settings.server_num)
 

@@ -5,6 +5,8 @@ What to answer is decided in `membership`; here it is carried out. A refusal is 
 
 from __future__ import annotations
 
+import msgspec
+
 from covey.core import formation, ranks, scaling
 from covey.core.effects import Close, Level
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
@@ -61,7 +63,8 @@ class Joinable(Watch):
         if member.link and member.link != link:
             self._silence(member.link)
         again = member.life != ""
-        member.life, member.host, member.pid = wish.life, wish.host, wish.pid
+        member.life, member.pid = wish.life, wish.pid
+        member.host = msgspec.structs.replace(member.host, address=wish.host.address)  # a life is on one host
         self._speak(link, member)
         if not again:
             self._begin_life(member)

@@ -163,4 +163,6 @@ class SchedulerProcess:
             try:
                 await self._spawn()
             except OSError as error:
-                return self._gave_up(ExitCode.DISK, f"the scheduler ended ({word}) and cannot be started again: {error}")
+                return self._gave_up(
+                    ExitCode.SCHEDULER_LOST, f"the scheduler ended ({word}) and cannot be started again: {error}"
+                )
