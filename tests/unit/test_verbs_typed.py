@@ -17,6 +17,7 @@ from tests.http.serving import a_node, a_view
 from covey.cli import main as command
 from covey.cli.completion import SHELLS, script
 from covey.cli.kubernetes import Wish, job_of
+from covey.cli.live import Show
 from covey.cli.look import draw
 from covey.cli.main import verbs
 from covey.cli.parts import unreadable
@@ -24,6 +25,7 @@ from covey.cli.plan import RunPlan
 from covey.cli.run import log_folder
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
+from covey.node.runtime import Door
 
 PRINTS_NO_JSON = {"run", "completion", "federated up", "operator run"}  # they run, or print what a shell reads
 
@@ -150,6 +152,17 @@ def test_a_log_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("circle").symlink_to("circle")
     with pytest.raises(UsageError, match=why):
         log_folder(RunPlan(log_dir=log_dir))
+
+
+def test_a_run_goes_on_when_nobody_reads_it_and_who_only_looks_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        with pytest.raises(BrokenPipeError):
+            Show(Door("127.0.0.1", 1), live=False, patience_s=1.0).say("a line")
+        Show(Door("127.0.0.1", 1), live=False).say("a line")
+        assert Path(f"/proc/self/fd/{write}").readlink() == Path("/dev/null")
 
 
 def test_names_from_the_wire_are_no_markup_and_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:

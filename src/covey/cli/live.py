@@ -90,6 +90,8 @@ class Show:
 
     def _line(self, text: str) -> None:
         """Above the table where there is one."""
+        if self._live is None and self._patience_s < math.inf:
+            return print(text, flush=True)  # who only looks goes when nobody reads any more
         if self._live is None:
             return put(text, sys.stdout)
         try:

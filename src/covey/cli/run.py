@@ -30,7 +30,7 @@ from covey.errors import ExitCode, UsageError
 from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
 from covey.node.host import address_towards
-from covey.node.log import aside, configure, log
+from covey.node.log import aside, configure, log, one_line
 from covey.node.office import lease_store
 from covey.node.report import failure_report
 from covey.node.runtime import Door
@@ -174,7 +174,8 @@ def is_text(text: str) -> bool:
 
 def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
     """A word of our own: for people, or as a line of JSON with its parts."""
-    put(msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else f"covey: {sentence}", sys.stdout)
+    as_json = msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else ""
+    put(as_json or f"covey: {one_line(sentence)}", sys.stdout)
 
 
 def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
@@ -184,7 +185,7 @@ def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
         return 0
     if plan.as_json:
         _say(plan, f"the run ended: {outcome.reason}", code=code)
-    put(f"covey: the run ended: {outcome.reason}", sys.stderr)
+    put(f"covey: the run ended: {one_line(outcome.reason)}", sys.stderr)
     if outcome.failure is not None:
         put("\n".join(failure_report(outcome.failure)), sys.stderr)
     return code
