@@ -28,7 +28,8 @@ def lead(
     tmp_path: Path, *assignments: Assignment, then: Callable[[Agent], None] = lambda agent: None, hangs_up: bool = False
 ) -> tuple[Outcome, FakeScheduler]:
     """How an agent's run ends, and who heard it. `then`: what is done once it was told what to run."""
-    port, found = free_port(), []
+    port = free_port()
+    found: list[FakeScheduler] = []
 
     def answer(message: Any) -> list[Message]:
         if isinstance(message, RegisterAgent):
@@ -39,8 +40,8 @@ def lead(
 
     async def run() -> Outcome:
         settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path)}).settings
-        where = {"cwd": str(tmp_path), "log_dir": str(tmp_path / "logs")}
-        job = AgentJob(command=["true"], python=False, fork=False, world=1, slots=1, **where)
+        logs = str(tmp_path / "logs")
+        job = AgentJob(command=["true"], python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
         agent = Agent(job, settings, Door("127.0.0.1", port), {"PATH": os.environ["PATH"]})
 
         def told(_: Start) -> None:
@@ -79,7 +80,7 @@ def test_what_no_scheduler_says_ends_a_host_instead_of_keeping_it_idle(tmp_path:
 
 def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tmp_path: Path) -> None:
     async def check() -> tuple[int, str]:
-        gave_up = asyncio.get_running_loop().create_future()
+        gave_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         log_path = tmp_path / "logs" / "scheduler.log"
         log_path.parent.mkdir()
         kept = Kept(sockets=([], []), journal=str(tmp_path))

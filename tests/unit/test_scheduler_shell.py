@@ -1,4 +1,4 @@
-"""The scheduler's shell: nothing is answered before what it promises is durable."""
+"""The scheduler's shell: every message has a hearer, and nothing is answered before what it promises is durable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from covey.core.events import Heard
-from covey.core.messages import Beat, Register, ScaleAsked
+from covey.core.machine import Machine
+from covey.core.messages import Ask, AskStory, Beat, Beats, FromNode, HungUp, LogTold, Register, ScaleAsked, Via
 from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Role
 from covey.errors import StoreError
 from covey.node import scheduler as shell
@@ -50,6 +51,11 @@ async def trained(journal: SharedJournal) -> AsyncIterator[Scheduler]:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     sock.close()
+
+
+def test_every_message_is_heard_by_the_machine_or_by_its_shell() -> None:
+    machine = Machine(ClusterSettings(1), cluster_id="c", job="", now=0.0)
+    assert set(FromNode.__args__) - machine._hear.keys() == {Ask, AskStory, LogTold, Via, HungUp, Beats}
 
 
 def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

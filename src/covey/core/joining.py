@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from covey.core import ranks, scaling
+from covey.core import formation, ranks, scaling
 from covey.core.effects import Close, Level
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import Refused, Register, RegisterAgent, Welcome
@@ -167,6 +167,9 @@ class Joinable(Watch):
             self._told(wish.life)
         else:
             self._count("refused")
+            if self.cluster.phase is Phase.FORMING:
+                self.cluster.refused = f"{wish.host.name} ({wish.host.address}) was refused: {reason}"
+                self.cluster.reason = formation.decide(self.cluster)[1]
             self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
             self._send(link, Refused(reason))
         self._out.append(Close(link))

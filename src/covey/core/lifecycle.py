@@ -83,19 +83,19 @@ class Lifecycle(Spared):
         placed = [m for m in children if m.role is not Role.SPARE]
         undecided = [m for m in placed if m.state is NodeState.DEAD] if agent.leaving and self._dump is None else []
         done = placed and not undecided and not any(m.present for m in placed) and self.cluster.phase is not Phase.FORMING
-        if self.cluster.phase is Phase.ENDED or done:
+        if self.cluster.over or done:
             return
         del self.cluster.agents[agent.id]
         self._publish(f"agent:{agent.id}", "gone", reason, Level.of(code))
         gone = f"the agent on {agent.host.name} is gone ({reason})"
         for member in undecided:  # nobody could take over while their host was leaving: that is decided now
-            if self.cluster.phase is not Phase.ENDED:
+            if not self.cluster.over:
                 self._after_death(member, recovery.report(self.cluster, member, code, gone, [], ""), self._now)
         for member in [m for m in children if m.present]:
             self._over(member, code, gone, since=since)
 
     def _lose(self, member: Member, reason: str, since: float | None = None) -> None:
-        """A life is over that may still hear: it is told why, where the others are told, before its link is closed."""
+        """A life is over, but its process may still hear: it is told why, as the others are, before its link is closed."""
         link = member.link
         self._over(member, ExitCode.PEER_FAILED, reason, since=since)
         self._silence(link)
@@ -107,7 +107,7 @@ class Lifecycle(Spared):
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
-        if not known or not member.present or self.cluster.phase is Phase.ENDED:
+        if not known or not member.present or self.cluster.over:
             return None
         if member.role is Role.SPARE:
             return self._spare_over(member, code, reason)
@@ -249,7 +249,7 @@ class Lifecycle(Spared):
         self._layout = None
 
     def _await_host(self) -> None:
-        """The lost may be started again by a host that comes; where the world may shrink instead, not for ever."""
+        """A host that comes may start the lost ones again. If the world may shrink instead, it is waited for only so long."""
         if recovery.waits_to_shrink(self.cluster.settings):
             self._deadlines.shrink = min(self._deadlines.shrink, self._now + self.cluster.settings.shrink_after_s)
 
@@ -341,8 +341,8 @@ class Lifecycle(Spared):
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
-        if kept.phase is Phase.ENDED:
-            return self._tell_the_end(kept.ended or Ended(0, "", told=True))
+        if kept.ended is not None:
+            return self._tell_the_end(kept.ended)
         self._gathering = Gathering(self.cluster.generation)
         self._take_up_a_change()
         self._await_healing()

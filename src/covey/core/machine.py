@@ -86,7 +86,7 @@ class Machine(Askable):
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
         """Take one fact; return what is to be done about it, in order."""
         self._now = now
-        if self.cluster.phase is Phase.ENDED and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
+        if self.cluster.over and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
             if now >= self._tell_by:
                 self._tell_no_more()
         elif isinstance(event, Heard):

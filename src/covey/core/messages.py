@@ -3,6 +3,10 @@
 Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). An agent carries what its
 children say and are told over its own link. The scheduler answers when the answer changes; nobody polls. Every field has a
 limit: what exceeds it is refused where bytes become messages.
+
+All nodes of a cluster speak the same `PROTOCOL`: another one is refused in the greeting. A field with a default may be added
+without raising it, because a reader skips fields it does not know and fills in those that are missing. Anything else raises it
+(a new message, a field without a default, another meaning): a reader that is sent a message it does not know hangs up.
 """
 
 from __future__ import annotations

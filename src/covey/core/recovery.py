@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from covey.core import ranks, scaling
 from covey.core.cluster import Cluster
-from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Phase, Role
+from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Role
 from covey.core.words import many
 from covey.errors import ExitCode, UsageError
 
@@ -215,7 +215,7 @@ def _extra(cluster: Cluster, agent: Agent) -> int:
 
 def can_dump(cluster: Cluster) -> tuple[set[int], str]:
     """The ranks that could write down what they hold, or why none can."""
-    if cluster.phase is Phase.ENDED:
+    if cluster.over:
         return set(), f"the cluster has ended: {cluster.reason}"
     able = {m.rank for m in cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
     return able, "" if able else "no rank is in a covey.Loop, which alone can write down what it holds"
@@ -224,7 +224,7 @@ def can_dump(cluster: Cluster) -> tuple[set[int], str]:
 def victim(cluster: Cluster, name: str) -> tuple[Member | None, str]:
     """The node that is to be killed to see what follows; None, and why, where that cannot be done from here."""
     member = next((m for m in cluster.members.values() if m.name == name), None)
-    if cluster.phase is Phase.ENDED:
+    if cluster.over:
         return None, f"the cluster has ended: {cluster.reason}"
     if member is None:
         return None, f"there is no node {name[:100]!r}: GET /nodes lists them"

@@ -35,7 +35,7 @@ from covey.core.messages import (
 )
 from covey.core.model import JOB, Failure, Role
 from covey.errors import CoveyError, ExitCode
-from covey.node import host, logs
+from covey.node import host, log_pieces
 from covey.node.child import ChildSpec, Exit
 from covey.node.children import Children, open_outputs, why
 from covey.node.environment import worker_environment
@@ -241,7 +241,7 @@ class Agent:
         if f"{asked.role}:{number}" not in self._started or not number.isdecimal():
             told = LogTold(asked.number, failure=f"{asked.role}:{number} was never started on this host")
         else:
-            told = await asyncio.to_thread(logs.piece, self.log_path(int(number), asked.role), asked)
+            told = await asyncio.to_thread(log_pieces.piece, self.log_path(int(number), asked.role), asked)
         self._runtime.say(told)
 
     def _finished(self, finish: Finish) -> None:
@@ -378,9 +378,10 @@ class Agent:
             cores=job.cores.get(child.local_rank, []) if child.role is Role.WORKER else [],
         )
 
-    def log_path(self, rank: int, role: Role = Role.WORKER) -> str:
-        """Where a rank's output goes: the number in the name is the rank."""
-        return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{rank}.log")
+    def log_path(self, number: int, role: Role = Role.WORKER) -> str:
+        """Where a child's output goes. `number` is its node id, the rank it had first: a child keeps its log when its rank
+        changes. Nobody rotates it."""
+        return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{number}.log")
 
     def _log_name(self, role: Role) -> str:
         return {Role.WORKER: self._job.log_name, Role.SPARE: "spare"}.get(role, "server")
@@ -394,9 +395,9 @@ class Agent:
     def separates_stderr(self) -> bool:
         return self._job.separate_stderr
 
-    def error_log_path(self, rank: int, role: Role = Role.WORKER) -> str:
-        """Where a rank's stderr goes, if it is kept apart."""
-        return self.log_path(rank, role).removesuffix(".log") + ".err.log"
+    def error_log_path(self, number: int, role: Role = Role.WORKER) -> str:
+        """Where a child's stderr goes, if it is kept apart."""
+        return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _child_exited(self, ended: Exit) -> None:
         if ended.name not in self._running:

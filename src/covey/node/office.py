@@ -292,7 +292,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
 
 
 def _rest_token(secret: str) -> str:
-    """The REST port's, the same for all schedulers of a cluster where they share a secret, which it does not tell."""
+    """The REST port's token. Made of the secret, without giving it away, so that all schedulers of a cluster have the same."""
     return hmac.digest(secret.encode(), b"covey REST", "sha256").hex()[:32] if secret else secrets.token_urlsafe(24)
 
 

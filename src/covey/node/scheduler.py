@@ -50,7 +50,7 @@ from covey.node.commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
 from covey.node.followers import Followers
 from covey.node.lines import Lines
 from covey.node.log import log, tell
-from covey.node.logs import LogQuestions
+from covey.node.log_pieces import LogQuestions
 from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
 from covey.store.journal import Journal
@@ -398,7 +398,7 @@ def exit_now(code: int) -> None:
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
     """SIGINT ends the cluster; so does SIGTERM, unless this process comes back: then it goes alone."""
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and comes_back and scheduler.machine.cluster.phase is not Phase.ENDED:
+    if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.over:
         log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
         return scheduler.go(128 + number)
     return scheduler.stop(f"the scheduler received {name}")

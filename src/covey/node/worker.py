@@ -421,6 +421,6 @@ def _fingerprint(settings: Settings) -> dict[str, str]:
 
 
 def wait_for_the_end(node: Node) -> None:
-    """A federated server in a cluster that has nothing for it to do yet: keep the place until the cluster ends."""
-    log.warning("this node keeps its place as a server; federated rounds are not part of this version")
+    """A federated server in a training's cluster, which has nothing for it to do: keep the place until the cluster ends."""
+    log.warning("this node only keeps its place as a server: for federated rounds call covey.federated.run, not covey.init")
     threading.Event().wait()
