@@ -307,7 +307,7 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     assert failure is not None and records(effects)[-1].dumping == Ended(139, reason, failure)
     wrote = made.step(Heard(Dumped(5, "there"), 10), 2.0)
     assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
-    assert not ended(made.step(Ticked(), 21.0)), "in its very last moment it may still come"
+    assert not ended(tick(made, 21.0, beats=[1])), "in its very last moment it may still come"
     end = ended(made.step(Ticked(), 21.5))
     assert end == End(139, f"{reason}; step 5 is in there", failure)
 
