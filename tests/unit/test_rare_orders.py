@@ -28,6 +28,7 @@ from covey.core.messages import (
     Beat,
     Broke,
     Drain,
+    DumpAsked,
     Dumped,
     Exited,
     Formed,
@@ -236,3 +237,27 @@ def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> No
         made.step(Heard(Resumed(2, 5), link), 100.0)
         effects = made.step(Heard(Report(2, needs_state=True), link), 100.0)
     assert made.cluster.trains and "state lost" not in " ".join(told(effects))
+
+
+# -- the last rung ---------------------------------------------------------------------------------------------------
+
+
+def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> None:
+    limits = {"topo_timeout_s": 60.0, "node_timeout_s": -1.0}
+    made = training(strategies=ladder(["recover-in-place", "dump"]), recovery=True, **limits)
+    made.step(LinkLost("reset", 2), 0.0)
+    assert phase(made) is Phase.HEALING
+    effects = tick(made, 61.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11} and not ended(effects)
+    for link in (10, 11):
+        effects = made.step(Heard(Dumped(122, "here"), link), 61.0)
+    end = ended(effects)
+    assert end is not None and end.reason == "worker:2 did not come back within 60 s; step 122 is in here"
+
+
+def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> None:
+    made = training(strategies=ladder(["dump"]))
+    tick(made, 1.0)
+    made.step(Heard(Broke(1, "connection reset"), 10), 1.0)
+    effects = tick(made, 1.5, since=1.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11, 12} and not ended(effects)
