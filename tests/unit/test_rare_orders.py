@@ -20,7 +20,7 @@ from tests.unit.test_machine import (
     training,
 )
 
-from covey.core.effects import Persist
+from covey.core.effects import Persist, Send
 from covey.core.events import Heard, LinkLost, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -36,10 +36,15 @@ from covey.core.messages import (
     Leave,
     Number,
     Put,
+    Refused,
+    Register,
     RegisterAgent,
     Regrouped,
     Report,
     Resumed,
+    ScaleAsked,
+    Scaling,
+    Settled,
     Start,
     StopAsked,
 )
@@ -261,3 +266,24 @@ def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> No
     made.step(Heard(Broke(1, "connection reset"), 10), 1.0)
     effects = tick(made, 1.5, since=1.0)
     assert set(sent(effects, DumpAsked)) == {10, 11, 12} and not ended(effects)
+
+
+# -- servers that were to come ---------------------------------------------------------------------------------------
+
+
+def one_server_more() -> Machine:
+    """A worker (link 10) and a server (link 20) of one agent, and a second server that is to come."""
+    made = machine(1, server_num=1, strategies=("recover-in-place",))
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=1), 1), 0.0)
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    made.step(Heard(Register(Role.PSERVER, "0", "life of the server", BOX, incarnation=1), 20), 0.0)
+    made.step(Heard(Settled(0), 20), 0.0)
+    assert sent(made.step(Heard(ScaleAsked(servers=2), 9), 1.0), Scaling)[9].operation == 1
+    return made
+
+
+def test_after_the_end_nothing_is_taken_back() -> None:
+    made = one_server_more()
+    made.step(Heard(StopAsked("enough"), 9), 1.0)
+    effects = made.step(Heard(ScaleAsked(roll_back=True), 9), 1.0)
+    assert effects == [Send(Refused("no growth is under way that could be taken back"), 9)]
