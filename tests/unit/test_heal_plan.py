@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import pytest
+
 from covey.core.healing import Gathering, left_alone, plan
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
+from covey.wire.frames import from_node
 
 NEAR, FAR = "10.0.0.1", "10.0.0.2"
 
@@ -139,3 +143,9 @@ def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> No
         "rank 1 has come to the end of its program, but rank 3 waits for it in collective 10.0:"
         " do all ranks call the same ones, in one order?"
     )
+
+
+@pytest.mark.parametrize("slots", [-1, 8 * 65536 + 1, 1 << 40])
+def test_a_count_for_which_no_mask_has_bits_is_refused_where_bytes_become_messages(slots: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        from_node.decode(msgspec.msgpack.encode(Report(1, slots=slots)))

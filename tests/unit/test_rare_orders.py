@@ -11,6 +11,7 @@ from tests.unit.test_machine import (
     lose_the_state,
     machine,
     phase,
+    ready,
     ready_agents,
     register,
     restored,
@@ -22,6 +23,7 @@ from tests.unit.test_machine import (
 
 from covey.core.effects import Persist, Send
 from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.joining import HELD_MAX
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
@@ -266,6 +268,20 @@ def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> No
     made.step(Heard(Broke(1, "connection reset"), 10), 1.0)
     effects = tick(made, 1.5, since=1.0)
     assert set(sent(effects, DumpAsked)) == {10, 11, 12} and not ended(effects)
+
+
+# -- who asks again and again ----------------------------------------------------------------------------------------
+
+
+def test_a_place_that_new_lives_ask_for_again_and_again_is_not_the_whole_story() -> None:
+    made = ready("0", "1", recovery=True, node_timeout_s=60.0)
+    tick(made, 31.0)
+    said: list[str] = []
+    for number in range(HELD_MAX + 50):
+        effects = made.step(Heard(register("1", f"life {number}"), 3), 31.0)
+        said += told(effects)
+        assert sent(effects, Refused)[3].retry_after_s > 0
+    assert len(said) == HELD_MAX
 
 
 # -- servers that were to come ---------------------------------------------------------------------------------------
