@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 from tests.unit.test_machine import (
     BOX,
     OTHER,
@@ -53,6 +56,9 @@ from covey.core.messages import (
 from covey.core.model import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.core.recovery import ladder
 from covey.errors import ExitCode
+from covey.node.runtime import Door, NodeRuntime
+from covey.node.worker import Node
+from covey.settings import load
 
 THIRD = Host("boot-third", "third", "10.0.0.3")
 
@@ -235,6 +241,31 @@ def test_old_reports_send_nobody_back_to_the_checkpoint() -> None:
     for link in (10, 11):
         effects = made.step(Heard(Report(2, Number(99, 0), finished=True), link), 101.0)
     assert sent(effects, HealPlan) == dict.fromkeys((10, 11, 12), HealPlan(2, done=True)), "and all may go"
+
+
+def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
+    """By that a scheduler knows an old report from a new one."""
+    said: list[object] = []
+
+    class Collecting:
+        def say(self, message: object) -> bool:
+            said.append(message)
+            return True
+
+    async def story() -> None:
+        node = Node(load({}).settings, Door("127.0.0.1", 1))
+        node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
+        node._deliver(Formed(2, 0, 2, 0, 2))
+        for message in (Report(2, Number(4, 0)), Resumed(2, 5), Report(1)):
+            node.say(message)
+        node.say(Report(2, Number(9, 0), finished=True))
+        await asyncio.sleep(0)
+        said.clear()
+        node._deliver(Formed(2, 0, 2, 0, 2))
+        await asyncio.sleep(0)
+
+    asyncio.run(story())
+    assert said == [Resumed(2, 5), Report(2, Number(9, 0), finished=True)]
 
 
 def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> None:
