@@ -75,6 +75,16 @@ def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left
     assert (end.code, end.reason) == (143, "worker:2 on other: the agent on other is gone (asked to leave)")
 
 
+def test_that_a_host_leaves_is_news_once() -> None:
+    made = training(strategies=ladder(["recover-in-place", "dump"]))
+    effects = made.step(Heard(Drain("asked to leave", last=True), 1), 1.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11, 12}
+    made.step(Heard(Dumped(5, "here"), 10), 1.0)
+    assert made.step(Heard(Drain("asked to leave", last=True), 1), 2.0) == [], (
+        "its connection had broken, and it was heard before"
+    )
+
+
 def test_after_a_host_has_left_another_may_come_where_recovery_waits_for_it() -> None:
     made = training(strategies=ladder(["recover-in-place"]), recovery=True)
     made.step(Heard(Drain("asked to leave"), 2), 1.0)

@@ -208,7 +208,7 @@ class Machine(Askable):
         speaker = self._speakers.get(link)
         if isinstance(speaker, Member):
             speaker.leaving = drain.reason
-        elif speaker is not None:
+        elif speaker is not None and not speaker.leaving:  # it says so again whenever it is back
             speaker.leaving = True
             self._publish(f"agent:{speaker.id}", "leaving", drain.reason, Level.WARNING)
             if drain.last and self._can_dump():
