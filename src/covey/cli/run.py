@@ -60,14 +60,14 @@ def run(argv: list[str]) -> int:
         print(describe(plan))
         return 0
     _check_command(plan)
-    log_dir = _log_folder(plan)
+    log_dir = log_folder(plan)
     if not plan.join and DETACHED_VARIABLE not in os.environ:
         return _detach(argv, log_dir)
     configure(plan.loaded.settings, "agent")
     return asyncio.run(_run(plan, log_dir))
 
 
-def _log_folder(plan: RunPlan) -> Path:
+def log_folder(plan: RunPlan) -> Path:
     try:
         log_dir = Path(plan.log_dir or ".").resolve()
         log_dir.mkdir(parents=True, exist_ok=True)

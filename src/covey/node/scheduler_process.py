@@ -26,6 +26,7 @@ from covey.node.sockets import Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
+LINE_MAX: Final = 2000  # bytes of its log's last line
 # Interrupted while it imports, it ends as other programs do, without the story of an import.
 START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.node.serve import main; main()"
 
@@ -132,6 +133,13 @@ class SchedulerProcess:
                 process_group=0,  # Ctrl-C is the agent's to hear; the session stays, by which it knows its own from orphans
             )
 
+    def _last_word(self) -> str:
+        """Its own sentence, without the time in front of it."""
+        with contextlib.suppress(OSError):
+            *_, line = self._log_path.read_bytes()[-LINE_MAX:].decode(errors="replace").splitlines() or [""]
+            return line.partition(" covey scheduler: ")[2] or line or "it said nothing"
+        return "it said nothing"
+
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         quick = 0
@@ -144,7 +152,7 @@ class SchedulerProcess:
             if code == 0:  # the cluster has ended well, and this agent, stopped for a while, has not heard it
                 return self._gave_up(0, "the cluster ended while this process was stopped")
             if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
-                return self._gave_up(code, f"the scheduler ended with code {code}: see {self._log_path}")
+                return self._gave_up(code, f"the scheduler ended with code {code}: {self._last_word()} ({self._log_path})")
             quick = quick + 1 if loop.time() - started < STEADY_S else 1
             word = signal.Signals(-code).name if code < 0 else f"code {code}"
             if quick > RESTARTS_MAX:
