@@ -59,9 +59,9 @@ class Quiet:
         self.blind.append(now() - self._ended)
         await asyncio.sleep(self.lasts_s)
         self._ended = now()
-        said: list[tuple[str, Thing]] = []
-        for event in said:
-            yield event
+        nothing: tuple[tuple[str, Thing], ...] = ()
+        for found in nothing:
+            yield found
 
 
 @pytest.mark.parametrize(("lasts_s", "at_most_s"), [(60.0, 0.25), (0.0, 18.5)])

@@ -32,6 +32,7 @@ from covey.core.messages import Goodbye, Refused, Stop, StopAsked
 from covey.core.model import Host
 from covey.core.roster import Effect, Keep, Limits
 from covey.core.rounds import REATTACH_S
+from covey.core.secure import Uploaders
 from covey.errors import UsageError
 
 PLAN = Plan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0, iterations=3)
@@ -408,6 +409,7 @@ def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
     assert bench.stage() is Stage.SUMMING
     bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
     bench.stand(2, numbers=Numbers(2), adopted=("0",))
+    assert (bench.stage(), bench.orders().summer, bench.orders().parts) == (Stage.SEALING, "", ())
     bench.stand(2)
     assert bench.orders().parts == (("1", Numbers(2)),)
     assert (bench.machine.stage, bench.machine.summer) == (Stage.SUMMING, "1")
@@ -673,6 +675,7 @@ def test_what_is_kept_is_all_of_it_and_comes_back() -> None:
         "next_plan": msgspec.structs.replace(PLAN, threshold=8),
         "missing": ("0",),
         "metrics": {"loss": 0.75},
+        "uploaders": Uploaders("c/7", 1, 2, ("a",), 1, {"a": b"pk"}, ("a",)),
         "voided": (6, "nobody was left"),
         "spent": 1.5,
     }

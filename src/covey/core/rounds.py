@@ -235,7 +235,7 @@ class Rounds(Roster):
                 self.stage, self.reason = Stage.SEALING, "it was closed before the scheduler came back"
                 return True
             return self.instance is Instance.RUNNING and self._enough()
-        if not members or any(not s.alive or s.returned or (s.leaving and self._adopting(s)) for s in members):
+        if not members or any(not s.alive or s.life in self._adoptions for s in members):
             return False
         standings = [(server, server.standing) for server in members if server.standing is not None]
         done = next(
@@ -253,9 +253,6 @@ class Rounds(Roster):
             self.stage, self.summer = Stage.SUMMING, able[self.round % len(able)].node_id
             self.parts = tuple((server.node_id, standing.numbers) for server, standing in standings)
         return False
-
-    def _adopting(self, server: Server) -> bool:
-        return server.life in self._adoptions
 
     def _enough(self) -> bool:
         found = self.window.judge(self.counted, self._now)
@@ -407,9 +404,9 @@ class Rounds(Roster):
     def restore(self, record: FederationRecord, now: float) -> None:
         """What the scheduler before this one knew. Its members are gone until they are heard."""
         self._now = now
-        for name in set(FederationRecord.__struct_fields__) - {"servers", "formed", "voids"}:
+        for name in set(FederationRecord.__struct_fields__) - {"servers", "formed"}:
             setattr(self, name, getattr(record, name))
-        self.voids = dict(record.voids)
+        self.voids = dict(record.voids)  # a copy: a record does not change
         self.window = Window(self.plan, now)
         self.stage = Stage.OPEN if record.formed else Stage.FORMING
         for kept in record.servers:

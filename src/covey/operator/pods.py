@@ -69,8 +69,8 @@ def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
 
 
 def secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> Thing:
-    """What every process of the job is told: which job it is, what lets it in, and the operator (`token`) into what its
-    scheduler tells. One reference to it in each pod, because the server's work for a pod goes by the number of its fields."""
+    """What every process of the job is told: which job it is, the secret to join it, and the `token` by which the operator asks
+    its scheduler. Each pod refers to it once, because the API server's work for a pod grows with the number of its fields."""
     told = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
         "apiVersion": "v1",
