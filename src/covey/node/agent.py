@@ -102,7 +102,7 @@ class Agent:
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
         self._folder = Scratch("agent")
-        self._relay = Relay(self._folder.name)
+        self._relay = Relay()
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
@@ -118,7 +118,7 @@ class Agent:
     async def prepare(self) -> None:
         """Start what takes longest, before anything else is done."""
         await self._children.open()
-        await self._relay.open()
+        await self._relay.open(self._folder.name)
 
     async def run(self) -> Outcome:
         settings, job = self._settings, self._job
@@ -200,10 +200,14 @@ class Agent:
         self._reason = reason
         self._runtime.leave(128 + number, reason)
 
+    def signal(self, number: int) -> None:
+        """To all workers of this host, and what they have started."""
+        for name in list(self._running):
+            self._children.signal(name, number)
+
     def abandon(self) -> None:
         """End everything at once, in no order (the second Ctrl-C)."""
-        for name in list(self._running):
-            self._children.signal(name, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.settle(Outcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
 
     # -- what the scheduler says -------------------------------------------------------------------------------------
@@ -311,7 +315,15 @@ class Agent:
             if sizes == earlier and not any(self._children.pid(name) for name in silent):
                 return
 
+    async def _keep_folder(self) -> None:
+        """Where what clears temporary folders has removed it, the next life has another to find its agent in."""
+        if not self._relay.has_socket:
+            if not self._folder.exists:
+                self._folder = Scratch("agent")
+            await self._relay.open(self._folder.name)
+
     async def _start(self, start: Start) -> None:
+        await self._keep_folder()
         for assignment in start.assignments:
             if assignment.incarnation == 1 and assignment.name not in self._started:
                 with open_outputs(self._spec(assignment, again=False)):

@@ -274,6 +274,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(TICK_S)
             self._pulse()
+            self._commits.keep()
             self._step(Ticked())
             self._followers.tell_again()
 
