@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli.live import Tail
 from covey.core.messages import LOG_MAX, LogAsked
-from covey.node.logs import SCAN_MAX, piece
+from covey.node.log_pieces import SCAN_MAX, piece
 
 
 @pytest.fixture

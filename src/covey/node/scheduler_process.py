@@ -169,4 +169,6 @@ class SchedulerProcess:
             try:
                 await self._spawn()
             except OSError as error:
-                return self._gave_up(ExitCode.SCHEDULER_LOST, f"the scheduler cannot be started again: {why(error)}")
+                return self._gave_up(
+                    ExitCode.SCHEDULER_LOST, f"the scheduler ended ({word}) and cannot be started again: {why(error)}"
+                )
