@@ -66,8 +66,9 @@ def test_folders_of_a_killed_run_go_with_the_next_one(shell: Shell, tmp_path: Pa
     assert living.alive
 
 
-def test_folders_that_are_cleared_end_nothing(shell: Shell, tmp_path: Path) -> None:
-    """Temporary ones and that of the logs: who clears up does not know who is at work. Whoever comes next finds new ones."""
+def test_folders_that_are_cleared_and_a_script_that_is_edited_end_nothing(shell: Shell, tmp_path: Path) -> None:
+    """Temporary ones and that of the logs: who clears up does not know who is at work. Whoever comes next finds new ones,
+    and does what the others do."""
     scratch = tmp_path / "t"
     scratch.mkdir()
     env = {"MS_NODE_TIMEOUT": 600, "COVEY_STRATEGY": "recover-in-place,exit", "TMPDIR": str(scratch)}
@@ -76,6 +77,7 @@ def test_folders_that_are_cleared_end_nothing(shell: Shell, tmp_path: Path) -> N
     shell.heard(1, "rank=1")
     for folder in (*scratch.iterdir(), shell.logs):
         shutil.rmtree(folder)
+    shell.default.write_text("this is no program (")
     until(lambda: list(scratch.glob("covey-run-*/scheduler.journal")), "the journal, written anew")
     scheduler, _, worker = shell.nodes()
     os.kill(scheduler["pid"], signal.SIGKILL)

@@ -53,6 +53,7 @@ LEARN_S: Final = 5.0  # when a first life has imported what it will
 STACKS_S: Final = 1.0  # for writing stacks
 STACKS_LOOK_S: Final = 0.03
 TAIL_LINES: Final = 20
+SOURCE_MAX: Final = 1 << 20  # bytes of a script that is kept
 TAIL_BYTES: Final = 16 * 1024
 LINE_MAX: Final = 500
 
@@ -101,6 +102,7 @@ class Agent:
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
+        self._source = _source_of(job)
         self._folder = Scratch("agent")
         self._relay = Relay()
         self._notes = Path(self._folder.name) / "imports"
@@ -388,6 +390,7 @@ class Agent:
             log_err=self.error_log_path(child.number, child.role) if job.separate_stderr else "",
             append=again,
             cores=job.cores.get(child.local_rank, []) if child.role is Role.WORKER else [],
+            source=self._source,
         )
 
     def log_path(self, number: int, role: Role = Role.WORKER) -> str:
@@ -428,6 +431,17 @@ class Agent:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)
+
+
+def _source_of(job: AgentJob) -> bytes | None:
+    """The script as the run begins: who edits it meanwhile means the next run, and a later life must do what the others do."""
+    path = Path(job.cwd, job.command[0])
+    if job.module or not path.is_file() or path.stat().st_size > SOURCE_MAX:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError:  # who runs it says so
+        return None
 
 
 def _size(path: Path) -> int:
