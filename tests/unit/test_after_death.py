@@ -440,7 +440,7 @@ def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -
     made.step(Heard(Settled(0), 22), 2.0)
     assert made.cluster.coming == (2,), "rows are not shared anew while one has not its own"
     made.step(Heard(Settled(0), 21), 2.0)
-    assert made.cluster.coming == () and made.cluster.sharing is not None
+    assert not made.cluster.coming and made.cluster.sharing is not None
 
 
 def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
@@ -476,7 +476,7 @@ def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler
     tick(again, 101.0, since=100.0)
     assert again.cluster.coming == (2,)
     tick(again, 101.0 + ARRIVE_S, since=101.0)
-    assert again.cluster.coming == ()
+    assert not again.cluster.coming
 
 
 def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go_on() -> None:

@@ -16,6 +16,7 @@ from covey.core import graph, shamir
 from covey.core.secure import (
     ExchangeKeys,
     GetClientList,
+    GetKeys,
     GetListSign,
     GetSecrets,
     KeyList,
@@ -196,6 +197,7 @@ def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
     assert kept is not None
     sim.round = SecureRound.resume(kept, 10.0, sim.now)
     assert sim.round.fix(set(sim.names[1:]), sim.now) == kept and not sim.round.failed
+    assert sim.ask(GetKeys, sim.names[0]).verdict is Verdict.LATE, "it has no keys to tell"
     sim.reveal(sim.names[1:])
     assert np.array_equal(sim.bare(), sim.plain)
     other = SecureRound.resume(kept, 10.0, sim.now)

@@ -68,8 +68,9 @@ def test_all_that_is_known_of_a_node_is_shown() -> None:
     cluster.agents["a"] = Agent("a", "life of a", box, 3, logs="logs/{rank}.log")
     for rank, busy_s in enumerate((0.1, 0.1, 0.4)):
         progress = Progress(7, "backward", busy_s=busy_s, loss=0.5)
-        known = {"restarts": 2, "incarnation": 3, "pid": 42, "agent": "a", "beat_at": 8.0}
-        cluster.add(Member(Role.WORKER, str(rank), "life", box, rank=rank, state=NodeState.ALIVE, progress=progress, **known))
+        member = Member(Role.WORKER, str(rank), "life", box, rank=rank, state=NodeState.ALIVE, progress=progress)
+        member.restarts, member.incarnation, member.pid, member.agent, member.beat_at = 2, 3, 42, "a", 8.0
+        cluster.add(member)
     seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert seen.nodes[0] == SCHEDULER and seen.nodes[3] == NodeView(
         role=Role.WORKER,

@@ -7,7 +7,6 @@ from covey.core.effects import Level
 from covey.core.incidents import SERVERS
 from covey.core.joining import Joinable
 from covey.core.messages import Agreed, Goodbye, Kill, KillAsked, Refused, ScaleAsked, Scaling, StopAsked
-from covey.core.model import Phase
 from covey.core.words import many
 from covey.errors import ExitCode
 
@@ -54,7 +53,7 @@ class Askable(Joinable):
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         if asked.dump:
             return self._dump_asked(link, asked.reason)
-        if self.cluster.phase is not Phase.ENDED:
+        if not self.cluster.over:
             self._end(ExitCode.STOPPED, asked.reason)
         else:
             self._tell_no_more()

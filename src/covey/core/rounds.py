@@ -113,7 +113,8 @@ class Rounds(Roster):
             adoption = self._adoptions.get(life)
             if adoption is not None and adoption.by == server.node_id:
                 del self._adoptions[life]
-                self.servers[adoption.node_id].adopt_at = self._now + ADOPT_AGAIN_S
+                gone = self.servers[adoption.node_id]
+                gone.adopt_at, gone.locked = self._now + ADOPT_AGAIN_S, not adoption.copies
 
     def _tick(self) -> None:
         for server in list(self.servers.values()):
@@ -259,6 +260,9 @@ class Rounds(Roster):
             self.missed += 1
             self.reason = f"missed: {found.reason}"
             self._say("round", "missed", f"iteration {self.iteration} stays open: {found.reason}", Level.WARNING)
+            if self.next_plan is not None and not self.plan.secure:  # it may be the one by which this round can end
+                self._begin(self.next_plan)
+                self._keep()
         elif found is not None:
             self.stage, self.reason = Stage.SEALING, found.reason
         return isinstance(found, Enough)

@@ -26,7 +26,7 @@ from typing import Any
 from covey.core.messages import Dumped, Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
-from covey.train import admission
+from covey.train import loop_arguments
 from covey.train.arguments import of_kind
 from covey.train.checkpoint import Checkpoint
 from covey.train.following import follow
@@ -65,12 +65,12 @@ class Loop:
         from covey.train.served import Served  # these import torch: a program without a loop does without it
         from covey.train.sharded import ShardedOptimizer
 
-        admission.numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
-        data = admission.data_of(data)
+        loop_arguments.numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
+        data = loop_arguments.data_of(data)
         of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
         of_kind("Loop", "schedulers", schedulers, list, tuple)
-        model = admission.model_of(model, self)
-        admission.admit(model, optimizer)
+        model = loop_arguments.model_of(model, self)
+        loop_arguments.admit(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self.data, self.seed = data, seed
         self._group, self._checkpoint = group, checkpoint
