@@ -17,6 +17,7 @@ from covey.core.model import (
     MemberRecord,
     NodeState,
     Phase,
+    Record,
     Role,
 )
 from covey.core.shards import first
@@ -58,13 +59,13 @@ def test_a_host_offers_what_it_came_with_and_does_not_run() -> None:
     assert made.offers(Role.WORKER) == {"a": 1} and made.offers(Role.PSERVER) == {"a": 2}
     made.agents["a"].slots = 1
     assert made.offers(Role.WORKER) == {}
-    for changed in ({"link": 0}, {"leaving": True}):
-        made.agents["a"] = Agent("a", "life", BOX, 2, **({"link": 1} | changed))
+    for away in (Agent("a", "life", BOX, 2), Agent("a", "life", BOX, 2, link=1, leaving=True)):
+        made.agents["a"] = away
         assert made.offers(Role.WORKER) == {}
 
 
 def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
-    kept = (
+    kept: tuple[Record, ...] = (
         AgentRecord.of(Agent("a", "life", BOX, 3)),
         *(MemberRecord.of(child(rank)) for rank in range(3)),
         *(MemberRecord.of(child(rank, Role.PSERVER)) for rank in range(3)),

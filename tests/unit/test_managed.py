@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from tests.unit.test_rounds import PLAN, Bench
 from tests.unit.test_rounds_tell import told
@@ -35,7 +37,7 @@ def test_rest_and_work_are_told_and_hold() -> None:
 
 def test_what_cannot_be_is_one_sentence() -> None:
     formed, forming = Bench().form().machine, Bench().machine
-    for ask, sentence in (
+    refusals: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: formed.scale_out(0, 0.0), "The value should not be less than 0."),
         (lambda: formed.scale_out(SERVERS_MAX - 1, 0.0), f"The cluster has 2 servers, and at most {SERVERS_MAX} are possible."),
         (lambda: formed.scale_in([], 0.0), "The node ids should not be empty."),
@@ -44,7 +46,8 @@ def test_what_cannot_be_is_one_sentence() -> None:
         (lambda: formed.roll_back(0.0), "The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back."),
         (lambda: forming.set_enabled(True, 0.0), "The cluster is not ready."),
         (lambda: forming.new_instance(PLAN, 0.0), "The cluster is not ready: it is in CLUSTER_STARTING."),
-    ):
+    )
+    for ask, sentence in refusals:
         with pytest.raises(UsageError) as refused:
             ask()
         assert str(refused.value) == sentence
