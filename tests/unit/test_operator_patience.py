@@ -1,4 +1,4 @@
-"""What the operator spends: time, on quiet watches and lost leases (its clock jumps), and memory, on pods that are gone."""
+"""What the operator spends: time on quiet watches and lost leases (on a clock that jumps), and memory on pods that are gone."""
 
 from __future__ import annotations
 
