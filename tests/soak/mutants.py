@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TREE = ROOT / "mutants"
 MACHINE = ("test_machine", "test_machine_tells", "test_after_death", "test_scaling", "test_spare_decisions", "test_scenarios")
 FEDERATION = ("test_rounds", "test_rounds_tell", "test_dp")
-JOB = ("test_job_plan", "test_job_pods", "test_job_resize")
+JOB = ("test_job_plan", "test_job_pods", "test_job_resize", "test_job_tells")
 TESTS = {  # of each module: those that are about it
     "ranks": ("test_ranks", "test_formation"),
     "formation": ("test_formation", "test_machine", "test_machine_tells", "test_spare_decisions"),
