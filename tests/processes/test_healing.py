@@ -147,11 +147,15 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("writes", ["", "1"])
 def test_unusual_models_and_parts(shell: Shell, tmp_path: Path, writes: str) -> None:
-    """Buffers that are not saved or are replaced, parameters frozen or unused, a Counter. A program that changes parameters
-    itself cannot be joined in the middle of such a step: all go back to the checkpoint."""
+    """Parameters that are tied, frozen, unused, empty or complex, buffers that are not saved, replaced or made on the way, an
+    average of the model, gradients that outlive a step, what is done before an epoch's first batch and after the last. A
+    program that changes parameters itself cannot be joined in the middle of such a step: all go back to the checkpoint."""
     for calm in shells(tmp_path / "calm"):
         undisturbed = final(calm, script=odd.SCRIPT, WRITES=writes)
-    assert final(shell, script=odd.SCRIPT, FAULTS="1:5", WRITES=writes) == undisturbed
+    deaths = "1:7:forward" if writes else "1:3:forward 2:5:evaluation 0:8:opening 1:10:between 0:13:evaluation 2:16:after"
+    assert final(shell, script=odd.SCRIPT, FAULTS=deaths, WRITES=writes) == undisturbed
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
     assert ("start anew, from their newest checkpoint" in shell.log("scheduler")) == bool(writes)
 
 

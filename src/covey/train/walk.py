@@ -125,6 +125,10 @@ class Walk:
         seed_all(mix(self._seed, self.step, self.micro, self.index))
         return batch
 
+    def seed_outside(self, step: int) -> None:
+        """The random numbers of what the program does ahead of an epoch that begins with this step, or after the last one."""
+        seed_all(mix(self._seed, step, self.index))
+
     def end_step(self) -> None:
         """On to the next one."""
         self.course = self.following or self.course.after(self.step, self.course.seats)
