@@ -37,8 +37,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What belongs to federated learning is loaded when it is first asked for: it brings numpy, which a scheduler or a verb
-    would wait for in vain."""
+    """What belongs to federated learning is loaded when it is first asked for: it imports numpy, which schedulers and verbs do
+    not need."""
     if name in ("federated", "get_fl_context", "reset_fl_context", "set_fl_context"):
         federated = importlib.import_module("covey.federated")
         return federated if name == "federated" else getattr(federated, name)

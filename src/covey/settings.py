@@ -33,6 +33,7 @@ Scalar = str | int | float | bool
 NODES_MAX = 1_000_000
 SECONDS_MAX = 1e9
 FILE_BYTES_MAX = 1_000_000
+INTEGER_MAX = 2**63  # of a file: a number that is none of ours, and need not be written out in a sentence
 SHOWN_MAX = 80
 DNS_NAME_MAX = 253
 PASSPHRASE_MAX = 1000
@@ -296,14 +297,14 @@ FIELD_OF: dict[str, str] = {var.variable: field for field, var in TABLE.items()}
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value somebody gave, and where: the flag as it was typed, the variable, or the file."""
+    """A value somebody gave, and where: the option as it was typed, the variable, or the file."""
 
     value: Scalar
-    flag: str
+    origin: str
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The effective settings, and for each field its origin: "default", a variable, a flag or a file."""
+    """The effective settings, and for each field its origin: "default", a variable, an option or a file."""
 
     settings: Settings
     origins: dict[str, str]
@@ -335,7 +336,7 @@ def load(
     given |= {field: Given(wish.value, wish.origin) for field, wish in wished.items()}
     given |= own
     values = {field: read(TABLE[field], one) for field, one in given.items()}
-    origins = {field: given[field].flag if field in given else "default" for field in TABLE}
+    origins = {field: given[field].origin if field in given else "default" for field in TABLE}
     loaded = Loaded(Settings(**values), origins)
     _agree(loaded)
     return loaded
@@ -357,9 +358,9 @@ def as_text(value: Scalar) -> str:
 def said(variable: str, given: Given) -> str:
     """What was given, in the words of the place it was given in."""
     value = shown(as_text(given.value))
-    if given.flag.startswith("-"):
-        return f"{given.flag} {value}"
-    return f"{variable}={value}" if given.flag == variable else f"{variable}={value} in {given.flag}"
+    if given.origin.startswith("-"):
+        return f"{given.origin} {value}"
+    return f"{variable}={value}" if given.origin == variable else f"{variable}={value} in {given.origin}"
 
 
 def _from_file(file: Path) -> dict[str, Given]:
@@ -371,7 +372,7 @@ def _from_file(file: Path) -> dict[str, Given]:
             raise UsageError(f"{file} sets {shown(key)}, which is no setting{_nearest(key)}.")
         if field in given:
             raise UsageError(f"{file} sets {field} twice, also as {TABLE[field].variable}: keep one of them.")
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or (isinstance(value, int) and abs(value) > INTEGER_MAX):
             raise UsageError(f"{key} in {file} is not allowed: a text, a number, true or false is.")
         given[field] = Given(value, str(file))
     return given
@@ -391,7 +392,7 @@ def _entries(file: Path) -> dict[str, object]:
         if file.suffix == ".toml":
             return tomllib.loads(content.decode())
         return msgspec.json.decode(content, type=dict[str, object])
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # ValueError: TOML, UTF-8, or too many digits
         raise UsageError(f"The settings file {file} cannot be understood: {error}.") from None
 
 

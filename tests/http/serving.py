@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import httpx2
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from covey.console.server import Limits, Server
 from covey.console.training import make_app
@@ -115,7 +115,7 @@ def bound(host: str = "127.0.0.1") -> socket.socket:
 def serving(
     source: Shown | None = None,
     *,
-    app: Starlette | None = None,
+    app: ASGIApp | None = None,
     sock: socket.socket | None = None,
     ssl_context: ssl.SSLContext | None = None,
     limits: Limits | None = None,

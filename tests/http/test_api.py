@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import TOKEN, Shown, a_node, a_view, client, dial, read_to_end, serving
 
-from covey.console.api import MAX_BODY
+from covey.console.api import BODY_MAX
 from covey.console.replies import ASKED, REASON_MAX
 from covey.core.incidents import Incident
 from covey.core.messages import KillAsked, ScaleAsked, StopAsked
@@ -224,7 +224,7 @@ def test_what_the_cluster_refuses_is_a_bad_request(source: Shown, port: int) -> 
 def test_a_long_body_is_refused_before_it_is_sent(source: Shown, port: int) -> None:
     for method, path in (("POST", "/stop"), ("GET", "/nodes")):
         with dial(port) as sock:
-            sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
+            sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_MAX + 1}\r\n\r\n".encode())
             answer = read_to_end(sock)
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b'"code":"1"' in answer
@@ -235,7 +235,7 @@ def test_a_long_body_that_announces_nothing_is_refused_on_the_way(source: Shown,
     with dial(port) as sock:
         sock.sendall(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         piece = b" " * 65536
-        for _ in range(MAX_BODY // len(piece)):
+        for _ in range(BODY_MAX // len(piece)):
             sock.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
         sock.sendall(b"1\r\n \r\n")  # one byte too many, and no end of the body
         answer = read_to_end(sock)
@@ -245,7 +245,7 @@ def test_a_long_body_that_announces_nothing_is_refused_on_the_way(source: Shown,
 
 def test_a_body_of_exactly_the_limit_is_read(source: Shown, http: httpx2.Client) -> None:
     body = b'{"reason": "big"}'
-    assert http.post("/stop", content=body + b" " * (MAX_BODY - len(body))).status_code == 200
+    assert http.post("/stop", content=body + b" " * (BODY_MAX - len(body))).status_code == 200
     assert source.stops == ["big"]
 
 

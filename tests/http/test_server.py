@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
 
+from covey.console import standby
 from covey.console.server import Limits, Server
 from covey.console.training import make_app
 from covey.core.model import Role
@@ -266,3 +267,23 @@ def self_signed(folder: Path) -> Path:
         + key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return path
+
+
+# -- a scheduler that stands by --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "host", "where"),
+    [
+        (b"/nodes?a=b%20c", b"localhost", b"/nodes?a=b%20c"),
+        (b"/%E2%82%AC", b"localhost", b"/%E2%82%AC"),  # no header could hold it as it is
+        (b"/%0d%0aX:1", b"localhost", b"/%0D%0AX%3A1"),
+        (b"/state", b"[", b"/state"),  # no URL can be made of that Host
+        (b"/state", b"elsewhere/x?", b"/state"),
+    ],
+)
+def test_who_stands_by_names_the_leader_whatever_is_asked(asked: bytes, host: bytes, where: bytes) -> None:
+    with serving(app=standby.make_app(lambda: "http://leader:1")) as port, dial(port) as sock:
+        sock.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (asked, host))
+        said = read_to_end(sock)
+    assert said.startswith(b"HTTP/1.1 307 ") and b"\r\nlocation: http://leader:1%s\r\n" % where in said, said

@@ -198,6 +198,24 @@ def test_a_lost_scheduler_is_told_and_registered_at_anew(folder: Path) -> None:
     run(story())
 
 
+def test_that_a_loop_is_at_work_is_news_to_each_scheduler(folder: Path) -> None:
+    async def story() -> None:
+        async with relaying(folder) as (relay, scheduler):
+            relay.made(scheduler)
+            child = await member(relay, scheduler, "0", 1)
+            beat = Beat(Progress(5, "train", loop=True))
+            child.says(beat)
+            assert await scheduler.hears() == Beats({1: beat.progress})
+            relay.lost("it was killed")
+            relay.made(scheduler)
+            assert [await child.hears(), await child.hears()] == [Unreached("it was killed"), Reached(ADDRESS)]
+            child.says(child.wish)
+            child.says(beat)
+            assert [await scheduler.hears(), await scheduler.hears()] == [Via(1, child.wish), Beats({1: beat.progress})]
+
+    run(story())
+
+
 @pytest.mark.parametrize("how", ["a word of agents", "no word at all", "too many words"])
 def test_a_child_that_misbehaves_is_cut_off_alone(folder: Path, how: str) -> None:
     async def story() -> None:

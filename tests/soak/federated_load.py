@@ -7,14 +7,12 @@ servers and the scheduler are killed, stopped and slowed.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import Crowd, Federation
-from tests.soak.harm import harm, parser, table, words
+from tests.soak.harm import ground, harm, parser, table, words
 
 SERVERS, DEVICES = 3, 8
 ROUNDS_MAX = 100_000
@@ -39,13 +37,12 @@ def main() -> int:
     wanted.add_argument("--servers", type=int, default=SERVERS)
     wanted.add_argument("--durability", default="process")
     options = wanted.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for shell in shells(Path(folder)):
-            began = time.monotonic()
-            found, rounds = prove(shell, *words(options), servers=options.servers, durability=options.durability)
-            print(table(found))
-            took = time.monotonic() - began
-            print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in all")
+    with ground() as shell:
+        began = time.monotonic()
+        found, rounds = prove(shell, *words(options), servers=options.servers, durability=options.durability)
+        print(table(found))
+        took = time.monotonic() - began
+        print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in all")
     return 0
 
 

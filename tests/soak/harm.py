@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tests.processes.command import Shell
+from tests.processes.command import Shell, shells
 
 
 def parser(description: str | None, *, minutes: float, rate: str, faults: str) -> argparse.ArgumentParser:
@@ -25,6 +30,15 @@ def words(options: argparse.Namespace) -> list[str]:
     """The same as options of `covey chaos`."""
     wanted = {"--rate": options.rate, "--faults": options.faults, "--seed": options.seed, "--for": f"{options.minutes}m"}
     return [str(word) for pair in wanted.items() for word in pair]
+
+
+@contextlib.contextmanager
+def ground() -> Iterator[Shell]:
+    """A shell in a folder of its own. Whatever it started ends with the soak, also where a signal ends that."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as folder, contextlib.contextmanager(shells)(Path(folder)) as shell:
+        yield shell
 
 
 def harm(shell: Shell, *words: str) -> dict[str, Any]:

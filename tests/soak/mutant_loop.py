@@ -97,7 +97,7 @@ def _passes(item: pytest.Item) -> bool:
 
 def main() -> int:
     module, seconds, *tests = sys.argv[1:]
-    path = Path("src/covey/core") / f"{module}.py"
+    path = Path("src/covey/core", *module.split(".")).with_suffix(".py")
     mutated = mutate_file_contents(str(path), path.read_text()).code
     path.write_text(mutated)
     hypothesis.settings.register_profile(

@@ -17,29 +17,54 @@ from bench import peers
 
 ROOT = Path(__file__).parents[2]
 TREE = ROOT / "mutants"
+MACHINE = ("test_machine", "test_machine_tells", "test_after_death", "test_scaling", "test_spare_decisions", "test_scenarios")
+FEDERATION = ("test_rounds", "test_rounds_tell", "test_dp")
+JOB = ("test_job_plan", "test_job_pods", "test_job_resize")
 TESTS = {  # of each module: those that are about it
     "ranks": ("test_ranks", "test_formation"),
-    "formation": ("test_formation", "test_machine"),
-    "membership": ("test_membership", "test_machine"),
+    "formation": ("test_formation", "test_machine", "test_machine_tells", "test_spare_decisions"),
+    "membership": ("test_membership", "test_scaling", "test_spare_decisions"),
     "recovery": ("test_ladder", "test_scaling", "test_machine", "test_spare_decisions"),
     "healing": ("test_heal_plan", "test_machine"),
     "incidents": ("test_incidents",),
-    "lifecycle": ("test_machine", "test_machine_tells", "test_scaling", "test_spare_decisions", "test_scenarios"),
-    "watch": ("test_machine", "test_machine_tells", "test_scaling", "test_scenarios"),
+    "cluster": ("test_formation", "test_membership", *MACHINE),
+    "ledger": MACHINE,
     "resizing": ("test_scaling", "test_machine", "test_machine_tells"),
     "scaling": ("test_ladder", "test_scaling", "test_machine", "test_machine_tells"),
-    "machine": ("test_machine", "test_machine_tells", "test_scaling", "test_scenarios"),
     "sharing": ("test_ladder", "test_machine_tells"),
+    "spares": ("test_spare_decisions", "test_after_death"),
+    "lifecycle": MACHINE,
+    "watch": MACHINE,
+    "joining": MACHINE,
+    "asking": ("test_asking", "test_machine"),
+    "machine": MACHINE,
+    "node": ("test_node",),
+    "view": ("test_view",),
+    "story": ("test_story",),
     "shards": ("test_shards",),
-    "rounds": ("test_rounds", "test_dp"),
-    "window": ("test_rounds",),
+    "roster": FEDERATION,
+    "rounds": FEDERATION,
+    "masked": ("test_masked", *FEDERATION),
+    "managed": FEDERATION,
+    "window": ("test_window", "test_rounds"),
     "claims": ("test_claims",),
-    "shamir": ("test_secure",),
+    "dp": ("test_dp",),
+    "shamir": ("test_shamir",),
+    "secure_round": ("test_secure", "test_masked"),
     "leadership": ("test_leadership",),
     "board": ("test_board",),
     "chaos": ("test_chaos_choices",),
+    "job.plan": JOB,
+    "job.turn": JOB,
+    "job.resize": JOB,
+    "job.spec": JOB,
+    "job.pod": JOB,
+    "job.status": JOB,
+    "job.failure": JOB,
 }
-SLOW = "not simulated and not dropouts and not believe"  # left out: what runs whole federations, or takes long otherwise
+SLOW = (
+    "not simulated and not dropouts and not never_two_believe"  # left out: what runs whole federations, or takes long otherwise
+)
 
 
 def prepare() -> None:

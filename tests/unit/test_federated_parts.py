@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
@@ -24,6 +25,7 @@ from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
 from covey.federated.accumulator import Accumulator, weighed
 from covey.federated.holdings import Holdings
+from covey.federated.keeper import Keeper, Role
 from covey.federated.model import Floats, Layout, Small, take
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.relay import PATHS
@@ -477,3 +479,9 @@ def test_the_document_describes_every_field() -> None:
     assert set(document["paths"]) == {f"/x/{name}" for name in ("startFLJob", "updateModel", "getModel", *PATHS)}
     fields = document["components"]["schemas"]["UpdateFields"]["properties"]
     assert {"fl_id", "iteration", "timestamp", "data_size", "ticket", "upload_loss"} <= set(fields)
+
+
+def test_a_federation_whose_logs_cannot_be_written_is_over(tmp_path: Path) -> None:
+    (tmp_path / "scheduler.log").mkdir()
+    keeper = Keeper(["-c", ""], [Role("scheduler", "20", {})], cluster_id="c", folder=tmp_path, environ=os.environ)
+    assert asyncio.run(asyncio.wait_for(keeper.run(), 60)) == ExitCode.DISK

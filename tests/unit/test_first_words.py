@@ -109,12 +109,17 @@ def test_the_secret_is_said_else_in_a_named_file_else_in_the_users_own(tmp_path:
 
 @pytest.mark.parametrize(
     ("mode", "text", "sentence"),
-    [(0o640, "x", "can be read by others: chmod 600"), (0o600, " \n", "is empty"), (None, "", "No such file")],
+    [
+        (0o640, "x", "can be read by others: chmod 600"),
+        (0o600, " \n", "is empty"),
+        (0o600, "\udcff", "is not text"),
+        (None, "", "No such file"),
+    ],
 )
 def test_a_secret_file_that_is_none(tmp_path: Path, mode: int | None, text: str, sentence: str) -> None:
     path = tmp_path / "secret"
     if mode is not None:
-        path.write_text(text)
+        path.write_text(text, errors="surrogateescape")
         path.chmod(mode)
     with pytest.raises(UsageError, match=sentence):
         secret.find("", str(path), make=True)
@@ -124,6 +129,22 @@ def test_where_no_secret_can_be_made_the_variable_is_named(tmp_path: Path, monke
     (tmp_path / "covey").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(StoreError, match="set COVEY_SECRET"):
+        secret.find("", "", make=True)
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), RuntimeError("Could not determine home directory.")]
+)
+def test_a_user_without_a_home_has_no_secret_and_is_told_so_where_one_is_needed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> Path:
+        raise error
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    assert secret.find("", "", make=False) == ""
+    with pytest.raises(StoreError, match="set COVEY_SECRET, or HOME"):
         secret.find("", "", make=True)
 
 
@@ -145,10 +166,16 @@ def test_an_address_and_its_parts(text: str, parts: tuple[str, int]) -> None:
     assert address.split(address.join(*parts)) == parts
 
 
-@pytest.mark.parametrize("text", ["host:0", "host:65536", "host:-1", "host:http", "[::1]:x", "host:²"])
+@pytest.mark.parametrize("text", ["host:0", "host:65536", "host:-1", "host:http", "[::1]:x", "host:²", "host:" + "9" * 5000])
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(UsageError, match="with a port from 1 to 65535"):
         address.split(text)
+
+
+@pytest.mark.parametrize("host", ["a..b", "ä..b", "x" * 64, "\udcff"])
+def test_a_name_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(UsageError, match="no host can have that name"):
+        address.split(f"{host}:8118")
 
 
 def test_several_schedulers_share_a_port_or_have_their_own() -> None:

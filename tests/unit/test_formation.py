@@ -6,6 +6,7 @@ from covey.core import formation
 from covey.core.cluster import Cluster
 from covey.core.messages import Assignment, Formed
 from covey.core.model import Agent, ClusterSettings, Host, Member, Role
+from covey.core.shards import first
 
 NEAR, FAR = Host("boot-near", "box", "10.0.0.1"), Host("boot-far", "box", "10.0.0.2")
 
@@ -71,3 +72,52 @@ def test_an_agent_is_told_which_ranks_to_run_and_where_rank_0_is() -> None:
     assert far.assignments == [Assignment("2", 2, 1, 0)] and far.local_world == 1
     assert (near.master_address, near.master_port) == (far.master_address, far.master_port) == ("10.0.0.1", 2222)
     assert [(start.host_index, start.host_count, start.world) for start in (near, far)] == [(0, 2, 3), (1, 2, 3)]
+
+
+def laid_out(*members: Member, servers: int = 0) -> tuple[Cluster, formation.Layout]:
+    """A cluster that has formed of these, in its third generation."""
+    made = cluster(sum(m.role is Role.WORKER for m in members), servers, *members)
+    made.generation = 3
+    return made, formation.Layout(made)
+
+
+def test_a_spare_is_told_the_world_without_a_place_in_it() -> None:
+    spares = [Member(Role.SPARE, str(number), "l", host, rank=number) for number, host in enumerate((NEAR, FAR))]
+    made, layout = laid_out(worker("0", NEAR), worker("1", NEAR), *spares)
+    assert [layout.formed(spare) for spare in spares] == [Formed(3, -1, 2, -1, 2), Formed(3, -1, 2, -1, 0)]
+    made.sharing = first(2)
+    assert layout.formed(spares[0]).sharing == first(2)
+
+
+def test_who_comes_again_is_told_how_often_and_who_was_promoted_as_whom() -> None:
+    again = Member(Role.WORKER, "5", "l", NEAR, rank=0, seat=5, since=2, local_rank=0, restarts=4, lives=1, incarnation=6)
+    server = Member(Role.PSERVER, "0", "l", NEAR, rank=0, seat=0, local_rank=0, restarts=4, lives=1)
+    _, layout = laid_out(again, server, servers=1)
+    assert layout.formed(again) == Formed(3, 0, 1, 0, 1, restarts=4, seat=5, since=2)
+    assert layout.formed(server).restarts == 1, "of a server: since everyone last started"
+    again.process = "spare:0.1"
+    assert (layout.formed(again).node_id, layout.formed(again).incarnation) == ("5", 6)
+
+
+def test_a_server_that_is_coming_learns_with_whom_it_will_share_and_others_when_it_is_here() -> None:
+    servers = [Member(Role.PSERVER, str(rank), "l", NEAR, rank=rank, seat=rank) for rank in range(3)]
+    made, layout = laid_out(worker("0"), *servers, servers=2)
+    made.coming = (2,)
+    coming = layout.formed(servers[2]).sharing
+    assert coming is not None and (coming.version, coming.ring, set(coming.owners)) == (0, (0, 1, 2), {0, 1})
+    assert layout.formed(servers[0]).sharing is None and layout.formed(made.of(Role.WORKER)[0]).sharing is None
+    made.coming, made.sharing = (), first(3)
+    assert {layout.formed(member).sharing for member in made.members.values()} == {first(3)}
+
+
+def test_a_host_without_workers_is_told_so() -> None:
+    made, layout = laid_out(worker("0", NEAR, "near"), Member(Role.SPARE, "0", "", FAR, rank=0, agent="far"))
+    made.agents = {"far": Agent("far", "lf", FAR, 0, meet_port=1111, spares=1)}
+    told = layout.start(made.agents["far"])
+    assert (told.host_index, told.host_count, told.local_world, told.world) == (0, 1, 0, 1)
+    assert told.master_port == 1111, "where nobody knows the first worker's agent"
+    assert [a.name for a in told.assignments] == ["spare:0"]
+
+
+def test_one_node_is_here() -> None:
+    assert formation.decide(cluster(1, 0, worker("0")))[1] == "the only node is here"

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
-from covey.core.incidents import KEPT_MAX, Incident, Incidents, Outcome, Stage
+from covey.core.incidents import KEPT_MAX, SERVERS, Incident, Incidents, Outcome, Stage
 
 
-def opened(log: Incidents, now: float, *, since: float | None = None, known: float | None = None) -> Incident:
+def opened(
+    log: Incidents,
+    now: float,
+    *,
+    since: float | None = None,
+    known: float | None = None,
+    node: str = "worker:1",
+    strategy: str = "recover-in-place",
+) -> Incident:
     return log.open(
         now,
         since=now if since is None else since,
         known=now if known is None else known,
-        node="worker:1",
+        node=node,
         rank=1,
         cause="killed by SIGKILL",
-        strategy="recover-in-place",
+        strategy=strategy,
         reason="its host is fine",
     )
 
@@ -69,3 +77,67 @@ def test_only_the_newest_are_kept_and_all_are_counted() -> None:
         log.close(Outcome.RESUMED, now + 0.5)
     assert (log.kept[0].number, log.kept[-1].number) == (6, KEPT_MAX + 5)
     assert log.totals["recover-in-place", Outcome.RESUMED].count == KEPT_MAX + 5
+
+
+def test_an_incident_says_who_it_was_about_and_why_it_was_answered_so() -> None:
+    made = opened(Incidents(1000.0), 10.0)
+    assert made == Incident(
+        1,
+        1010.0,
+        "worker:1",
+        1,
+        "killed by SIGKILL",
+        "recover-in-place",
+        "its host is fine",
+        ms={Stage.DETECTED: 0.0, Stage.DECIDED: 0.0},
+    )
+
+
+def test_a_growth_that_is_taken_back_says_why_and_how_long_it_was_waited_for_and_deaths_stay_open() -> None:
+    log = Incidents(0.0)
+    opened(log, 1.0, strategy="scale-out")
+    opened(log, 2.0)
+    (back,) = log.close(Outcome.ROLLED_BACK, 3.5004, reason="nobody came")
+    assert (back.number, back.reason, back.outcome) == (1, "its host is fine; nobody came", Outcome.ROLLED_BACK)
+    assert (back.total_ms, back.ms) == (2500.4, {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0})
+    assert [(i.number, i.outcome) for i in log.kept] == [(1, Outcome.ROLLED_BACK), (2, Outcome.OPEN)]
+    (death,) = log.close(Outcome.RESUMED, 4.0)
+    assert death.number == 2 and death.total_ms == 2000.0
+
+
+def test_servers_moves_go_their_own_way_until_the_run_ends() -> None:
+    log = Incidents(0.0)
+    opened(log, 1.0)
+    opened(log, 1.0, node=SERVERS, strategy="scale-out")
+    assert [i.node for i in log.close(Outcome.RESUMED, 2.0)] == ["worker:1"]
+    opened(log, 3.0)
+    assert [i.node for i in log.close(Outcome.RESUMED, 4.0, SERVERS)] == [SERVERS]
+    opened(log, 5.0, node=SERVERS)
+    assert [i.node for i in log.close(Outcome.ENDED, 6.0)] == ["worker:1", SERVERS]
+    assert all(i.outcome is not Outcome.OPEN for i in log.kept)
+
+
+def test_a_change_that_is_not_over_stays_open_when_the_rest_is() -> None:
+    log = Incidents(0.0)
+    opened(log, 1.0, strategy="scale-in")
+    opened(log, 1.0)
+    assert log.resizing
+    assert [i.strategy for i in log.close(Outcome.RESUMED, 2.0, but="scale-in")] == ["recover-in-place"]
+    assert [i.strategy for i in log.close(Outcome.RESUMED, 3.0)] == ["scale-in"] and not log.resizing
+    opened(log, 4.0, node=SERVERS, strategy="scale-out")
+    assert not log.resizing, "the number of workers stays"
+
+
+def test_times_are_kept_to_the_microsecond() -> None:
+    log = Incidents(0.0)
+    opened(log, 1.0)
+    log.mark(Stage.REFORMED, 1.0001234)
+    (closed,) = log.close(Outcome.ENDED, 2.0)
+    assert closed.ms[Stage.REFORMED] == 0.123
+
+
+def test_what_was_known_of_an_open_one_begins_when_it_was_known() -> None:
+    log = Incidents(0.0)
+    log.take_over([Incident(1, 10.0, "worker:1", 1, "", "recover", "")])
+    (closed,) = log.close(Outcome.RESUMED, 12.0)
+    assert closed.ms == {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0, Stage.RESUMED: 2000.0}

@@ -22,6 +22,7 @@ from covey.core.job.actions import (
     SayGone,
     Tell,
 )
+from covey.core.job.clock import stamp
 from covey.core.job.live import Live
 from covey.core.model import Phase
 
@@ -533,6 +534,48 @@ def test_suspend_takes_pods_away_and_resume_brings_them_back() -> None:
     assert len(of(made, CreatePod)) == 3 and states(made)["Suspended"] == "False" and world.status.get("restarts", 0) == 0
 
 
+def goes(world: World, name: str, code: int) -> None:
+    """A pod that was told to go has ended, and is still to be seen."""
+    world.pods[name]["metadata"]["deletionTimestamp"] = stamp(world.now + 30)
+    world.ends(name, code)
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_how_a_pod_of_before_a_suspension_ends_says_nothing_about_the_job(code: int) -> None:
+    world = World(job()).start()
+    world.job["spec"]["runPolicy"] = {"suspend": True}
+    world.now += 5
+    assert len(of(world.look(), DeletePod)) == 3 and world.status["state"] == "Suspended"
+    world.job["spec"]["runPolicy"] = {"suspend": False}
+    world.now += 5
+    for name in world.pods:
+        goes(world, name, code)
+    made = world.look()
+    assert world.conditions() == {"Created"} and world.status["state"] == "Created"
+    assert not of(made, CreatePod), "no place is free yet"
+    del world.pods["train-worker-0"]
+    assert [(a.role, a.index) for a in of(world.look(), CreatePod)] == [("Worker", 0)]
+
+
+def test_a_pod_that_is_replaced_and_ends_well_has_not_finished_the_job() -> None:
+    """A script that ends in order when it is told to go is common."""
+    world = World(job(labels=GRACE)).start()
+    world.pods["train-worker-1"]["status"] = {"phase": "Failed", "reason": "Evicted"}
+    assert len(of(world.look(), DeletePod)) == 3, "all start anew"
+    goes(world, "train-worker-0", 0)
+    world.look()
+    assert "finished" not in world.status and "Succeeded" not in world.conditions()
+    del world.pods["train-worker-0"]["metadata"]["deletionTimestamp"]
+    assert "train-worker-0" in {a.name for a in of(world.look(), DeletePod)}, "it was not told yet: it is now"
+
+
+def test_a_pod_that_somebody_takes_away_is_no_fault_of_the_program() -> None:
+    world = World(job(labels={**GRACE, "fault-retry-times": "1"})).start()
+    goes(world, "train-worker-1", 143)
+    world.look()
+    assert "faults" not in world.status and world.status["restarts"] == 1
+
+
 def test_dynamic_workers_scale_while_they_run() -> None:
     world = World(job(enableDynamicWorker=True)).start()
     world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3
@@ -563,6 +606,15 @@ def test_orphans_are_adopted_and_strangers_left_alone() -> None:
 def test_a_gang_is_made_when_asked() -> None:
     made = plan(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(gang=True), NOW)
     assert of(made, CreateGang) == [CreateGang(3, {"queue": "big"})]
+
+
+def test_a_gang_of_an_earlier_job_of_this_name_is_not_this_ones_and_goes_with_it() -> None:
+    """What that one owned may be collected after this one has its pods."""
+    there = [pod(name, phase="Pending") for name in ("train-scheduler-0", "train-worker-0", "train-worker-1")]
+    service_there = [service("train-scheduler-0")]
+    for group, wanted in ((None, 1), (service("train", owner="another"), 1), (service("train"), 0)):
+        made = plan(job(), Observed(gang=True, pods=there, services=service_there, pod_group=group), NOW)
+        assert len(of(made, CreateGang)) == wanted and not of(made, CreatePod)
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------

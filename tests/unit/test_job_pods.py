@@ -144,6 +144,7 @@ def worker_with(**changed: Any) -> dict[str, Any]:
 
 
 CONTAINER = {"name": "mindspore", "image": "some"}
+PORT = {"containerPort": 80}
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,16 @@ CONTAINER = {"name": "mindspore", "image": "some"}
             "spec.msReplicaSpecs.Worker.template.spec.containers[0].image: is missing",
         ),
         (
-            worker_with(template={"spec": {"containers": [{**CONTAINER, "ports": [{}, {"name": "A"}]}]}}),
+            worker_with(
+                template={"spec": {"containers": [{**CONTAINER, "ports": [{**PORT, "name": "a"}, {**PORT, "name": "A"}]}]}}
+            ),
             "spec.msReplicaSpecs.Worker.template.spec.containers[0].ports[1].name:"
             " 'A' is not lower-case letters, digits and '-'",
+        ),
+        (
+            worker_with(template={"spec": {"containers": [{**CONTAINER, "ports": [{**PORT, "name": "a-port-of-sixteen"}]}]}}),
+            "spec.msReplicaSpecs.Worker.template.spec.containers[0].ports[0].name:"
+            " 'a-port-of-sixteen' has more than 15 characters",
         ),
         (
             worker_with(restartPolicy="Sometimes"),
@@ -193,6 +201,48 @@ def test_what_cannot_be_is_named_where_it_stands(asked: dict[str, Any], problem:
     with pytest.raises(Invalid) as refused:
         read(asked)
     assert [str(found) for found in refused.value.problems] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("container", "where"),
+    [
+        ({"env": {"EPOCHS": "1"}}, "env"),
+        ({"env": [{"name": "EPOCHS", "value": 1}]}, "env[0].value"),
+        ({"env": [{"value": "1"}]}, "env[0]"),
+        ({"ports": [{"name": "a"}]}, "ports[0]"),
+        ({"ports": [{"containerPort": 0}]}, "ports[0].containerPort"),
+        ({"command": "python train.py"}, "command"),
+        ({"args": ["--epochs", 1]}, "args[1]"),
+        ({"volumeMounts": {"name": "data"}}, "volumeMounts"),
+    ],
+)
+def test_a_template_that_is_none_is_refused_and_not_tried_for_ever(container: dict[str, Any], where: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        read(worker_with(template={"spec": {"containers": [{**CONTAINER, **container}]}}))
+    (problem,) = refused.value.problems
+    assert problem.path == f"spec.msReplicaSpecs.Worker.template.spec.containers[0].{where}"
+
+
+def test_a_field_that_is_written_and_left_empty_is_as_good_as_none() -> None:
+    empty = dict.fromkeys(("env", "envFrom", "ports", "volumeMounts", "command", "args"))
+    template = {"metadata": None, "spec": {"containers": [{**CONTAINER, **empty}], "volumes": None, "affinity": None}}
+    asked = job(labels={"fault-scheduling": "grace"}, annotations={"recover-strategy": "recover"})
+    asked["spec"]["msReplicaSpecs"]["Worker"]["template"] = template
+    pod = made(asked, excluded=("n1",))
+    (container,) = pod["spec"]["containers"]
+    assert [volume["name"] for volume in pod["spec"]["volumes"]] == [mount["name"] for mount in container["volumeMounts"]]
+    assert pod["spec"]["affinity"]["nodeAffinity"] and variables(pod)["MS_ENABLE_RECOVERY"] == "1"
+
+
+def test_jobs_of_one_name_do_not_share_a_secret() -> None:
+    """The first one's is collected some time after it is gone, and would be missed by the pods of the second."""
+    names = []
+    for uid in ("11111111-aa", "22222222-aa"):
+        asked = job()
+        asked["metadata"]["uid"] = uid
+        names.append(pods.secret(read(asked), "s", "t", OWNER)["metadata"]["name"])
+        assert made(asked)["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": names[-1]}}]
+    assert len(set(names)) == 2
 
 
 def test_a_name_whose_pods_would_have_too_long_ones_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.leadership import BELIEVES, Candidate, Cell, Look, Write
+from covey.core.leadership import BELIEVES, LOOKS, Candidate, Cell, Look, Write
 
 D = 3.0
 
@@ -136,6 +136,90 @@ def test_another_clusters_lease_is_known_once_its_holder_lives() -> None:
     assert strangers(other) == "ours" and strangers(second) == ""
     other.settle(0.4 + D)
     assert strangers(other) == "" and other.candidate.leads(0.4 + D), "whose holder died is free"
+
+
+# -- one candidate, with a literal cell ------------------------------------------------------------------------------
+
+
+def candidate(now: float = 100.0) -> Candidate:
+    return Candidate("a", "http://a", duration_s=D, now=now)
+
+
+def leader(now: float = 100.0) -> Candidate:
+    made = candidate(now)
+    made.looked(Cell(), now)
+    wish = made.next(now)
+    assert wish == Write(Cell(1, "a", 0, "http://a"))
+    made.wrote(Cell(1, "a", 0, "http://a"), True)
+    return made
+
+
+OTHER = Cell(4, "b", 7)
+
+
+def test_whoever_comes_looks_first_and_takes_what_nobody_holds_at_once() -> None:
+    made = candidate()
+    assert made.due == 100.0 and made.next(100.0) == Look()
+    assert made.due == 100.0 + D / LOOKS
+    made.looked(Cell(), 100.1)
+    assert made.due == 100.1, "there is no reason to wait"
+    waits = candidate()
+    waits.next(100.0)
+    waits.looked(OTHER, 100.1)
+    assert waits.due == 100.0 + D / LOOKS and waits.next(waits.due) == Look()
+
+
+def test_a_leader_beats_and_believes_for_two_thirds_from_when_it_began_to_write() -> None:
+    made = leader()
+    until = 100.0 + D * BELIEVES
+    assert made.leads(until - 0.01) and not made.leads(until)
+    assert made.next(100.5) == Write(Cell(1, "a", 1, "http://a"))
+    made.wrote(Cell(1, "a", 1, "http://a"), True)
+    assert made.leads(until) and not made.leads(100.5 + D * BELIEVES)
+    assert made.next(100.5 + D * BELIEVES) == Write(Cell(2, "a", 0, "http://a")), "too late for a beat: a new term"
+
+
+def test_another_leader_is_waited_for_a_whole_duration_from_when_its_beat_was_last_seen_to_change() -> None:
+    made = candidate()
+    made.looked(OTHER, 100.0)
+    made.looked(Cell(4, "b", 8), 102.0)
+    assert made.next(102.0 + D - 0.1) == Look()
+    assert made.next(102.0 + D) == Write(Cell(5, "a", 0, "http://a"))
+
+
+def test_only_a_leader_that_knows_what_the_lease_says_can_give_it_back() -> None:
+    made = candidate()
+    made.looked(OTHER, 100.0)
+    assert made.give_back() is None
+    unsure = leader()
+    unsure.failed()
+    assert unsure.give_back() is None and not unsure.leads(100.0)
+    assert leader().give_back() == Write(Cell(1, "", 0, "http://a"))
+
+
+def test_who_has_seen_somebody_lead_knows_an_end_for_its_own_and_who_comes_later_begins_anew() -> None:
+    end = Cell(4, "", 9, over=True, code=3)
+    stood_by = candidate()
+    stood_by.looked(OTHER, 100.0)
+    assert not stood_by.over
+    stood_by.looked(end, 101.0)
+    assert stood_by.over and stood_by.next(101.0 + 2 * D) == Look(), "nothing is left to lead"
+    led = leader()
+    led.looked(end, 101.0)
+    assert led.over and not led.leads(101.0)
+    late = candidate()
+    late.looked(end, 101.0)
+    assert not late.over and late.next(101.0) == Write(Cell(5, "a", 0, "http://a"))
+
+
+def test_who_reads_that_another_leads_leads_no_more() -> None:
+    for cell in (OTHER, Cell(2, "a"), Cell(1, "b")):
+        made = leader()
+        made.looked(cell, 100.5)
+        assert not made.leads(100.5), cell
+    made = leader()
+    made.looked(Cell(1, "a", 5), 100.5)
+    assert made.leads(100.5) and made.due == 100.5, "its own beat, whose answer was lost"
 
 
 rounds = st.lists(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.core.messages import LOG_MAX, LogAsked
-from covey.node.logs import SCAN_MAX, piece
+from covey.node.log_pieces import SCAN_MAX, piece
 
 
 @pytest.fixture

@@ -166,6 +166,17 @@ def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() 
     assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
 
 
+def test_who_waits_is_told_that_somebody_was_refused() -> None:
+    """Hosts that were told another number of workers each: one is refused, and the other would wait for it in silence."""
+    made = machine(4, topo_timeout_s=10.0)
+    made.step(Heard(RegisterAgent("a", "la", BOX, 2, fingerprint={"MS_WORKER_NUM": "4"}), 1), 0.0)
+    made.step(Heard(RegisterAgent("b", "lb", OTHER, 3, fingerprint={"MS_WORKER_NUM": "6"}), 2), 1.0)
+    said = f"2 workers missing; {OTHER.name} ({OTHER.address}) was refused: "
+    assert made.cluster.reason.startswith(said) and "MS_WORKER_NUM" in made.cluster.reason
+    over = ended(tick(made, 11.0, beats=[1]))
+    assert over is not None and over.code == ExitCode.NOT_FORMED and over.reason.endswith(made.cluster.refused)
+
+
 def test_too_few_in_time_and_everyone_is_told_who_was_there() -> None:
     made = machine(3, topo_timeout_s=10.0)
     made.step(Heard(register("a"), 1), 0.0)
@@ -270,6 +281,7 @@ def test_the_first_failure_is_the_one_that_is_reported() -> None:
     failure = sent(effects, Stop)[1].failure
     assert failure is not None
     assert (failure.node_id, failure.code, failure.reason, failure.tail) == ("2", 139, "signal 11", ["Segmentation fault"])
+    assert failure.log == "worker_2.log"
     assert ended(effects) == End(139, "worker:2 on other: signal 11", failure)
 
 

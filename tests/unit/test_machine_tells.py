@@ -118,6 +118,7 @@ def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
 
 def broken(made: Machine, now: float, reason: str = SAID) -> list[SchedulerEffect]:
     """One rank says so, and nobody died."""
+    made.step(Ticked(), now)
     made.step(Heard(Broke(made.cluster.generation, reason), 10), now)
     assert phase(made) is Phase.READY, "a death may still explain it"
     assert sent(made.step(Ticked(), now + 0.9 * EXPLAIN_S), Regrouped) == {}

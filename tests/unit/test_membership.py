@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from covey.core import scaling
 from covey.core.cluster import Cluster
-from covey.core.membership import Verdict, answer_agent, answer_node, node_id
-from covey.core.messages import Register, RegisterAgent
+from covey.core.membership import Answer, Verdict, answer_agent, answer_node, names, node_id
+from covey.core.messages import NAMES_MAX, Register, RegisterAgent
 from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
 
 BOX = Host("boot-box", "box", "10.0.0.1")
@@ -76,7 +77,7 @@ def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
 def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
     dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
     answer = answer_node(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
-    assert (answer.verdict, answer.reason) == (Verdict.RETURN, "takes rank 1 after worker:b")
+    assert answer == Answer(Verdict.RETURN, "takes rank 1 after worker:b", (Role.WORKER, "b"))
 
 
 def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
@@ -92,6 +93,12 @@ def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Membe
     answer = answer_node(formed(worker("a", 0), silent), wish("b"))
     assert answer.verdict is Verdict.HOLD
     assert answer.reason == "the life before, worker:b on box (process 42), is not known to be over yet"
+
+
+def test_of_a_life_that_the_journal_alone_knows_no_process_is_named() -> None:
+    known = worker("b", 1, NodeState.SUSPECT, pid=0)
+    said = "the life before, worker:b on box, is not known to be over yet"
+    assert answer_node(formed(worker("a", 0), known), wish("b")).reason == said
 
 
 def test_a_stranger_waits_while_somebody_is_silent() -> None:
@@ -251,6 +258,7 @@ def test_two_hosts_with_one_node_rank() -> None:
 
 def test_a_node_rank_beyond_the_last() -> None:
     assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: there are 2"
+    assert answer_agent(forming(workers=4), agent_wish(first_rank=2)).verdict is Verdict.ADMIT, "3 is the last"
 
 
 def test_an_agent_with_other_settings() -> None:
@@ -267,3 +275,140 @@ def test_an_agent_of_another_job() -> None:
     )
     for cluster, said in ((named, {}), (named, {"the job": "a"}), (forming(), {"the job": "b"})):
         assert answer_agent(cluster, agent_wish(fingerprint=said)).verdict is Verdict.ADMIT
+
+
+# -- the whole answer, where more than a refusal follows from it -----------------------------------------------------
+
+
+def test_whoever_is_known_is_told_as_what() -> None:
+    assert answer_node(formed(worker("a", 0)), wish("a", "life of a")) == Answer(
+        Verdict.REATTACH, "the same life again", (Role.WORKER, "a")
+    )
+    assert answer_node(formed(worker("0", 0), child()), wish("1", incarnation=2)) == Answer(
+        Verdict.REATTACH, "the process its agent started", (Role.WORKER, "1")
+    )
+    cluster = formed(worker("0", 0))
+    cluster.agents["b"] = Agent("b", "new", OTHER, 1)
+    assert answer_agent(cluster, agent_wish()) == Answer(Verdict.REATTACH, "the same agent again")
+
+
+def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -> None:
+    cluster = formed(worker("0", 0), child(life="its life", process="spare:7.3"))
+    asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
+    assert answer_node(cluster, asks) == Answer(Verdict.REATTACH, "it is worker:1 now", (Role.WORKER, "1"))
+    for other in (
+        Register(Role.SPARE, "7", "another life", BOX, incarnation=3),
+        Register(Role.SPARE, "7", "its life", BOX, incarnation=2),
+        Register(Role.SPARE, "8", "its life", BOX, incarnation=3),
+    ):
+        assert answer_node(cluster, other).verdict is Verdict.REFUSE
+    assert answer_node(cluster, wish("x", "its life")).verdict is Verdict.REFUSE, "a worker is promoted to nothing"
+
+
+def test_every_setting_that_differs_is_shown() -> None:
+    said = "its settings differ from the scheduler's: MS_SERVER_NUM is 1 there and 0 here; MS_WORKER_NUM is 8 there and 2 here"
+    assert refusal(forming(), wish("a", fingerprint={"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "1"})) == said
+
+
+def test_a_cluster_of_servers_alone_has_no_place_for_a_worker() -> None:
+    said = "this cluster has no place for the role worker (MS_WORKER_NUM is 0)"
+    assert refusal(forming(workers=0, servers=1), wish("a")) == said
+
+
+def test_one_server_too_many() -> None:
+    cluster = formed(worker("a", 0), worker("b", 1))
+    cluster.settings = ClusterSettings(2, 1)
+    cluster.add(Member(Role.PSERVER, "s", "l", BOX, rank=0, state=NodeState.ALIVE))
+    assert refusal(cluster, Register(Role.PSERVER, "t", "l2", BOX)) == (
+        "one pserver too many: the cluster has its 1 (pserver:s). Stop this one, or start the cluster with a larger number"
+    )
+
+
+def test_without_recovery_nobody_takes_a_dead_ones_place() -> None:
+    cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
+    assert refusal(cluster, wish("z")).startswith("one worker too many: ")
+
+
+def growing(**changed: Any) -> Cluster:
+    """Two workers in a world that may have three."""
+    cluster = formed(worker("a", 0), worker("b", 1))
+    cluster.settings = ClusterSettings(2, recovery=True, **changed)
+    return cluster
+
+
+def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
+    cluster = growing(worker_max=3)
+    later = Answer(Verdict.HOLD, f"there is place for 3 workers, but not yet: {scaling.why_not(cluster)}")
+    assert answer_node(cluster, wish("1")) == later
+    asked = growing()
+    asked.asked = 3
+    assert refusal(asked, wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
+    asked.resized = 2
+    assert answer_node(asked, wish("1")) == later
+    asked.trains = True
+    assert answer_node(asked, wish("1")) == Answer(Verdict.ADMIT, "there is place for 3 workers")
+    forms = forming(worker("1", 1))
+    forms.settings = ClusterSettings(2, worker_max=3)
+    assert refusal(forms, wish("01")) == "rank 1 is taken by worker:1 on box (process 42)", "before, it is"
+    assert answer_node(forms, wish("2")).verdict is Verdict.ADMIT, "and the world is what it may become"
+
+
+def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
+    cluster = formed(worker("a", 0), worker("b", 1))
+    assert refusal(cluster, wish("1", "older", incarnation=1, rank=1)) == "this life is over: another node took its rank 1"
+
+
+def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
+    def people(count: int) -> list[Member]:
+        return [worker(f"w{number}") for number in reversed(range(count))]
+
+    assert names([]) == "nobody"
+    assert names(people(11)).endswith("worker:w8, worker:w9, worker:w10"), "nine is before ten"
+    assert names(people(NAMES_MAX)).endswith(f", worker:w{NAMES_MAX - 1}")
+    assert names(people(NAMES_MAX + 1)).endswith(f", worker:w{NAMES_MAX - 1} and 1 more")
+
+
+# -- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() -> None:
+    cluster = formed(worker("0", 0), child(agent="b"))
+    cluster.agents["b"] = Agent("b", "first", OTHER, 1)
+    held = Answer(Verdict.HOLD, "the life before of the agent b is not known to be over yet")
+    assert answer_agent(cluster, agent_wish()) == held
+    cluster.members[(Role.WORKER, "1")].state = NodeState.DEAD
+    assert answer_agent(cluster, agent_wish(slots=1)) == Answer(
+        Verdict.ADMIT, "other brings 1 worker, and worker:1 can be started again"
+    )
+
+
+def test_a_host_with_spares_alone_is_welcome_at_any_time_and_with_more_it_is_not() -> None:
+    cluster = formed(worker("0", 0))
+    assert answer_agent(cluster, agent_wish(slots=0, spares=2)) == Answer(Verdict.ADMIT, "other brings 2 spares")
+    for late in (agent_wish(slots=1, spares=2), agent_wish(slots=0, servers=1, spares=2), agent_wish(slots=0)):
+        assert answer_agent(cluster, late).verdict is Verdict.REFUSE
+
+
+def test_a_host_brings_servers_too_and_not_too_many() -> None:
+    cluster = forming(worker("a"), Member(Role.PSERVER, "0", "l", BOX, rank=0), servers=2)
+    assert answer_agent(cluster, agent_wish(slots=1, servers=1)) == Answer(Verdict.ADMIT, "other brings 1 worker and 1 server")
+    said = "this host brings 2 servers, but 1 of 2 are here already"
+    assert answer_agent(cluster, agent_wish(slots=1, servers=2)) == Answer(Verdict.REFUSE, said)
+
+
+def test_a_host_whose_ranks_nobody_named_takes_what_is_free() -> None:
+    assert answer_agent(forming(worker("0", 0)), agent_wish(slots=1)) == Answer(Verdict.ADMIT, "other brings 1 worker")
+
+
+def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
+    assert answer_agent(growing(worker_max=3), agent_wish(slots=1)) == Answer(
+        Verdict.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
+    )
+    next_in_turn = growing(worker_max=3)
+    next_in_turn.agents["c"] = Agent("c", "its life", BOX, 1, link=5)
+    assert answer_agent(next_in_turn, agent_wish(slots=1)).verdict is Verdict.REFUSE, "another host was here before it"
+    away = formed(worker("0", 0), child(agent="c"))
+    away.agents["c"] = Agent("c", "its life", BOX, 1)
+    assert answer_agent(away, agent_wish()) == Answer(
+        Verdict.HOLD, "the agent on box is out of reach: its places may become free"
+    )

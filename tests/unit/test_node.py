@@ -181,8 +181,18 @@ def test_while_the_scheduler_is_away_the_program_goes_on_and_it_is_called_at_lea
         assert made.due - now <= 0.5
     assert made.step(LinkMade(), 60.0) == [Send(made.wish)]
     assert isinstance(made.wish, Register) and (made.wish.rank, made.wish.incarnation, made.wish.cluster_id) == (3, 1, "c1")
-    made.step(Heard(Welcome("c1", "w", 1)), 60.0)
+    back = made.step(Heard(Welcome("c1", "w", 1)), 60.0)
     assert made.stage is Stage.MEMBER
+    assert back[-1] == SendBeat(), (
+        "a scheduler that was started again knows nothing of what it does, and may judge by that soon"
+    )
+
+
+def test_without_beats_nothing_is_sent_when_the_scheduler_is_found_again() -> None:
+    made = member(recovery=True, beats=False)
+    made.step(LinkLost("reset"), 10.0)
+    made.step(LinkMade(), 10.1)
+    assert SendBeat() not in made.step(Heard(Welcome("c1", "w", 1)), 10.1)
 
 
 def test_without_recovery_it_gives_up_after_the_node_timeout() -> None:

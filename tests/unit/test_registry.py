@@ -1,4 +1,4 @@
-"""The registry: who can be found on this host."""
+"""The registry: who can be found on this host; and the folders that a run makes for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from covey.errors import StoreError
 from covey.store.registry import Entry, add, process_started, running
+from covey.store.scratch import Scratch
 
 
 def test_a_cluster_is_found_once_though_who_led_it_before_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +25,19 @@ def test_a_cluster_is_found_once_though_who_led_it_before_still_lives(tmp_path: 
             add(entry)
         assert {entry.pid for entry in running()} == {new.pid, other.pid}
         stopped.kill()
+
+
+def test_who_only_looks_makes_no_folder_and_who_cannot_make_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert running() == [] and not list(tmp_path.iterdir())
+    (tmp_path / "covey").write_text("a file where the folder should be")
+    with pytest.raises(StoreError, match="set XDG_RUNTIME_DIR to a folder of yours"):
+        add(Entry("c", "127.0.0.1:8118", os.getpid(), 0.0))
+
+
+def test_a_run_without_a_temporary_folder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc")  # where nobody can make one
+    with pytest.raises(StoreError, match="set TMPDIR to one that can be written to"):
+        Scratch("test")

@@ -32,6 +32,7 @@ from covey.core.messages import Goodbye, Refused, Stop, StopAsked
 from covey.core.model import Host
 from covey.core.roster import Effect, Keep, Limits
 from covey.core.rounds import REATTACH_S
+from covey.core.secure import Uploaders
 from covey.errors import UsageError
 
 PLAN = Plan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0, iterations=3)
@@ -259,6 +260,73 @@ def test_a_server_whose_copies_were_taken_over_does_not_count_its_own_log_too_wh
     assert admitted.void == 1
 
 
+FAR = Host("far", "far", "10.0.0.2")
+
+
+def copied() -> Bench:
+    """A server that counted 3 is lost, and the other, on another host, is asked for its copies of them."""
+    bench = Bench(plan=Plan(threshold=9))
+    bench.come(1, "0", durability="host")
+    bench.come(2, "1", host=FAR, durability="host")
+    bench.stand(1)
+    bench.stand(2)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    bench.out += bench.machine.step(LinkLost("closed", 2), bench.now)
+    assert [adoption.copies for adoption in bench.orders().adoptions] == [True]
+    return bench
+
+
+@pytest.mark.parametrize("life", ["1", "1b"])
+def test_who_returns_while_its_copies_are_asked_for_is_let_in_when_that_is_decided(life: str) -> None:
+    """Else both would count them: it has its log again, and the other may have taken them over in the same moment."""
+    bench = copied()
+    assert bench.come(3, "1", life, FAR, durability="host") == [Close(3)]
+    bench.stand(1, round=1, numbers=Numbers(3), adopted=("1",))
+    (admitted,) = [e.message for e in bench.come(4, "1", life, FAR) if isinstance(e, Send) and isinstance(e.message, Admitted)]
+    assert admitted.void == 1
+    bench.stand(4, round=1)
+    assert bench.machine.counted == 3 and [peer.node_id for peer in bench.orders().members] == ["0", "1"]
+
+
+def test_who_returns_when_nobody_is_left_to_ask_for_its_copies_counts_its_own_log() -> None:
+    bench = copied()
+    bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
+    (admitted,) = [e.message for e in bench.come(3, "1", "1b", FAR) if isinstance(e, Send)]
+    assert isinstance(admitted, Admitted) and admitted.void == -1 and not bench.orders().adoptions
+
+
+def test_copies_that_a_restarted_scheduler_hears_of_are_not_counted_beside_the_log() -> None:
+    bench = copied()
+    record = [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    after = Bench(record=record)
+    after.come(2, "1", host=FAR, durability="host")
+    after.stand(2, round=1, numbers=Numbers(3))
+    after.come(1, "0", durability="host")
+    assert Close(2) in after.stand(1, round=1, numbers=Numbers(3), adopted=("1",))
+    assert after.machine.counted == 3, "until it calls again and is told that its part is void"
+    (admitted, *_) = [e.message for e in after.come(3, "1", host=FAR) if isinstance(e, Send)]
+    assert isinstance(admitted, Admitted) and admitted.void == 1
+
+
+def test_a_server_that_hangs_and_holds_its_log_is_replaced_by_its_copies_though_others_share_its_host() -> None:
+    bench = Bench(3, Plan(threshold=9))
+    for link, name in ((1, "0"), (2, "1"), (3, "2")):
+        bench.come(link, name, durability="host")
+    for link in (1, 2, 3):
+        bench.stand(link)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    bench.out += bench.machine.step(LinkLost("silent", 2), bench.now)
+    assert bench.orders().adoptions == (Adoption("1", "1", "1", "0"),), "its own log, if it is free"
+    bench.stand(1, unable=("1",))
+    bench.stand(1, unable=())
+    bench.tick(1.5)
+    assert bench.orders().adoptions == (Adoption("1", "1", "1", "2", copies=True),)
+    bench.stand(3, round=1, numbers=Numbers(3), adopted=("1",))
+    assert not bench.machine.missing and bench.machine.counted == 3
+    (admitted,) = [e.message for e in bench.come(4, "1") if isinstance(e, Send) and isinstance(e.message, Admitted)]
+    assert admitted.void == 1, "it wakes up, and its own log must not count too"
+
+
 def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns() -> None:
     bench = Bench(3, Plan(threshold=9))
     for link, name in ((1, "0"), (2, "1"), (3, "2")):
@@ -341,6 +409,7 @@ def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
     assert bench.stage() is Stage.SUMMING
     bench.out += bench.machine.step(LinkLost("closed", 1), bench.now)
     bench.stand(2, numbers=Numbers(2), adopted=("0",))
+    assert (bench.stage(), bench.orders().summer, bench.orders().parts) == (Stage.SEALING, "", ())
     bench.stand(2)
     assert bench.orders().parts == (("1", Numbers(2)),)
     assert (bench.machine.stage, bench.machine.summer) == (Stage.SUMMING, "1")
@@ -506,6 +575,34 @@ def test_a_new_instance_begins_now_or_after_the_round() -> None:
     assert Bench(record=record).machine.next_plan == PLAN  # a scheduler that dies meanwhile has not forgotten it
 
 
+def test_a_new_instance_does_not_wait_for_a_round_that_cannot_end() -> None:
+    """Whoever asks for fewer devices asks because they do not come."""
+    bench = Bench().form()
+    bench.stand(1, round=1, numbers=Numbers(1))
+    plan = msgspec.structs.replace(PLAN, threshold=1, ratio=1.0)
+    bench.machine.new_instance(plan, bench.now)
+    bench.tick(1.0)
+    assert (bench.machine.state, bench.stage()) == ("CLUSTER_NEW_INSTANCE", Stage.OPEN)
+    bench.tick(1.5)
+    assert (bench.machine.plan, bench.machine.state, bench.machine.iteration) == (plan, "CLUSTER_READY", 1)
+    assert record_of(bench.machine) == [effect.record for effect in bench.out if isinstance(effect, Keep)][-1]
+    bench.tick(0.1)
+    assert bench.stage() is Stage.SEALING, "with what was counted: nothing is thrown away"
+
+
+@pytest.mark.parametrize(("threshold", "ratio", "needed"), [(100, 0.55, 55), (100, 0.07, 7), (3, 0.5, 2), (1, 0.001, 1)])
+def test_a_ratio_of_the_threshold_is_what_a_person_would_say(threshold: int, ratio: float, needed: int) -> None:
+    assert Plan(threshold=threshold, ratio=ratio).needed == needed
+
+
+@pytest.mark.parametrize("name", ["20261116160500123456", "007", "128"])
+def test_an_id_of_digits_that_is_no_rank_is_a_name(name: str) -> None:
+    bench = Bench(servers=1)
+    bench.come(1, name)
+    bench.stand(1)
+    assert [(peer.node_id, peer.rank) for peer in bench.orders().members] == [(name, 0)]
+
+
 def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, iterations=1)).form()
     bench.machine.set_enabled(False, bench.now)
@@ -578,6 +675,7 @@ def test_what_is_kept_is_all_of_it_and_comes_back() -> None:
         "next_plan": msgspec.structs.replace(PLAN, threshold=8),
         "missing": ("0",),
         "metrics": {"loss": 0.75},
+        "uploaders": Uploaders("c/7", 1, 2, ("a",), 1, {"a": b"pk"}, ("a",)),
         "voided": (6, "nobody was left"),
         "spent": 1.5,
     }

@@ -1,4 +1,4 @@
-"""The scheduler's shell: nothing is answered before what it promises is durable."""
+"""The scheduler's shell: every message has a hearer, and nothing is answered before what it promises is durable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from covey.core.events import Heard
-from covey.core.messages import Beat, Register, ScaleAsked
+from covey.core.machine import Machine
+from covey.core.messages import Ask, AskStory, Beat, Beats, FromNode, HungUp, LogTold, Register, ScaleAsked, Via
 from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Role
 from covey.errors import StoreError
 from covey.node import scheduler as shell
@@ -52,6 +53,11 @@ async def trained(journal: SharedJournal) -> AsyncIterator[Scheduler]:
     sock.close()
 
 
+def test_every_message_is_heard_by_the_machine_or_by_its_shell() -> None:
+    machine = Machine(ClusterSettings(1), cluster_id="c", job="", now=0.0)
+    assert set(FromNode.__args__) - machine._hear.keys() == {Ask, AskStory, LogTold, Via, HungUp, Beats}
+
+
 def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         cells = SlowCells(tmp_path)
@@ -71,6 +77,46 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
                 await made.ask(ScaleAsked(more=1, start=False))
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("where", ["commit", "tick"])
+def test_a_bug_ends_a_scheduler_instead_of_leaving_it_half_at_work(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again from its journal; one that neither writes nor watches would be waited for by everyone."""
+
+    async def check() -> None:
+        made = Scheduler(ClusterSettings(1), Place("127.0.0.1:0", "box"), cluster_id="c", journal=Odd(where == "commit"))
+        if where == "tick":
+            monkeypatch.setattr(made._followers, "tell_again", fail)
+        sock = socket.create_server(("127.0.0.1", 0))
+        with pytest.raises(RuntimeError, match="a bug"):
+            async with asyncio.timeout(60):
+                await made.run([sock])
+        sock.close()
+
+    asyncio.run(check())
+
+
+def fail() -> None:
+    raise RuntimeError("a bug")
+
+
+class Odd(SharedJournal):
+    """Fails as no store does."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    def read(self) -> tuple[()]:
+        return ()
+
+    def story(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+        return []
+
+    async def commit(self, records: object = ()) -> None:
+        if self._fails:
+            fail()
 
 
 async def kept(cells: FileCells) -> list[ClusterRecord]:

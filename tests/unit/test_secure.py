@@ -1,10 +1,9 @@
-"""Secure aggregation without a wire: Shamir, masks, dropouts at every phase, and what must never be told."""
+"""Secure aggregation without a wire: masks, dropouts at every phase, and what must never be told."""
 
 from __future__ import annotations
 
 import base64
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from covey.core import graph, shamir
 from covey.core.secure import (
     ExchangeKeys,
     GetClientList,
+    GetKeys,
     GetListSign,
     GetSecrets,
     KeyList,
@@ -39,35 +39,6 @@ from covey.federated.simulate import simulate
 from covey.federated.strategies import FedAvg
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
-SECRET = st.binary(min_size=32, max_size=32)
-
-
-@given(SECRET, st.integers(1, 8), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_any_needed_shares_give_the_secret_back(secret: bytes, needed: int, more: int, draw: random.Random) -> None:
-    shares = shamir.split(secret, range(1, needed + more + 1), [draw.randrange(shamir.PRIME) for _ in range(needed - 1)])
-    chosen = dict(draw.sample(sorted(shares.items()), needed))
-    assert shamir.join(chosen) == secret
-
-
-@given(SECRET, SECRET)
-def test_fewer_shares_than_needed_fit_every_secret(one: bytes, other: bytes) -> None:
-    """For any two secrets there are polynomials that agree at all places but one: those shares decide nothing."""
-    first = shamir.split(one, [1, 2, 3], [5, 7])
-    known = {place: first[place] for place in (1, 2)}
-    third = shamir.weights([1, 2, 3])
-    # The share at 3 that would make the same two shares belong to the other secret.
-    lacking = int.from_bytes(other, "big") - sum(
-        w * int.from_bytes(s, "big") for w, s in zip(third, known.values(), strict=False)
-    )
-    at_three = (lacking * pow(third[2], -1, shamir.PRIME) % shamir.PRIME).to_bytes(33, "big")
-    assert shamir.join({**known, 3: at_three}) == other
-
-
-def test_shares_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="not a number of the field"):
-        shamir.join({1: b"\xff" * 33})
-    with pytest.raises(ValueError, match="places begin at 1"):
-        shamir.split(bytes(32), [0], [5])
 
 
 @given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
@@ -226,6 +197,7 @@ def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
     assert kept is not None
     sim.round = SecureRound.resume(kept, 10.0, sim.now)
     assert sim.round.fix(set(sim.names[1:]), sim.now) == kept and not sim.round.failed
+    assert sim.ask(GetKeys, sim.names[0]).verdict is Verdict.LATE, "it has no keys to tell"
     sim.reveal(sim.names[1:])
     assert np.array_equal(sim.bare(), sim.plain)
     other = SecureRound.resume(kept, 10.0, sim.now)
@@ -298,11 +270,6 @@ def test_shares_that_give_no_secret_end_the_round() -> None:
         wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
         assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is Verdict.TAKEN
     assert sim.round.failed == "the secret of a device cannot be put together: a share is not a number of the field"
-
-
-def test_a_secret_has_32_bytes() -> None:
-    with pytest.raises(ValueError, match="a secret has 32 bytes, and this one 31"):
-        shamir.split(bytes(31), [1], [])
 
 
 def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:

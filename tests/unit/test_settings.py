@@ -253,6 +253,8 @@ def test_a_bad_flag_is_named_as_it_was_typed() -> None:
         ("c.toml", "sched_port = ", "cannot be understood"),
         ("c.json", "[1]", "cannot be understood"),
         ("c.json", '{"a": ' * 5000, "cannot be understood"),
+        ("c.toml", "worker_num = " + "9" * 5000, "cannot be understood"),
+        ("c.toml", "worker_num = 0x" + "f" * 5000, "a text, a number, true or false is"),
         ("c.toml", "#" * 1_000_001, "larger than"),
         ("c.yaml", "", ".toml and .json"),
     ],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core.shards import SLOTS, Owners, count, form, holder, rescale, slot_of, span
+from covey.core.shards import SLOTS, Owners, count, first, form, holder, rescale, slot_of, span
 
 SERVERS = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
 ROWS = st.integers(1, 5000)
@@ -58,3 +59,21 @@ def test_a_copy_lies_on_another_server_and_each_holds_one(servers: list[int]) ->
     else:
         assert sorted(h for h in holders if h is not None) == sorted(servers)
         assert all(h != server for h, server in zip(holders, servers, strict=True))
+
+
+def test_a_cluster_begins_with_even_runs_and_copies_at_the_next_in_the_ring() -> None:
+    begun = first(3)
+    assert (begun.version, begun.ring, begun.leaving) == (0, (0, 1, 2), ())
+    assert begun.owners == form([0, 1, 2]) and [begun.owners.count(server) for server in range(3)] == [86, 85, 85]
+    assert list(begun.owners) == sorted(begun.owners)
+    assert [holder(server, begun.ring) for server in range(3)] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("wrong", [[], [1, 1], list(range(SLOTS + 1))])
+def test_nobody_twice_one_and_more_servers_than_slots_are_a_bug(wrong: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        form(wrong)
+    with pytest.raises(AssertionError):
+        rescale(form([0]), wrong)
+    most = list(range(SLOTS))
+    assert form(most) == tuple(most) and sorted(rescale(form([0]), most)[0]) == most

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from click.shell_completion import ShellComplete
+from tests.http.serving import a_node, a_view
 
 from covey.cli import main as command
 from covey.cli.completion import SHELLS, script
+from covey.cli.kubernetes import Wish, job_of
+from covey.cli.look import draw
 from covey.cli.main import verbs
+from covey.cli.parts import unreadable
+from covey.core.model import Role
+from covey.errors import ExitCode, UsageError
 
 PRINTS_NO_JSON = {"run", "completion", "federated up", "operator run"}  # they run, or print what a shell reads
 
@@ -57,7 +67,17 @@ def test_every_verb_that_prints_has_json() -> None:
         ("status --what", "covey: No such option '--what'.\n"),
         ("logs two", "covey: Invalid value for '[RANK]': 'two' is not a valid integer.\n"),
         ("scale", "covey: say how many there are to be: --workers N or --servers N\n"),
+        ("scale --workers 2 --servers 2", "covey: one at a time: --workers N first, and --servers N once that is done\n"),
+        ("chaos --rate ²/s", "covey: --rate '²/s' is no rate: say 1/3s, 20/m or 2/s\n"),
+        ("submit t.py --image i --processes 0", "covey: Invalid value for '--processes': 0 is not in the range x>=1.\n"),
+        ("operator run --console 70000", "covey: Invalid value for '--console': 70000 is not in the range -1<=x<=65535.\n"),
+        (
+            "operator run --lease-duration nan",
+            "covey: Invalid value for '--lease-duration': 'nan' is not a valid integer range.\n",
+        ),
+        ("bundle --log-dir absent", "covey: absent is no folder that can be read: give the one that covey run named\n"),
         ("federated upp", "covey: No such command 'upp'. Did you mean 'up'?\n"),
+        ("federated simulate --noise -1", "covey: --noise -1.0 is not possible: give a number, 0 or more\n"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -67,6 +87,45 @@ def test_a_mistake_is_one_sentence(
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert (ended.value.code, capsys.readouterr().err) == (10, sentence)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    os.mkfifo(tmp_path / "pipe")
+    found = {name: unreadable(tmp_path / name) for name in ("train.py", "absent.py", "x" * 300, "pipe", ".")}
+    no_file = "read (it is no file)"
+    assert [*found.values()] == ["", "found", "read (File name too long)", no_file, no_file]
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"\0\xff", "cannot be read as a script"), (b"", "is empty")])
+def test_a_script_that_cannot_go_along(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"lies here but {why}") as refused:
+        job_of(Wish(str(path), (), "", 1, 1, "image", "", 0))
+    assert refused.value.exit_code == ExitCode.BAD_SCRIPT
+
+
+def test_what_the_system_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "a file")
+
+    monkeypatch.setattr("covey.cli.look.settings", full)
+    monkeypatch.setattr("sys.argv", ["covey", "env"])
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the tests' own output stays
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    said = (
+        "covey: the system refuses this: [Errno 24] Too many open files: 'a file': allow this process more files (ulimit -n)\n"
+    )
+    assert (ended.value.code, capsys.readouterr().err) == (41, said)
+
+
+def test_names_from_the_wire_are_no_markup_and_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    node = msgspec.structs.replace(a_node(Role.WORKER, 0), host="[/bold]\x1b[2J", phase="a\nb")
+    draw(msgspec.structs.replace(a_view(node), reason="\x1b]0;x"))
+    said = capsys.readouterr().out
+    assert r"[/bold]\x1b[2J" in said and r"a\nb" in said and r"\x1b]0;x" in said and "\x1b" not in said
 
 
 def test_covey_alone_shows_its_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

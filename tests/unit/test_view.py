@@ -3,9 +3,12 @@ from __future__ import annotations
 import pytest
 
 from covey.core.cluster import Cluster
+from covey.core.incidents import Incidents, Outcome
 from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
 from covey.core.serving import Mode, parse_mode
-from covey.core.view import NodeView, show, straggles, usual_step
+from covey.core.view import RECENT, ClusterView, NodeView, show, straggles, usual_step
+
+SCHEDULER = NodeView(Role.SCHEDULER, "0", 0, "host", "127.0.0.1", "alive", True)
 
 
 def worker(busy_s: float, state: NodeState = NodeState.ALIVE) -> Member:
@@ -52,9 +55,97 @@ def test_what_is_shown_of_a_node_and_its_log() -> None:
     cluster.agents["a"] = Agent("a", "life of a", host, 1, logs="logs/{rank}.log", beat_at=7.0)
     cluster.add(Member(Role.WORKER, "0", "", host, rank=0, agent="a", state=NodeState.ALIVE, pid=42))
     cluster.add(Member(Role.SPARE, "s", "life", host, rank=0, agent="a", state=NodeState.ALIVE, beat_at=9.0))
-    scheduler = NodeView(Role.SCHEDULER, "0", 0, "host", "127.0.0.1", "alive", True)
-    seen = show(cluster, scheduler=scheduler, started_at=1.0, wall=2.0, now=10.0)
+    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert [(node.role, node.log, node.beat_age_s) for node in seen.nodes[1:]] == [
         (Role.SPARE, "", 1.0),
         (Role.WORKER, "logs/0.log", 3.0),
     ]
+
+
+def test_all_that_is_known_of_a_node_is_shown() -> None:
+    box = Host("id", "box", "10.0.0.1", life="uid")
+    cluster = Cluster("c", ClusterSettings(3), phase=Phase.READY, generation=1)
+    cluster.agents["a"] = Agent("a", "life of a", box, 3, logs="logs/{rank}.log")
+    for rank, busy_s in enumerate((0.1, 0.1, 0.4)):
+        progress = Progress(7, "backward", busy_s=busy_s, loss=0.5)
+        member = Member(Role.WORKER, str(rank), "life", box, rank=rank, state=NodeState.ALIVE, progress=progress)
+        member.restarts, member.incarnation, member.pid, member.agent, member.beat_at = 2, 3, 42, "a", 8.0
+        cluster.add(member)
+    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
+    assert seen.nodes[0] == SCHEDULER and seen.nodes[3] == NodeView(
+        role=Role.WORKER,
+        node_id="2",
+        rank=2,
+        host="box",
+        address="10.0.0.1",
+        state="alive",
+        alive=True,
+        step=7,
+        phase="backward",
+        beat_age_s=2.0,
+        restarts=2,
+        incarnation=3,
+        pid=42,
+        agent="a",
+        log="logs/2.log",
+        busy_s=0.4,
+        straggles=4.0,
+        loss=0.5,
+        host_id="id",
+        host_life="uid",
+    )
+    assert seen.nodes[3].name == "worker:2" and [node.straggles for node in seen.nodes[1:3]] == [0.0, 0.0]
+
+
+def test_all_that_is_known_of_a_cluster_is_shown() -> None:
+    settings = ClusterSettings(2, 3, job="named", worker_max=4)
+    cluster = Cluster("c", settings, reason="all are here", generation=5, restarts=2, heals=True, trains=True)
+    incidents = Incidents(0.0)
+    for number in range(RECENT + 1):
+        incidents.open(1.0, since=1.0, known=1.0, node="n", rank=number, cause="", strategy="recover", reason="")
+        incidents.close(Outcome.RESUMED, 2.0)
+    cluster.phase = Phase.READY
+    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0, incidents=incidents, log_dir="logs")
+    assert (
+        seen
+        == ClusterView(
+            cluster_id="c",
+            phase=Phase.READY,
+            reason="all are here",
+            generation=5,
+            worker_num=2,
+            server_num=0,  # who are here
+            started_at=1.0,
+            now=2.0,
+            nodes=[SCHEDULER],
+            restarts=2,
+            log_dir="logs",
+            recoveries=incidents.kept[1:],
+            recovery_totals=list(incidents.totals.values()),
+            resizable=True,
+            goal=4,
+            heals=True,
+            job="named",
+            trains=True,
+        )
+    )
+    cluster.generation, cluster.trains = 0, False
+    early = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
+    assert early.server_num == 3, "before it has formed, who are to come"
+    assert not early.resizable and early.recoveries == []
+
+
+def test_nodes_are_shown_by_role_and_rank_and_who_was_never_heard_has_no_age() -> None:
+    cluster = Cluster("c", ClusterSettings(2))
+    for name, rank in (("b", -1), ("a", -1), ("z", 0)):
+        cluster.add(Member(Role.WORKER, name, "life", Host("h", "h", "h"), rank=rank, beat_at=0.0 if name == "a" else 11.0))
+    cluster.add(Member(Role.WORKER, "child", "", Host("h", "h", "h"), rank=1, agent="gone"))
+    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
+    assert [node.node_id for node in seen] == ["a", "b", "z", "child"]
+    assert [node.beat_age_s for node in seen] == [-1.0, 0.0, 0.0, -1.0]
+    assert [node.log for node in seen] == [""] * 4
+
+
+def test_who_is_just_as_slow_as_is_usual_is_no_straggler() -> None:
+    assert straggles(1.5, 1.0) == 0.0 and straggles(0.010, 0.005) == 0.0
+    assert usual_step([worker(1.0), worker(2.0), worker(3.0)]) == 2.0

@@ -7,6 +7,7 @@ wherever they appear.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import platform
@@ -26,7 +27,7 @@ from covey.cli.visit import look as ask_view
 from covey.cli.visit import story as ask_story
 from covey.errors import CoveyError, StoreError, UsageError
 from covey.node.runtime import Door
-from covey.settings import TABLE, load, rows
+from covey.settings import TABLE, load, rows, shown
 from covey.store import registry
 from covey.store.registry import Entry
 
@@ -82,6 +83,9 @@ class Archive:
 
 def bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
     """Write the archive; returns its path and what was left out, each with a reason."""
+    for folder in filter(None, (log_dir, journal)):
+        if not os.access(folder, os.R_OK | os.X_OK) or not Path(folder).is_dir():
+            raise UsageError(f"{shown(folder)} is no folder that can be read: give the one that covey run named")
     entry, door = _cluster(master, needed=bool(master) or not (log_dir or journal))
     path = Path(output or f"covey-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     try:
@@ -162,6 +166,7 @@ def _secrets(entry: Entry | None) -> set[bytes]:
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
     for known in registry.running() if entry is None else [entry]:
         values |= {known.secret, known.token}
-    if settings.secret_file and Path(settings.secret_file).is_file():
-        values.add(Path(settings.secret_file).read_text().strip())
-    return {value.encode() for value in values if value}
+    found = {value.encode(errors="surrogateescape") for value in values if value}
+    with contextlib.suppress(OSError):  # what cannot be read here was not written by us either
+        found.add(Path(settings.secret_file).read_bytes().strip() if settings.secret_file else b"")
+    return found - {b""}

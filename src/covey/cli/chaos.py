@@ -30,6 +30,7 @@ LOOK_S: Final = 0.05  # between two looks for what is to come back
 BACK_S: Final = 120.0  # for something that was killed to be there again
 SETTLE_S: Final = 120.0  # after the last fault, for the cluster to go on
 TIMES_MAX: Final = 100_000
+SHOWN: Final = 80  # characters of what was said that a sentence repeats
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -49,18 +50,19 @@ class Summary(msgspec.Struct, frozen=True):
 
 def seconds(text: str) -> float:
     """`10m`, `90s`, `500ms` or `90`. Raises `UsageError`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip())
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text!r} is no length of time: say 90s, 10m or 500ms")
+        raise UsageError(f"{text[:SHOWN]!r} is no length of time: say 90s, 10m or 500ms")
     return float(found[1]) * _UNITS[found[2]]
 
 
 def interval(text: str) -> float:
     """The seconds between two faults of `1/3s` or `20/m`. Raises `UsageError`."""
-    count, slash, each = text.partition("/")
-    if not slash or not count.strip().isdigit() or not int(count):
-        raise UsageError(f"--rate {text!r} is no rate: say 1/3s, 20/m or 2/s")
-    return seconds(each if each[:1].isdigit() else f"1{each}") / int(count)
+    found = re.fullmatch(r"([0-9]{1,9})/(.+)", text.strip())
+    if found is None or not int(found[1]):
+        raise UsageError(f"--rate {text[:SHOWN]!r} is no rate: say 1/3s, 20/m or 2/s")
+    each = found[2]
+    return seconds(each if each[:1].isdigit() else f"1{each}") / int(found[1])
 
 
 def named(text: str) -> list[Fault]:
@@ -211,7 +213,8 @@ class Chaos:
                 assert self._view is not None
                 with faults.full_disk(Path(self._view.log_dir)):
                     await asyncio.sleep(strike.for_s)
-            elif self._clock is not None:
+            else:
+                assert strike.fault is Fault.CLOCK and self._clock is not None
                 with faults.wrong_clock(self._clock, jump_s(self._seed, strike.number)):
                     await asyncio.sleep(strike.for_s)
 

@@ -14,13 +14,14 @@ import click
 import msgspec
 
 from covey.cli.look import door_of, draw, look
-from covey.cli.parts import JSON, examples, say
+from covey.cli.parts import JSON, examples, say, unreadable
 from covey.cli.simulate import simulate
 from covey.cli.visit import stop as ask_to_stop
 from covey.core.words import many
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import Value, check, from_text
 from covey.federated.updates import DURABILITIES
+from covey.settings import shown
 from covey.store import registry
 from covey.store.registry import Entry
 from covey.wire import address
@@ -90,8 +91,8 @@ def up(
     """Start a federated cluster and keep it alive: for a script that calls `covey.federated.run`, or a .safetensors file."""
     from covey.federated.keeper import Keeper, Role
 
-    if not Path(script).is_file():
-        raise UsageError(f"there is no file {script}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
+    if why := unreadable(Path(script)):
+        raise UsageError(f"{shown(script)} cannot be {why}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
     if join:
         ip, scheduler_port = address.split(join, scheduler_port)
     elif server_num and servers > server_num:

@@ -8,6 +8,8 @@ import click
 
 from covey.cli.parts import JSON, KUBERNETES, examples
 
+PORT = click.IntRange(-1, 65535)
+
 
 @click.command(
     epilog=examples(
@@ -17,12 +19,12 @@ from covey.cli.parts import JSON, KUBERNETES, examples
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("-n", "workers", default=1, show_default=True, help="Pods of workers.")
-@click.option("--processes", default=1, show_default=True, help="Workers in each pod.")
+@click.option("-n", "workers", type=click.IntRange(1), default=1, show_default=True, help="Pods of workers.")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Workers in each pod.")
 @click.option("--image", required=True, help="With Python, covey and what the script needs.")
 @click.option("--name", default="", help="Of the job; else from the script's.")
 @click.option("--strategy", default="", help="What may follow a failure; else recover, or recover-in-place with --processes.")
-@click.option("--gpus", default=0, help="nvidia.com/gpu of each pod.")
+@click.option("--gpus", type=click.IntRange(0), default=0, help="nvidia.com/gpu of each pod.")
 @click.option("--dry-run", is_flag=True, help="Print the MSJob instead of applying it.")
 @JSON
 @KUBERNETES
@@ -66,11 +68,18 @@ def install(image: str, dry_run: bool, ascend: bool, as_json: bool, **where: str
 @operator.command("run", epilog=examples("covey operator run --no-leader-elect", "covey operator run --metrics-port 8080"))
 @click.option("--no-leader-elect", "leader_elect", is_flag=True, default=True, flag_value=False, help="Act at once.")
 @click.option("--lease-namespace", default="default", show_default=True, help="Where the lease lies.")
-@click.option("--lease-duration", "lease_duration_s", default=15.0, show_default=True, help="Seconds until a lease runs out.")
+@click.option(
+    "--lease-duration",
+    "lease_duration_s",
+    type=click.IntRange(1, 3600),
+    default=15,
+    show_default=True,
+    help="Seconds until a lease runs out.",
+)
 @click.option("--gang-scheduler", default="", help="Such as volcano: pods of a job are scheduled together.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
-@click.option("--metrics-port", default=0, help="Of /metrics, /healthz and /readyz; 0: a free one, -1: none.")
-@click.option("--console", default=-1, help="Port of a web page of the jobs, on loopback; 0: a free one, -1: none.")
+@click.option("--metrics-port", type=PORT, default=0, help="Of /metrics, /healthz and /readyz; 0: a free one, -1: none.")
+@click.option("--console", type=PORT, default=-1, help="Port of a web page of the jobs, on loopback; 0: a free one, -1: none.")
 @KUBERNETES
 def operate(kubeconfig: str, context: str, namespace: str, **options: Any) -> None:
     """Look after MSJobs from here, by the current kubeconfig or this pod's service account."""

@@ -19,7 +19,7 @@ from covey.cli.look import echo_line
 from covey.cli.parts import say
 from covey.errors import ExitCode, UsageError
 from covey.node.log import configure, log
-from covey.settings import load
+from covey.settings import load, shown
 
 if TYPE_CHECKING:
     from covey.operator.api import Api, Thing
@@ -139,7 +139,7 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
     """The MSJob, and the text of the script if it lies here; else it is the image's."""
     path = Path(wish.script)
     name = wish.name or re.sub(r"[^a-z0-9-]+", "-", path.stem.lower().lstrip("0123456789_-.")).strip("-")
-    text = path.read_text() if path.is_file() else ""
+    text = _text_of(path)
     if len(text) > SCRIPT_MAX:
         raise UsageError(f"{wish.script} is larger than {SCRIPT_MAX} bytes: build it into the image and give its path there")
     script = f"{SCRIPT_FOLDER}/{path.name}" if text else wish.script
@@ -181,6 +181,21 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
 
     read({**job, "metadata": {**job["metadata"], "uid": "", "namespace": ""}})  # type: ignore[dict-item]
     return job, text
+
+
+def _text_of(script: Path) -> str:
+    """Of a script that lies here; "" of one that the image has."""
+    try:
+        if not script.is_file():
+            return ""
+        text = script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{shown(str(script))} lies here but cannot be read as a script: {error}", ExitCode.BAD_SCRIPT
+        ) from None
+    if not text:
+        raise UsageError(f"{shown(str(script))} lies here but is empty: give a script that does something", ExitCode.BAD_SCRIPT)
+    return text
 
 
 def submit(where: Where, wish: Wish, *, dry_run: bool, as_json: bool) -> None:

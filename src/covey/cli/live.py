@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 
@@ -19,6 +19,7 @@ from covey.core.incidents import Outcome
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
+from covey.node.log import one_line
 from covey.node.runtime import Door
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Show:
         self._tails: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
         self._recovery = 0  # the newest that was told
-        self._phase = ("", 0)
+        self._phase: tuple[str, int, float] = ("", 0, 0)
         self._closing = False
 
     def open(self) -> None:
@@ -80,7 +81,7 @@ class Show:
 
     def say(self, text: str) -> None:
         """A word of covey's own."""
-        self._line(msgspec.json.encode({"message": text}).decode() if self._json else f"covey: {text}")
+        self._line(msgspec.json.encode({"message": text}).decode() if self._json else f"covey: {one_line(text)}")
 
     def _echo(self, rank: int, prefix: str, text: str) -> None:
         """A line that a rank printed; of a progress bar, what is left of it."""
@@ -89,13 +90,13 @@ class Show:
 
     def _line(self, text: str) -> None:
         """Above the table where there is one."""
+        if self._live is None:
+            return put(text, sys.stdout)
         try:
-            if self._live is not None:
-                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            else:
-                print(text, flush=True)
-        except BrokenPipeError:  # nobody reads any more: the run goes on
-            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except OSError:
+            hush(sys.stdout)
+        return None
 
     def tail(self, path: str, rank: int, prefix: str, first: int) -> None:
         """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice."""
@@ -127,9 +128,10 @@ class Show:
             self._live.update(drawing(view, rows=max(4, self._live.console.height // 2)))
 
     def _changes(self, view: ClusterView) -> Iterable[str]:
-        if (view.phase, view.generation) != self._phase:
+        refused = view.counters.get("refused", 0) if view.phase is Phase.FORMING else 0  # others wait for who was
+        if (view.phase, view.generation, refused) != self._phase:
             again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
-            self._phase = (view.phase, view.generation)
+            self._phase = (view.phase, view.generation, refused)
             yield f"{view.phase}: {view.reason}{again}"
         for incident in view.recoveries:
             if incident.outcome is not Outcome.OPEN and incident.number > self._recovery:
@@ -165,9 +167,22 @@ class Aside:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+def put(text: str, stream: TextIO) -> None:
+    """A line of a run's. Where nobody reads any more, or the disk is full, the run goes on without."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        hush(stream)
+
+
+def hush(stream: TextIO) -> None:
+    """What is written there from now on, and what could not be, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def heading(view: ClusterView) -> str:
     """The cluster in one line."""
-    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {view.reason}"
+    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {one_line(view.reason)}"
 
 
 def drawing(view: ClusterView, rows: int) -> Group:
@@ -184,6 +199,7 @@ def drawing(view: ClusterView, rows: int) -> Group:
 def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
     """rank, host, state, step, beat, restarts; at most a screenful, the troubled ones first."""
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(pad_edge=False, box=None)
     for name in ("rank", "role", "host", "state", "step", "doing", "beat", "restarts"):
@@ -191,7 +207,7 @@ def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
     nodes = sorted((n for n in view.nodes if n.role is not Role.SCHEDULER), key=lambda n: (n.alive, n.rank))
     shown = nodes[:rows]
     for node in sorted(shown, key=lambda n: (n.role, n.rank)):
-        made.add_row(*row(node), style=STYLES.get(node.state, ""))
+        made.add_row(*map(Text, row(node)), style=STYLES.get(node.state, ""))  # as it is said: a host's name is no markup
     if len(nodes) > len(shown):
         made.caption = f"and {len(nodes) - len(shown)} more"
     return made
@@ -205,10 +221,10 @@ def row(node: NodeView) -> list[str]:
     return [
         str(node.rank) if node.rank >= 0 else "-",
         node.role,
-        node.host,
+        one_line(node.host),
         node.state,
         str(node.step) if node.step >= 0 else "-",
-        f"{node.phase or '-'}" + (f", {node.straggles:.1f} x the usual time" if node.straggles else ""),
+        one_line(node.phase or "-") + (f", {node.straggles:.1f} x the usual time" if node.straggles else ""),
         f"{node.beat_age_s:.1f} s" if node.beat_age_s >= 0 else "-",
         str(node.restarts),
     ]

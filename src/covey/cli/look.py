@@ -20,6 +20,7 @@ from covey.core.model import Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import security
+from covey.node.log import one_line
 from covey.node.runtime import Door
 from covey.settings import Settings, load, rows
 from covey.store import registry
@@ -118,7 +119,7 @@ def nodes(master: str, as_json: bool) -> None:
         click.echo(msgspec.json.encode(view.nodes).decode())
         return
     for node in view.nodes:
-        click.echo("  ".join([f"{node.role}:{node.node_id}", *row(node), f"pid {node.pid}" if node.pid else ""]).rstrip())
+        click.echo("  ".join([one_line(node.name), *row(node), f"pid {node.pid}" if node.pid else ""]).rstrip())
 
 
 def logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
@@ -149,12 +150,15 @@ async def _print_logs(paths: dict[int, str], followed: Door | None, as_json: boo
                 pass
         over = True
 
-    async with asyncio.TaskGroup() as group:
-        if followed is not None:
-            group.create_task(watch(followed))
-        for rank, path in paths.items():
-            echo = partial(echo_line, rank, named=len(paths) > 1, as_json=as_json)
-            group.create_task(follow_file(path, echo, lambda: over))
+    try:
+        async with asyncio.TaskGroup() as group:
+            if followed is not None:
+                group.create_task(watch(followed))
+            for rank, path in paths.items():
+                echo = partial(echo_line, rank, named=len(paths) > 1, as_json=as_json)
+                group.create_task(follow_file(path, echo, lambda: over))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # a pipe that nobody reads, a log that is another user's: one sentence
 
 
 def echo_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import sys
 from pathlib import Path
@@ -24,7 +26,9 @@ def main() -> None:
         if argv[:1] == ["run"] and VARIABLE not in os.environ:  # its own table: two tools' spellings, and nothing to load first
             from covey.cli.run import run
 
-            sys.exit(run(argv[1:]))
+            code = run(argv[1:])
+            sys.stdout.flush()
+            sys.exit(code)
         sys.exit(verbs.main(standalone_mode=False, prog_name="covey"))
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)
@@ -38,6 +42,12 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:  # nobody reads any more, as in `covey events | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as error:  # a file, a limit or a disk, where nobody below knew a better sentence
+        more = ": allow this process more files (ulimit -n)" if error.errno == errno.EMFILE else ""
+        print(f"covey: the system refuses this: {error}{more}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again
+        sys.exit(int(ExitCode.PORT_IN_USE if error.errno == errno.EADDRINUSE else ExitCode.DISK))
 
 
 def _open_streams() -> None:
@@ -244,8 +254,10 @@ def scale(master: str, workers: int | None, servers: int | None, as_json: bool) 
     from covey.cli import look
     from covey.cli.visit import scale as ask_to_scale
 
-    if (workers is None) == (servers is None):
+    if workers is None and servers is None:
         raise click.UsageError("say how many there are to be: --workers N or --servers N")
+    if workers is not None and servers is not None:
+        raise click.UsageError("one at a time: --workers N first, and --servers N once that is done")
     said = asyncio.run(ask_to_scale(look.find(master), workers or -1, servers or -1))
     say(as_json, f"operation {said.operation}: {said.reason}", operation=said.operation, reason=said.reason)
 
@@ -307,7 +319,7 @@ def init(as_json: bool, **wish: Any) -> None:
 @PASSWORD
 @JSON
 def revoke(as_json: bool, **wish: Any) -> None:
-    """Add a certificate, a p12 file or its serial number, to FOLDER/crl.pem: nobody lets it in any more who has that list."""
+    """Revoke CERTIFICATE, a p12 file or a serial number: it is added to FOLDER/crl.pem, and who has that list refuses it."""
     from covey.cli import tls as certificates
 
     certificates.revoke(as_json=as_json, **wish)

@@ -38,6 +38,7 @@ from covey.settings import (
     load,
     name,
     one_of,
+    path,
     shown,
     whole,
 )
@@ -141,6 +142,13 @@ def _hook(text: str) -> str:
     return text
 
 
+def _a_path(text: str) -> str:
+    """A path that was meant: an empty variable of a shell is none, and must not mean to do without."""
+    if not text.strip():
+        raise ValueError(text)
+    return path(text)
+
+
 def _log_name(text: str) -> str:
     rest = text.replace("{ip}", "").replace("{hostname}", "")
     if not text or "{" in rest or "}" in rest:
@@ -162,6 +170,7 @@ RANKS = Kind(_ranks, "a list of ranks such as 0,3, or -1 for all, is")
 LOCAL_RANKS = Kind(_local_ranks, "a list of local ranks such as 0,1 is")
 MODULES = Kind(_modules, "a list of modules such as numpy,torch.optim is")
 HOOK = Kind(_hook, "a command that exists, with its arguments, or a URL that begins with http:// or https:// is")
+A_PATH = Kind(_a_path, "a path, not empty and without control characters, is")
 LOG_NAME = Kind(_log_name, 'a name without "/", with no placeholder but {ip} and {hostname}, is')
 START = Kind(one_of({"fork": "fork", "exec": "exec"}), "fork or exec is")
 FRAMEWORK = Kind(one_of({"mindspore": "mindspore"}), "mindspore is, as scripts for torch need no option")
@@ -193,7 +202,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--master", "HOST:PORT", "master", "where the scheduler is; on that host it is started", ENDPOINT),
         Option("--master-addr", "HOST", "sched_host", "the same, host and port apart"),
         Option("--master-port", "PORT", "sched_port", "(default: a free one; 8118 for several hosts)"),
-        Option("--or-join", "DIR", "or_join", "join the scheduler at --master if it runs; DIR has its journal", PATH),
+        Option("--or-join", "DIR", "or_join", "join the scheduler at --master if it runs; DIR has its journal", A_PATH),
         Option("--node-rank", "N", "node_rank", "which host this is (default: the scheduler decides)", HOST_RANK),
         Option("--start", "fork|exec", "start", "fork workers from a template (default), or start each anew", START),
         Option("--preload", "A,B", "preload", "modules the template imports beside those it finds", MODULES),
@@ -213,7 +222,7 @@ OPTIONS: dict[str, list[Option]] = {
         Option("--recovery-path", "DIR", "recovery_path", "keep a journal there, so that the scheduler can come back"),
         Option("--log-dir", "DIR", "logs", "folder of scheduler.log and worker_<rank>.log (default: this one)", PATH),
         Option("--grace", "SECONDS", "grace_s", "time to end before being killed (default 10)"),
-        Option("--tls", "FILE", "tls", "config.json of the certificates", PATH),
+        Option("--tls", "FILE", "tls", "config.json of the certificates", A_PATH),
         Option("--manage-port", "PORT", "manage_port", "the REST port (default: a free one; 0: none)"),
         Option("--on-event", "COMMAND|URL", "on_event", "gets deaths, recoveries and the end as JSON: docs/events.md", HOOK),
         Option("--json", "", "as_json", "what covey says and what ranks print as lines of JSON"),
@@ -286,7 +295,7 @@ BY_NAME: dict[str, Option] = {
     _canonical(word): option for options in OPTIONS.values() for option in options for word in option.names.split()
 }
 
-# What torchrun calls as covey does is in the table above its own spellings.
+# Options of torchrun that covey has under the same name: they are in the table as covey's own.
 TORCHRUN_TOO = ("--max-restarts", "--module", "--no-python", "--log-dir", "--node-rank", "--master-addr", "--master-port")
 BY_VARIABLE: dict[str, Option] = {
     f"PET_{word.removeprefix('--').replace('-', '_').upper()}": BY_NAME[word]
@@ -352,8 +361,8 @@ class Reading:
     def _say(self, field: str, new: Given) -> None:
         """The last word counts, unless two different options contradict each other."""
         old = self.said.get(field)
-        if old and _canonical(old.flag) != _canonical(new.flag) and str(old.value) != str(new.value):
-            one, other = (f"{given.flag} says {shown(str(given.value))}" for given in (old, new))
+        if old and _canonical(old.origin) != _canonical(new.origin) and str(old.value) != str(new.value):
+            one, other = (f"{given.origin} says {shown(str(given.value))}" for given in (old, new))
             raise UsageError(f"{one} but {other}: give one of them.")
         self.said[field] = new
 

@@ -1,8 +1,9 @@
-"""What the verbs have in common: options, examples below their help, and how they say what they did."""
+"""What the verbs have in common: options, examples below their help, how they judge a file and say what they did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -35,3 +36,14 @@ def examples(*lines: str) -> str:
 def say(as_json: bool, sentence: str, **fields: Any) -> None:
     """What a verb did: a sentence for people, the same with its parts for programs."""
     click.echo(msgspec.json.encode({"message": sentence, **fields}).decode() if as_json else sentence)
+
+
+def unreadable(path: Path) -> str:
+    """Why a file cannot be read, after "it cannot be"; "" if it can."""
+    try:
+        if not path.is_file():  # one that is there but no file, such as a pipe, would be waited for
+            return "read (it is no file)" if path.exists() else "found"
+        path.open("rb").close()
+    except OSError as error:
+        return f"read ({error.strerror})"
+    return ""

@@ -136,7 +136,7 @@ class Request(msgspec.Struct, frozen=True):
 
     def words(self, field: str) -> str:
         """An option as the user typed it, for a sentence."""
-        return f"{self.said[field].flag} {shown(str(self.said[field].value))}"
+        return f"{self.said[field].origin} {shown(str(self.said[field].value))}"
 
     def given(self, field: str) -> bool:
         return self.loaded.origins[field] != "default"
@@ -388,6 +388,8 @@ def _start(request: Request, python: bool) -> Literal["fork", "exec"]:
 
 def _recovery_path(request: Request) -> str:
     settings = request.loaded.settings
+    if "recovery_path" in request.said and not settings.recovery_path:
+        raise UsageError(f"{request.said['recovery_path'].origin} is empty: name the folder of the journal, or leave it away.")
     if settings.recovery and not settings.recovery_path:
         raise UsageError("MS_ENABLE_RECOVERY=1 needs a folder: give --recovery-path or set MS_RECOVERY_PATH.")
     return settings.recovery_path if settings.recovery or "recovery_path" in request.said else ""

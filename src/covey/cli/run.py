@@ -20,9 +20,10 @@ import msgspec
 
 from covey.cli.describe import describe
 from covey.cli.echo import Echo
-from covey.cli.live import Aside, Show
+from covey.cli.live import Aside, Show, put
 from covey.cli.notify import Notifier
 from covey.cli.options import help_text, parse
+from covey.cli.parts import unreadable
 from covey.cli.plan import RunPlan
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
@@ -54,7 +55,7 @@ def run(argv: list[str]) -> int:
         print(help_text())
         return 0
     for remark in plan.remarks:
-        print(f"covey: {remark}", file=sys.stderr)
+        put(f"covey: {remark}", sys.stderr)
     if plan.dry_run:
         print(describe(plan))
         return 0
@@ -67,11 +68,12 @@ def run(argv: list[str]) -> int:
 
 
 def _log_folder(plan: RunPlan) -> Path:
-    log_dir = Path(plan.log_dir or ".").resolve()
     try:
+        log_dir = Path(plan.log_dir or ".").resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the log folder {shown(str(log_dir))} cannot be made: {error.strerror}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"the log folder {shown(plan.log_dir)} cannot be made: {why}") from None
     if not os.access(log_dir, os.W_OK | os.X_OK):
         raise UsageError(f"the log folder {shown(str(log_dir))} cannot be written to: name another with --log-dir")
     if not is_text(str(log_dir)):
@@ -172,8 +174,7 @@ def is_text(text: str) -> bool:
 
 def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
     """A word of our own: for people, or as a line of JSON with its parts."""
-    said = msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else f"covey: {sentence}"
-    print(said, flush=True)
+    put(msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else f"covey: {sentence}", sys.stdout)
 
 
 def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
@@ -183,9 +184,9 @@ def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
         return 0
     if plan.as_json:
         _say(plan, f"the run ended: {outcome.reason}", code=code)
-    print(f"covey: the run ended: {outcome.reason}", file=sys.stderr)
+    put(f"covey: the run ended: {outcome.reason}", sys.stderr)
     if outcome.failure is not None:
-        print("\n".join(failure_report(outcome.failure)), file=sys.stderr, flush=True)
+        put("\n".join(failure_report(outcome.failure)), sys.stderr)
     return code
 
 
@@ -364,8 +365,8 @@ def _check_command(plan: RunPlan) -> None:
     if not plan.python:
         if shutil.which(script) is None:
             raise UsageError(f"the program {script} cannot be found: give its path, or check PATH", ExitCode.BAD_SCRIPT)
-    elif not Path(script).is_file():
-        raise UsageError(f"the script {shown(script)} cannot be found from {here}", ExitCode.BAD_SCRIPT)
+    elif why := unreadable(Path(script)):
+        raise UsageError(f"the script {shown(script)} cannot be {why} from {shown(str(here))}", ExitCode.BAD_SCRIPT)
     elif str(here / script).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/")):
         raise UsageError(f"the script {script} is open in this process alone: workers need a file", ExitCode.BAD_SCRIPT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ def simulate(
     from covey.federated.strategies import named
 
     above = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
-    _check(above, {"sample": sample, "sparse-rate": sparse_rate}, seed)
+    _check(above, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
     gauss = Noise(False, clip, noise, DELTA) if noise else None
     plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
     private.check(plan, named(strategy))
@@ -92,15 +93,16 @@ def simulate(
     say(as_json, "\n".join(lines), accuracy=accuracies, framework_s=framework, plot=picture)
 
 
-def _check(above: dict[str, float], shares: dict[str, float], seed: int) -> None:
+def _check(above: dict[str, float], shares: dict[str, float], from_zero: dict[str, float]) -> None:
     for name, value in above.items():
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise UsageError(f"--{name} {value} is not possible: give a number above 0")
     for name, share in shares.items():
         if not 0 < share <= 1:
             raise UsageError(f"--{name} {share} is not possible: give a number above 0, up to 1")
-    if seed < 0:
-        raise UsageError(f"--seed {seed} is not possible: give a whole number, 0 or more")
+    for name, value in from_zero.items():
+        if not 0 <= value < math.inf:
+            raise UsageError(f"--{name} {value} is not possible: give a number, 0 or more")
 
 
 def _shown(run: Iterator[Round], rounds: int) -> list[Round]:

@@ -80,14 +80,12 @@ class Visit:
 
     async def ask(self, message: Message) -> Any:
         """Say something and wait for the answer."""
-        assert self._link is not None
-        self._link.send(message)
+        self._say(message)
         return await self._next(ANSWER_S)
 
     async def follow(self) -> AsyncIterator[ClusterView]:
         """The cluster now, and again as it changes, until it ends."""
-        assert self._link is not None
-        self._link.send(Ask(follow=True))
+        self._say(Ask(follow=True))
         while True:
             try:
                 told = await self._next(None)
@@ -100,8 +98,7 @@ class Visit:
 
     async def read(self, asked: AskStory) -> AsyncIterator[list[Event]]:
         """The story so far, then what is added to it; it ends with the connection, or at once if nothing is followed."""
-        assert self._link is not None
-        self._link.send(asked)
+        self._say(asked)
         while True:
             try:
                 told = await self._next(None if asked.follow else ANSWER_S)
@@ -113,6 +110,15 @@ class Visit:
                 yield msgspec.json.decode(told.events, type=list[Event])
             if not asked.follow:
                 return
+
+    def _say(self, message: Message) -> None:
+        """What a person typed may be longer than a message, or no text: else the scheduler would hang up on us."""
+        assert self._link is not None
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+        except (ValueError, OverflowError, msgspec.ValidationError) as error:
+            raise UsageError(f"{self._door.name} cannot be asked that: {error}") from None
+        self._link.send(message)
 
     async def _next(self, timeout_s: float | None) -> Any:
         try:

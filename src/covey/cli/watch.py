@@ -18,6 +18,7 @@ from covey.cli.visit import story as ask_story
 from covey.core.effects import Level
 from covey.core.story import Event
 from covey.errors import UsageError
+from covey.node.log import one_line
 from covey.node.runtime import Door
 
 COLOURS = {Level.WARNING: "yellow", Level.DETAIL: "bright_black"}
@@ -71,7 +72,7 @@ def _tell(event: Event, *, as_json: bool) -> None:
     if as_json:
         return click.echo(msgspec.json.encode(event).decode())
     at = f"{datetime.fromtimestamp(event.at, UTC).astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    click.echo(f"{at}  {click.style(f'{event.node} {event.what}', fg=_colour(event))}: {_one_line(event.reason)}")
+    click.echo(f"{at}  {click.style(f'{one_line(event.node)} {event.what}', fg=_colour(event))}: {one_line(event.reason)}")
     sys.stdout.flush()
     return None
 
@@ -80,7 +81,3 @@ def _colour(event: Event) -> str | None:
     from covey.cli.patience import coloured
 
     return COLOURS.get(event.level) if coloured() else None
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else text.encode("unicode_escape").decode()

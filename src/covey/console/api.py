@@ -13,6 +13,7 @@ from email.utils import formatdate
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,10 +28,10 @@ from covey.console import guard, live, metrics, openapi, page, replies
 from covey.core.story import TOLD_MAX
 from covey.errors import CoveyError, StoreError
 
-MAX_BODY = 1 << 20  # bytes
+BODY_MAX = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
 
-_TOO_LONG = f"the body is longer than {MAX_BODY} bytes: send less"
+_TOO_LONG = f"the body is longer than {BODY_MAX} bytes: send less"
 _OPEN = frozenset(operation.path for operation in openapi.COMMON if operation.open)
 # A proxy's own connection comes from loopback, whoever stands behind it.
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
@@ -186,7 +187,7 @@ class Gate:
             log.info("%s %s was refused: %s", request.method, _shown(request), verdict.reason)
             challenge = {"WWW-Authenticate": 'Bearer realm="covey"'} if verdict.status == 401 else {}
             return refusal(verdict.status, verdict.reason, challenge)
-        if int(headers.get("content-length", 0)) > MAX_BODY:
+        if int(headers.get("content-length", 0)) > BODY_MAX:
             return refusal(413, _TOO_LONG, {"Connection": "close"})
         return None
 
@@ -196,7 +197,7 @@ async def whole_body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY:
+        if len(body) > BODY_MAX:
             raise HTTPException(413, _TOO_LONG, {"Connection": "close"})
     return bytes(body)
 
@@ -239,6 +240,12 @@ def always() -> dict[str, str]:
 def peer(request: Request) -> str:
     """Who asks, for the log and the story."""
     return request.client.host if request.client else "an unknown peer"
+
+
+def target(request: Request, path: str = "") -> str:
+    """Path and query, to be asked for elsewhere; with another `path`, the same question there."""
+    query = request.scope["query_string"].decode("latin-1")
+    return quote(path or _path(request)) + (f"?{query}" if query else "")
 
 
 def _path(request: Request) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Protocol
-from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta
@@ -173,13 +172,12 @@ class Doors:
         self._streams = 0
 
     async def pass_on(self, request: Request) -> Response:
-        """Ask the job's scheduler, and repeat its answer. Its own doubts about who asks are no business of the asker's."""
+        """Ask the job's scheduler, and repeat its answer. If it refuses the operator, whoever asked is not to blame."""
         key = _key(request)
         path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
-        target = quote(path) + (f"?{request.url.query}" if request.url.query else "")
         body = await api.whole_body(request) if request.method == "POST" else None
         try:
-            status, answer = await self._source.ask(key, request.method, target, body)
+            status, answer = await self._source.ask(key, request.method, api.target(request, path), body)
         except PeerError as why:
             return api.refusal(409, str(why))
         if status in (401, 403):

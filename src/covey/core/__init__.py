@@ -6,7 +6,7 @@ happens then. Decisions take events and `now` and return effects and a reason.
     nouns               `model`, `cluster`, `messages` (said on the wire), `events` (facts in), `effects` (wishes out)
     the scheduler's     `ledger`, `resizing`, `sharing`, `spares`, `lifecycle`, `watch`, `joining`, `asking`, `machine`: one
                         object, layer on layer, which carries out what these decide: `membership`, `formation`, `ranks`,
-                        `recovery`, `scaling`, `healing`; `board` is where ranks meet
+                        `recovery`, `scaling`, `healing`; `board` is where ranks meet. `ledger` says what each layer does
     a node's            `node`
     several schedulers  `leadership`
     parameter servers   `serving`, `shards`

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from covey.core import recovery, scaling, sharing
 from covey.core.effects import Level
+from covey.core.incidents import SERVERS
 from covey.core.joining import Joinable
 from covey.core.messages import Agreed, Goodbye, Kill, KillAsked, Refused, ScaleAsked, Scaling, StopAsked
-from covey.core.model import Phase
 from covey.core.words import many
 from covey.errors import ExitCode
 
@@ -23,7 +23,7 @@ class Askable(Joinable):
 
     def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
         if asked.roll_back and self.cluster.coming:
-            number = self.incidents.kept[-1].number
+            number = max((i.number for i in self.incidents.kept if i.node == SERVERS), default=0)
             self._turn_servers_back("asked to")
             return Scaling(number, "the servers that were to come do not")
         if asked.roll_back:
@@ -53,7 +53,7 @@ class Askable(Joinable):
     def _stop_asked(self, link: int, asked: StopAsked) -> None:
         if asked.dump:
             return self._dump_asked(link, asked.reason)
-        if self.cluster.phase is not Phase.ENDED:
+        if not self.cluster.over:
             self._end(ExitCode.STOPPED, asked.reason)
         else:
             self._tell_no_more()

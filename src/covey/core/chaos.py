@@ -112,8 +112,8 @@ def jump_s(seed: int, number: int) -> float:
 
 def tally(done: Sequence[Strike], seen: Sequence[Seen], back_ms: Mapping[int, float]) -> list[Row]:
     """What became of all strikes. A recovery belongs to the newest strike at its node before it was heard of, else to the
-    newest of all. `back_ms` is how long something took to be there again that has no recovery of its own, by the number of
-    its strike."""
+    newest of all. `back_ms`, by number of strike: how long the scheduler or the template, which have no recoveries of their
+    own, took to be there again."""
     owner = {found.incident.number: _cause(found, done) for found in seen}
     rows = []
     for fault in Fault:

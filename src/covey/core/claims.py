@@ -115,7 +115,6 @@ class Claims:
 
     def follow(self, orders: Orders, now: float) -> list[Wish]:
         """Take new orders: a round, a stage, a generation."""
-        out: list[Wish] = []
         self._kept_rounds, self._forgotten = orders.plan.staleness + 1, orders.forgotten
         leaving = self.node_id in orders.leaving
         self.round = orders.round
@@ -132,7 +131,7 @@ class Claims:
         running = orders.instance is Instance.RUNNING and orders.stage is Stage.OPEN
         self.open = running and self.is_member and not leaving
         self._closed = leaving or not self.is_member or orders.instance is not Instance.RUNNING
-        out += self._turn_away()
+        out = self._turn_away()
         if changed and self.is_member:
             for number, ids in self.held.items():
                 for device, logged in ids.items():
@@ -182,7 +181,6 @@ class Claims:
             return [Answer(round_number, device, Outcome.EARLY)]
         if round_number < self.round - self._kept_rounds:
             return [Answer(round_number, device, Outcome.LATE)]
-        self._pending[(round_number, device)] = now
         return self._claim([(round_number, device)], now)
 
     def logged(self, round_number: int, device: str) -> list[Wish]:
@@ -299,9 +297,8 @@ class Claims:
     def _judged(self, verdict: Verdict, now: float) -> list[Wish]:
         if verdict.generation != self.generation:
             return []
-        out: list[Wish] = []
         unwanted = [d for d in verdict.granted if (verdict.round, d) not in self._pending and not self._holds(verdict.round, d)]
-        out += self._release(verdict.round, unwanted)
+        out = self._release(verdict.round, unwanted)
         for device in verdict.granted:
             if self._pending.pop((verdict.round, device), None) is None:
                 continue

@@ -33,6 +33,7 @@ class Cluster(msgspec.Struct):
     job: str = ""
     phase: Phase = Phase.FORMING
     reason: str = "waiting for the first node"
+    refused: str = ""  # who was, last, while it forms, and why: the others wait for one that will not come
     generation: int = 0
     restarts: int = 0
     resized: int = 0  # the generation in which the world last changed its size
@@ -118,6 +119,10 @@ class Cluster(msgspec.Struct):
         if record.role is Role.WORKER:
             return world < 0 or record.rank < world
         return record.role is not Role.PSERVER or record.rank in {*self.sharing_now.servers, *self.coming}
+
+    @property
+    def over(self) -> bool:
+        return self.phase is Phase.ENDED
 
     @property
     def sharing_now(self) -> Sharing:

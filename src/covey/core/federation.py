@@ -21,7 +21,7 @@ from msgspec import Meta
 from covey.core.dp import Noise
 from covey.core.messages import Ask, AskStory, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
 from covey.core.model import Host
-from covey.core.secure import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders
+from covey.core.secure import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders, least_of
 
 BATCH_MAX = 10_000  # ids in one message
 SERVERS_MAX = 128  # whose sums together fit into an int64
@@ -80,7 +80,7 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def needed(self) -> int:
         """Updates that close a round."""
-        return max(1, -int(-self.threshold * self.ratio // 1))
+        return max(1, least_of(self.threshold, self.ratio))
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ def decide(cluster: Cluster) -> tuple[Plan | None, str]:
     """Complete as soon as every role has its least number; then everyone's rank follows from who they are."""
     missing = [f"{many(short, role)} missing" for role in COUNTED if (short := _short(cluster, role)) > 0]
     if missing:
-        return None, ", ".join(missing)
+        return None, ", ".join(missing) + _refused(cluster)
     table: dict[str, int] = {}
     for role in COUNTED:
         table |= ranks.assign(cluster.of(role), cluster.size(role))
@@ -34,11 +34,16 @@ def decide(cluster: Cluster) -> tuple[Plan | None, str]:
 
 def missing(cluster: Cluster) -> str:
     """Who is here and how many are not, for everyone who waited in vain."""
-    return "; ".join(
+    found = (
         f"{many(short, role)} missing, here: {names(cluster.of(role))}"
         for role in COUNTED
         if (short := _short(cluster, role)) > 0
     )
+    return "; ".join(found) + _refused(cluster)
+
+
+def _refused(cluster: Cluster) -> str:
+    return f"; {cluster.refused}" if cluster.refused else ""
 
 
 def _short(cluster: Cluster, role: Role) -> int:

@@ -120,7 +120,9 @@ class Gathering:
         if self._plans and not self.done:
             return {rank: self._plans[rank]}
         if len(self.reports) == len(addresses):
-            self._plans = plan(self.generation, self.reports, addresses)
+            plans = plan(self.generation, self.reports, addresses)
+            held = self.resumed and not self.done  # a plan, of a scheduler before: what speaks against it now is old
+            self._plans = {} if held and any(found.failure for found in plans.values()) else plans
         return self._plans
 
 

@@ -5,7 +5,9 @@ What to answer is decided in `membership`; here it is carried out. A refusal is 
 
 from __future__ import annotations
 
-from covey.core import ranks, scaling
+import msgspec
+
+from covey.core import formation, ranks, scaling
 from covey.core.effects import Close, Level
 from covey.core.membership import HOLD_OFF_S, Answer, Verdict, answer_agent, answer_node, node_id
 from covey.core.messages import Refused, Register, RegisterAgent, Welcome
@@ -61,7 +63,8 @@ class Joinable(Watch):
         if member.link and member.link != link:
             self._silence(member.link)
         again = member.life != ""
-        member.life, member.host, member.pid = wish.life, wish.host, wish.pid
+        member.life, member.pid = wish.life, wish.pid
+        member.host = msgspec.structs.replace(member.host, address=wish.host.address)  # a life is on one host
         self._speak(link, member)
         if not again:
             self._begin_life(member)
@@ -164,6 +167,9 @@ class Joinable(Watch):
             self._told(wish.life)
         else:
             self._count("refused")
+            if self.cluster.phase is Phase.FORMING:
+                self.cluster.refused = f"{wish.host.name} ({wish.host.address}) was refused: {reason}"
+                self.cluster.reason = formation.decide(self.cluster)[1]
             self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
             self._send(link, Refused(reason))
         self._out.append(Close(link))

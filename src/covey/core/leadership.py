@@ -109,7 +109,7 @@ class Candidate:
         self._knows = False
 
     def outbid(self, token: int) -> None:
-        """Ours is too low: another led by this one. If that has ended, the lease must have been removed."""
+        """The journal knows this higher token, so the lease was removed since. Let go, and bid higher the next time."""
         self._outbids, self.token = max(self._outbids, token), 0
 
     def give_back(self) -> Write | None:

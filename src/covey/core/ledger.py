@@ -131,8 +131,8 @@ class Ledger:
         member.incarnation += 1
         member.restarts += 1
         member.lives += 1
-        member.life, member.link, member.pid, member.leaving, member.progress = "", 0, 0, "", Progress()
-        member.process = ""
+        member.life, member.link, member.pid, member.leaving, member.process = "", 0, 0, "", ""
+        self._begin_life(member)
         here = self.cluster.agents[member.agent].link
         member.state = NodeState.ALIVE if here else NodeState.SUSPECT  # until its agent is back
 

@@ -81,16 +81,21 @@ class Lifecycle(Spared):
         """With its agent a child's life is over, and nobody is left to start the next."""
         children = self.cluster.children(agent.id)
         placed = [m for m in children if m.role is not Role.SPARE]
-        done = placed and not any(m.present for m in placed) and self.cluster.phase is not Phase.FORMING
-        if self.cluster.phase is Phase.ENDED or done:
+        undecided = [m for m in placed if m.state is NodeState.DEAD] if agent.leaving and self._dump is None else []
+        done = placed and not undecided and not any(m.present for m in placed) and self.cluster.phase is not Phase.FORMING
+        if self.cluster.over or done:
             return
         del self.cluster.agents[agent.id]
         self._publish(f"agent:{agent.id}", "gone", reason, Level.of(code))
+        gone = f"the agent on {agent.host.name} is gone ({reason})"
+        for member in undecided:  # nobody could take over while their host was leaving: that is decided now
+            if not self.cluster.over:
+                self._after_death(member, recovery.report(self.cluster, member, code, gone, [], ""), self._now)
         for member in [m for m in children if m.present]:
-            self._over(member, code, f"the agent on {agent.host.name} is gone ({reason})", since=since)
+            self._over(member, code, gone, since=since)
 
     def _lose(self, member: Member, reason: str, since: float | None = None) -> None:
-        """A life is over that may still hear: it is told why, where the others are told, before its link is closed."""
+        """A life is over, but its process may still hear: it is told why, as the others are, before its link is closed."""
         link = member.link
         self._over(member, ExitCode.PEER_FAILED, reason, since=since)
         self._silence(link)
@@ -102,7 +107,7 @@ class Lifecycle(Spared):
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
-        if not known or not member.present or self.cluster.phase is Phase.ENDED:
+        if not known or not member.present or self.cluster.over:
             return None
         if member.role is Role.SPARE:
             return self._spare_over(member, code, reason)
@@ -244,7 +249,7 @@ class Lifecycle(Spared):
         self._layout = None
 
     def _await_host(self) -> None:
-        """The lost may be started again by a host that comes; where the world may shrink instead, not for ever."""
+        """A host that comes may start the lost ones again. If the world may shrink instead, it is waited for only so long."""
         if recovery.waits_to_shrink(self.cluster.settings):
             self._deadlines.shrink = min(self._deadlines.shrink, self._now + self.cluster.settings.shrink_after_s)
 
@@ -290,9 +295,13 @@ class Lifecycle(Spared):
         self.cluster.trains = False
         self.cluster.arriving = ()  # they begin with everyone else: nobody waits for them alone any more
         self._settled = set()
+        self._reached = -1
+        self._await_healing()
         children = [member for member in self.cluster.placed() if member.agent]
         for member in children:
+            member.handovers += member.state is not NodeState.DEAD  # it had not failed
             self._next_life(member)
+            member.fruitless, member.died_at_step = 0, -2
             member.lives = 0  # a server begins from nothing, as the workers do
             member.seat = member.rank  # nobody is left who knows it by another
         self._regroup(reason, *children)
@@ -301,9 +310,7 @@ class Lifecycle(Spared):
     def _roll_back(self, reason: str) -> None:
         """The ranks cannot go on from where they are: all start anew, from their newest checkpoint, where somebody can start
         them; not twice for the same step."""
-        agents = self.cluster.agents
-        here = all(m.agent in agents and not agents[m.agent].leaving for m in self.cluster.of(Role.WORKER))
-        if not here or self._reached <= self._rolled_back_at:
+        if not recovery.can_restart(self.cluster) or self._reached <= self._rolled_back_at:
             return self._give_up(ExitCode.PEER_FAILED, reason, self.first_failure)
         self._rolled_back_at = self._reached
         reason = f"{reason}: all workers start anew, from their newest checkpoint"
@@ -334,8 +341,8 @@ class Lifecycle(Spared):
         if kept.phase is Phase.FORMING:
             return None
         self.cluster.take_over(records, self._now)
-        if kept.phase is Phase.ENDED:
-            return self._tell_the_end(kept.ended or Ended(0, "", told=True))
+        if kept.ended is not None:
+            return self._tell_the_end(kept.ended)
         self._gathering = Gathering(self.cluster.generation)
         self._take_up_a_change()
         self._await_healing()

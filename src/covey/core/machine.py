@@ -86,7 +86,7 @@ class Machine(Askable):
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
         """Take one fact; return what is to be done about it, in order."""
         self._now = now
-        if self.cluster.phase is Phase.ENDED and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
+        if self.cluster.over and not (isinstance(event, Heard) and isinstance(event.message, AFTER_THE_END)):
             if now >= self._tell_by:
                 self._tell_no_more()
         elif isinstance(event, Heard):
@@ -168,7 +168,8 @@ class Machine(Askable):
 
     def _notice_a_loss(self) -> None:
         """Who had the state may have died all at once. Then the world keeps its size until there is a state again."""
-        if self.cluster.trains and all(report.needs_state for report in self._gathering.reports.values()):
+        gathering = self._gathering
+        if self.cluster.trains and not gathering.resumed and all(r.needs_state for r in gathering.reports.values()):
             self.cluster.trains = False
             reason = "nobody is left who had the state: all begin anew, from their newest checkpoint"
             self._publish("cluster", "state lost", reason, Level.WARNING)

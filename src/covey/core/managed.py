@@ -60,7 +60,7 @@ class Managed(Masked):
         return self._done()
 
     def new_instance(self, plan: Plan, now: float) -> list[Effect]:
-        """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round."""
+        """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round or its window."""
         self._ask(now)
         self._need_ready()
         over = over_budget(plan, self.spent)

@@ -150,7 +150,7 @@ class Masked(Rounds):
         """A round whose list was kept goes on from it; what devices said before that is lost, and the round with it."""
         super().restore(record, now)
         self._prepare()
-        if self.secure is None or self.stage is Stage.FORMING or self.instance is not Instance.RUNNING:
+        if self.secure is None or self.stage is Stage.FORMING or self.instance is Instance.FINISHED:
             return
         if record.uploaders is None:
             self._abandon("the scheduler went away before the list of updates was kept")

@@ -122,7 +122,7 @@ def names(members: Iterable[Member]) -> str:
 def _foreign(cluster: Cluster, wish: Register | RegisterAgent) -> str:
     """Why a registration belongs to another cluster, to a host that is over, or to this cluster started with other settings; ""
     when it does not."""
-    if cluster.phase is Phase.ENDED:
+    if cluster.over:
         return f"the cluster has ended: {cluster.reason}"
     if wish.cluster_id and wish.cluster_id != cluster.cluster_id:
         return f"it belongs to cluster {wish.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"

@@ -3,6 +3,10 @@
 Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). An agent carries what its
 children say and are told over its own link. The scheduler answers when the answer changes; nobody polls. Every field has a
 limit: what exceeds it is refused where bytes become messages.
+
+All nodes of a cluster speak the same `PROTOCOL`: another one is refused in the greeting. A field with a default may be added
+without raising it, because a reader skips fields it does not know and fills in those that are missing. Anything else raises it
+(a new message, a field without a default, another meaning): a reader that is sent a message it does not know hangs up.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
 Key = Annotated[str, Meta(max_length=512)]
 Sentence = Annotated[str, Meta(max_length=8192)]
 Mask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
+Count = Annotated[int, Meta(ge=0, le=8 * 65536)]  # of what has a bit in a mask
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -356,7 +361,7 @@ class Report(Message, frozen=True):
     needs_state: bool = False
     whole: bool = True  # everything a replacement needs was kept
     spoiled: bool = False  # the result it completed last is no longer as it was
-    slots: int = 0  # of an optimizer whose state is cut: of how many parameters there is state,
+    slots: Count = 0  # of an optimizer whose state is cut: of how many parameters there is state,
     holds: Mask = b""  # and of which this rank has it
     finished: bool = False  # its program has come to the end
     seated: int = 0  # the newest seating by which it shares the data

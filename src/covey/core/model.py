@@ -124,7 +124,7 @@ class Progress(msgspec.Struct, frozen=True):
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
     loss: float | None = None  # as the program told it last; inf where it was no number
     stands_by: bool = False  # a spare that has run its program up to where it needs a rank
-    together: int = 0  # how many may leave at once, where each has a part of the state; 0: any number
+    together: Annotated[int, Meta(ge=0)] = 0  # how many may leave at once, where each has a part of the state; 0: any number
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -182,6 +182,8 @@ class NodeMachine:
             self._hold(cluster_id=welcome.cluster_id, incarnation=welcome.incarnation)
             self._deadline = NEVER
             out.append(Publish("scheduler", "found again", f"re-attached to {self._settings.address}"))
+            if self._settings.beats:  # by what this node does the next death is judged, and a new scheduler knows nothing of it
+                out.append(SendBeat())
         else:
             self._pending = welcome
             self._deadline = _after(now, self._settings.topo_timeout_s, VERDICT_SLACK_S)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from covey.core import ranks, scaling
 from covey.core.cluster import Cluster
-from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Phase, Role
+from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Role
 from covey.core.words import many
 from covey.errors import ExitCode, UsageError
 
@@ -75,19 +75,25 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
         if _keeps_the_place(cluster, dead):
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "nobody is waited for (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
-    workers = cluster.of(Role.WORKER)
     if {Strategy.IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC} & set(settings.strategies) and cluster.heals:
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
     limit = min(allowed(agent, settings.max_restarts) for agent in cluster.agents.values())
-    if limit > cluster.restarts and all(m.agent in cluster.agents for m in workers):
-        count = cluster.restarts + 1
-        return After.RESTART_ALL, f"restart {count} of {limit}: all workers start anew"
+    if limit > cluster.restarts and not can_restart(cluster):
+        return After.END, "not all workers can start anew, for the host of some is away or leaves"
+    if limit > cluster.restarts:
+        return After.RESTART_ALL, f"restart {cluster.restarts + 1} of {limit}: all workers start anew"
     if limit:
         return After.END, "no restart is left"
     why = "" if cluster.heals else ", and none can be replaced alone, for no worker has called covey.init()"
     return After.END, f"no restarts were asked for (--max-restarts){why}"
+
+
+def can_restart(cluster: Cluster) -> bool:
+    """Whether somebody is there to start every worker anew, and every server that an agent had started."""
+    agents = [cluster.agents.get(m.agent) for m in cluster.placed() if m.agent or m.role is Role.WORKER]
+    return all(agent is not None and not agent.leaving for agent in agents)
 
 
 def allowed(agent: Agent | None, limit: int) -> int:
@@ -98,8 +104,7 @@ def allowed(agent: Agent | None, limit: int) -> int:
 def _rows_lost(cluster: Cluster, dead: Member, lost: str) -> tuple[After, str]:
     """With the server its rows are gone, and what the workers did since the last checkpoint with them."""
     settings = cluster.settings
-    everyone = {m.agent for m in (dead, *cluster.of(Role.WORKER))}
-    if not cluster.heals or not everyone <= cluster.agents.keys():
+    if not cluster.heals or dead.agent not in cluster.agents or not can_restart(cluster):
         return After.END, f"{lost}: start the cluster again, it goes on from its last checkpoint"
     if Strategy.IN_PLACE not in settings.strategies:
         return After.END, f"{lost}, and recover-in-place is not among the strategies"
@@ -210,7 +215,7 @@ def _extra(cluster: Cluster, agent: Agent) -> int:
 
 def can_dump(cluster: Cluster) -> tuple[set[int], str]:
     """The ranks that could write down what they hold, or why none can."""
-    if cluster.phase is Phase.ENDED:
+    if cluster.over:
         return set(), f"the cluster has ended: {cluster.reason}"
     able = {m.rank for m in cluster.of(Role.WORKER) if m.link and m.present and m.progress.loop}
     return able, "" if able else "no rank is in a covey.Loop, which alone can write down what it holds"
@@ -219,7 +224,7 @@ def can_dump(cluster: Cluster) -> tuple[set[int], str]:
 def victim(cluster: Cluster, name: str) -> tuple[Member | None, str]:
     """The node that is to be killed to see what follows; None, and why, where that cannot be done from here."""
     member = next((m for m in cluster.members.values() if m.name == name), None)
-    if cluster.phase is Phase.ENDED:
+    if cluster.over:
         return None, f"the cluster has ended: {cluster.reason}"
     if member is None:
         return None, f"there is no node {name[:100]!r}: GET /nodes lists them"

@@ -87,8 +87,8 @@ class Resizable(Ledger):
                 self._send(member.link, Stop(f"{member.name} leaves: {reason}"))
 
     def _let_next_go(self) -> bool:
-        """All go on: does somebody leave who was to leave after those who have? Until the world may change they wait, and the
-        operation with them: after a return to the checkpoint for the first step, at the end of the training for the run's."""
+        """Let the next of those go who are to leave in turn; False if there is none, or the world may not change now. Then the
+        operation waits too: after a return to the checkpoint for the first step, near the end for the end of the run."""
         leavers = scaling.remaining(self.cluster)
         if not leavers:
             self.cluster.going = ()

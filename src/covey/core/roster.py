@@ -10,10 +10,24 @@ from __future__ import annotations
 import msgspec
 
 from covey.core.effects import Close, End, Level, Publish, Send
-from covey.core.federation import Admitted, Adoption, Enlist, FederationRecord, Numbers, Orders, Plan, Stage, Standing, keeper
+from covey.core.federation import (
+    SERVERS_MAX,
+    Admitted,
+    Adoption,
+    Enlist,
+    FederationRecord,
+    Numbers,
+    Orders,
+    Plan,
+    Stage,
+    Standing,
+    keeper,
+)
 from covey.core.messages import Refused
 from covey.core.model import Host
 from covey.core.words import many
+
+_RANKS = {str(rank) for rank in range(SERVERS_MAX)}  # ids that claim one
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -54,6 +68,7 @@ class Server(msgspec.Struct):
     beat_at: float = 0.0
     gone_at: float = 0.0
     adopt_at: float = 0.0  # not before this is anyone asked to take over its log
+    locked: bool = False  # its log is held by a process that hangs: copies, where there are any, are the way to its updates
     restarts: int = 0
     standing: Standing | None = None
     told: Orders | None = None  # the last orders it was sent over its present link
@@ -101,6 +116,8 @@ class Roster:
         if known is not None and known.link and known.life != asked.life:
             reason = f"a server with the id {node_id} is here already ({known.http}): give each its own MS_NODE_ID"
             return self._refuse(link, reason)
+        if known is not None and self._copies_asked(known):  # who counts its updates is being decided: it calls again
+            return self._out.append(Close(link))
         if known is None:
             known = Server(node_id, asked.life, asked.host, asked.http, asked.peer, asked.folder)
             self.servers[node_id] = known
@@ -114,12 +131,18 @@ class Roster:
             self._say(node_id, "returned", f"it lives again at {asked.http}")
         self._adoptions.pop(known.life, None)
         known.life, known.host, known.http, known.peer = asked.life, asked.host, asked.http, asked.peer
-        known.folder, known.pid, known.durability = asked.folder, asked.pid, asked.durability
+        known.folder, known.pid, known.durability, known.locked = asked.folder, asked.pid, asked.durability, False
         known.fl_name, known.plan = asked.fl_name, asked.plan
         self.job = self.job or asked.fl_name
         known.link, known.beat_at, known.standing, known.told = link, self._now, None, None
         self._out.append(Send(Admitted(node_id, self.cluster_id, self.key, self.voids.get(node_id, -1)), link))
         return None
+
+    def _copies_asked(self, server: Server) -> bool:
+        """Whether a server that lives was asked for its copies of this one's updates, and has not answered yet."""
+        adoption = self._adoptions.get(server.life)
+        by = self.servers.get(adoption.by) if adoption is not None and adoption.copies else None
+        return by is not None and by.alive
 
     def _id_for(self, asked: Enlist) -> str:
         """The id this host and port had, if that server is gone; else a number that nobody has.
@@ -146,15 +169,18 @@ class Roster:
 
     def _adopted(self, life: str, by: Server) -> None:
         """A log has a new keeper: its old one leaves the generation."""
+        asked = self._adoptions.pop(life, None)
         for gone in self.servers.values():
             if gone.life == life and gone.member and gone is not by:
                 if gone.durability == "none":
                     self._lose(gone)
-                elif gone.host.id != by.host.id:  # copies, of the present round only; its own log must not count too
+                elif asked is None or asked.copies:  # of the present round only; its own log, if it has one, must not count too
                     self._forget()
                     self.voids[gone.node_id] = self.round
+                    if gone.link and not gone.leaving:  # it came back meanwhile: it is told when it calls again
+                        self._out.append(Close(gone.link))
+                        gone.link = 0
                 self._leaves(gone, f"server {by.node_id} took over its log")
-        self._adoptions.pop(life, None)
 
     def _leaves(self, server: Server, reason: str) -> None:
         server.member = False
@@ -163,11 +189,11 @@ class Roster:
         self._say(server.node_id, "left", reason)
 
     def _seat(self) -> None:
-        """A known server keeps its rank; an id of digits claims that rank; any other gets the lowest that is free."""
+        """A known server keeps its rank; an id that is a number claims that rank; any other gets the lowest that is free."""
         taken = {server.rank for server in self.servers.values() if server.rank >= 0}
         new = [server for server in self.servers.values() if server.member and server.rank < 0]
-        for server in sorted(new, key=lambda server: not server.node_id.isdecimal()):
-            claimed = [int(server.node_id)] if server.node_id.isdecimal() else []
+        for server in sorted(new, key=lambda server: server.node_id not in _RANKS):
+            claimed = [int(server.node_id)] if server.node_id in _RANKS else []
             server.rank = next(rank for rank in (*claimed, *range(len(taken) + 1)) if rank not in taken)
             taken.add(server.rank)
 
@@ -197,9 +223,11 @@ class Roster:
         able = [other for other in self.servers.values() if other.alive and other.member and not other.leaving]
         near = [other for other in able if other.host.id == server.host.id and other is not server]
         keeps = keeper(server.node_id, self._told.members) if server.durability == "host" and self._told else None
-        chosen = near or [other for other in able if keeps is not None and other.node_id == keeps.node_id]
+        keeping = [other for other in able if keeps is not None and other.node_id == keeps.node_id]
+        copies = bool(keeping) and (server.locked or not near)
+        chosen = keeping if copies else near
         if chosen and server.folder:
-            found = Adoption(server.node_id, server.life, server.folder, chosen[0].node_id, copies=not near)
+            found = Adoption(server.node_id, server.life, server.folder, chosen[0].node_id, copies=copies)
             self._adoptions[server.life] = found
 
     def _give_up(self, server: Server) -> None:

@@ -113,7 +113,8 @@ class Rounds(Roster):
             adoption = self._adoptions.get(life)
             if adoption is not None and adoption.by == server.node_id:
                 del self._adoptions[life]
-                self.servers[adoption.node_id].adopt_at = self._now + ADOPT_AGAIN_S
+                gone = self.servers[adoption.node_id]
+                gone.adopt_at, gone.locked = self._now + ADOPT_AGAIN_S, not adoption.copies
 
     def _tick(self) -> None:
         for server in list(self.servers.values()):
@@ -234,7 +235,7 @@ class Rounds(Roster):
                 self.stage, self.reason = Stage.SEALING, "it was closed before the scheduler came back"
                 return True
             return self.instance is Instance.RUNNING and self._enough()
-        if not members or any(not s.alive or s.returned or (s.leaving and self._adopting(s)) for s in members):
+        if not members or any(not s.alive or s.life in self._adoptions for s in members):
             return False
         standings = [(server, server.standing) for server in members if server.standing is not None]
         done = next(
@@ -253,15 +254,15 @@ class Rounds(Roster):
             self.parts = tuple((server.node_id, standing.numbers) for server, standing in standings)
         return False
 
-    def _adopting(self, server: Server) -> bool:
-        return server.life in self._adoptions
-
     def _enough(self) -> bool:
         found = self.window.judge(self.counted, self._now)
         if isinstance(found, Missed):
             self.missed += 1
             self.reason = f"missed: {found.reason}"
             self._say("round", "missed", f"iteration {self.iteration} stays open: {found.reason}", Level.WARNING)
+            if self.next_plan is not None and not self.plan.secure:  # it may be the one by which this round can end
+                self._begin(self.next_plan)
+                self._keep()
         elif found is not None:
             self.stage, self.reason = Stage.SEALING, found.reason
         return isinstance(found, Enough)
@@ -403,9 +404,9 @@ class Rounds(Roster):
     def restore(self, record: FederationRecord, now: float) -> None:
         """What the scheduler before this one knew. Its members are gone until they are heard."""
         self._now = now
-        for name in set(FederationRecord.__struct_fields__) - {"servers", "formed", "voids"}:
+        for name in set(FederationRecord.__struct_fields__) - {"servers", "formed"}:
             setattr(self, name, getattr(record, name))
-        self.voids = dict(record.voids)
+        self.voids = dict(record.voids)  # a copy: a record does not change
         self.window = Window(self.plan, now)
         self.stage = Stage.OPEN if record.formed else Stage.FORMING
         for kept in record.servers:

@@ -146,7 +146,7 @@ def _impossible(cluster: Cluster, wanted: int) -> str:
 
 
 def named(node_ids: list[str], role: Role, known: dict[str, Member], what: str, listed: str) -> tuple[list[Member], str]:
-    """Whom these ids, bare or behind their role, let go; nobody, and why, where one is not known or nobody would be left."""
+    """The members with these ids ("2" or "worker:2"), who are to go; none, and why, if one is unknown or all would go."""
     ids = {node_id.removeprefix(f"{role}:") for node_id in node_ids}
     if unknown := sorted(ids - known.keys()):
         return [], f"The node id:{unknown[0]} is illegal. The {what} are {listed}"

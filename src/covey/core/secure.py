@@ -5,6 +5,7 @@ The fields' names are MindSpore's. Bytes are base64 in JSON and themselves in ms
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated
 
@@ -27,6 +28,11 @@ Sealed = Annotated[bytes, Meta(min_length=SEALED, max_length=SEALED)]
 Share = Annotated[bytes, Meta(min_length=shamir.SHARE_BYTES, max_length=shamir.SHARE_BYTES)]
 Milliseconds = Annotated[int, Meta(description="Milliseconds since 1970.")]
 Held = Annotated[int, Meta(ge=0, le=60_000, description="How long the server may wait for a better answer, in ms.")]
+
+
+def least_of(count: int, share: float) -> int:
+    """How many are at least this share of so many: 55 are 0.55 of 100, though the product of the floats is a little more."""
+    return math.ceil(round(count * share, 9))
 
 
 class Phase(StrEnum):

@@ -44,6 +44,7 @@ from covey.core.secure import (
     Unmasking,
     Uploaders,
     Verdict,
+    least_of,
 )
 from covey.core.words import many
 
@@ -118,6 +119,8 @@ class SecureRound:
             )
         if device not in self._places and self.phase is not Phase.KEYS:
             return Spoken(Verdict.LATE, "this device gave no keys in time for this round")
+        if isinstance(ask, GetKeys) and self.phase is Phase.UNMASKING:  # who goes on from a stored list has no keys to tell
+            return Spoken(Verdict.LATE, "the round has its updates")
         if isinstance(ask, GetKeys):
             return WAIT if self.phase is Phase.KEYS else Spoken(Verdict.TAKEN, "", self._key_list(device))
         if isinstance(ask, ShareSecrets):
@@ -304,7 +307,7 @@ class SecureRound:
             self.failed = f"{len(self._revealers)} devices told their shares {window}, and {self._needed} are needed"
 
     def _decide(self, came: int, before: int, what: str, now: float, close: Callable[[float], None]) -> None:
-        least = max(-int(-before * self._share_ratio // 1), self._least)
+        least = max(least_of(before, self._share_ratio), self._least)
         if came >= least:
             close(now)
         else:

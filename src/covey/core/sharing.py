@@ -23,7 +23,7 @@ from covey.core.words import be, many
 
 
 def meant(cluster: Cluster, asked: ScaleAsked) -> bool:
-    """Whether a wish is about servers. Where there are any, a bare id is one's: the number of workers is theirs to count on."""
+    """Whether a wish is about servers. Where there are any, ids are theirs: the number of workers cannot change then."""
     named = bool(asked.node_ids) and cluster.size(Role.PSERVER) > 0
     return asked.servers >= 0 or asked.more_servers != 0 or named
 

@@ -33,7 +33,7 @@ class Wish(NamedTuple):
 
 
 def wishes(environ: Mapping[str, str], *, without: Container[str], default: str) -> dict[str, Wish]:
-    """Settings by their field's name, but for those that others settle. `default` is the ladder where nobody names one."""
+    """What TaskD's variables ask for, by field of `Settings`; none of `without`. `default`: the ladder if none is named."""
     found: dict[str, Wish] = {}
     if "job" not in without and (job := environ.get(JOB)):
         found["job"] = Wish(job, JOB)

@@ -47,7 +47,7 @@ class Watch(Lifecycle):
             self._retry()
         elif settings.judges_silence:
             self._judge_silence(settings.node_timeout_s)
-        if self._dump is None and self.cluster.phase is not Phase.ENDED:
+        if self._dump is None and not self.cluster.over:
             self._judge_waits(settings.stuck_s)
         if self.cluster.phase is Phase.READY and self.cluster.trains and not self._let_next_go():
             self._fill_spares()
@@ -83,7 +83,7 @@ class Watch(Lifecycle):
         return healing.left_alone(reports, {rank: number for rank, number in said.items() if number is not None})
 
     def _waits_for_the_left(self, waiting: int, where: str) -> str:
-        """Who has left reports nothing more. Where all others have, and all are at their end too, they may go as well."""
+        """A rank that has left reports nothing more. If all others have reported that they are at their end, they go."""
         workers, gathering = self.cluster.of(Role.WORKER), self._gathering
         left = [m for m in workers if m.state is NodeState.LEFT]
         unheard = [m for m in left if m.rank not in gathering.reports]
@@ -98,7 +98,7 @@ class Watch(Lifecycle):
         return ""
 
     def _waits_to_go_on(self, limit: float) -> str:
-        """Nor does who has left say that it goes on. Where all others do, it did; where they do not, they wait for it."""
+        """A rank that has left does not say that it goes on. If all others go on, it had; if not, they wait for it in vain."""
         workers, gathering = self.cluster.of(Role.WORKER), self._gathering
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in gathering.resumed]
         if not left or not self._replacing or gathering.done or len(gathering.reports) < len(workers):
@@ -142,9 +142,15 @@ class Watch(Lifecycle):
             self._publish("scheduler", "slept", f"no tick for {slept:.1f} s: nobody's silence in that time counts")
             self._started += slept
             self._deadlines.postpone(slept)
+            if self._gathering.broke_at < NEVER:
+                self._gathering.broke_at = min(self._gathering.broke_at + slept, self._now)
+            if self._dump is not None:
+                self._dump.by = min(self._dump.by + slept, self._now + self.cluster.settings.dump_s)
             speakers: list[Member | Agent] = [*self.cluster.members.values(), *self.cluster.agents.values()]
             for speaker in speakers:
                 speaker.beat_at = min(speaker.beat_at + slept, self._now)
+            for member in self.cluster.members.values():
+                member.changed_at = min(member.changed_at + slept, max(member.changed_at, self._now))
 
     def _judge_silence(self, limit: float) -> None:
         """silent → suspect after half the limit → dead after all of it; an agent takes its children along."""
@@ -155,7 +161,7 @@ class Watch(Lifecycle):
                 self._agent_gone(agent, ExitCode.PEER_FAILED, _silent(silent, limit), since=agent.beat_at)
         since = self._now - limit / 2
         for member in [member for member in self.cluster.members.values() if member.beat_at < since]:
-            if self.cluster.phase is Phase.ENDED:
+            if self.cluster.over:
                 return
             silent = self._now - member.beat_at
             if not member.present or self._agent_answers(member):

@@ -94,7 +94,7 @@ def _times(count: int) -> np.int64:
 
 
 def weighed(size: int, value: float | None) -> tuple[int, int]:
-    """A loss or accuracy that a device tells of so many samples: their number, and it times them as a whole number, for sums.
+    """For sums of a loss or accuracy over devices: the number of samples, and the value times that number as a whole number.
 
     Zeros where it tells none. Raises `ValueError` for one that would spoil a sum.
     """

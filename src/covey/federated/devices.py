@@ -18,6 +18,7 @@ import msgspec
 
 from covey.core.federation import Instance, Joined, Orders, Plan, Stage, evaluates, token
 from covey.federated import compress, openapi, page
+from covey.federated.accumulator import WEIGHT_MAX
 from covey.federated.gate import Gate, Refusal
 from covey.federated.http import Request, Site
 from covey.federated.model import Floats, raw
@@ -136,8 +137,8 @@ class Devices:
         asked: StartJob = read_fields(StartJob, request.body, request.content_type)
         if self._replies.refused(request, asked.timestamp, asked.fl_name, asked.fl_id):
             return None
-        if asked.data_size < 1:
-            reason = f"data_size is {asked.data_size}: a device needs at least one sample"
+        if not 1 <= asked.data_size <= WEIGHT_MAX:
+            reason = f"data_size is {asked.data_size}: a device needs at least one sample, and {WEIGHT_MAX} are the most"
             return self._replies.say(request, Code.OUT_OF_TIME, reason)
         return self._keep(request, self._join(request, asked))
 

@@ -60,6 +60,7 @@ class Holdings:
         """An empty part."""
         if self.part is not None:
             self.part.close()
+            self.part.over = True
             self._claims.held.pop(round_number, None)
         self.part = Part(self._folder, round_number, self._empty(), self._durability)
         return self.part

@@ -79,7 +79,11 @@ class Keeper:
         quick = 0  # deaths in a row; none yet: this is the first start
         while not self._over.is_set():
             started = loop.time()
-            process = await self._spawn(role)
+            try:
+                process = await self._spawn(role)
+            except OSError as error:
+                log.error("%s cannot be started: %s", role.name, error)
+                return self.end(int(ExitCode.DISK))
             code = await process.wait()
             if self._over.is_set():
                 return None

@@ -23,6 +23,7 @@ class Part:
     def __init__(self, folder: Folder, round_number: int, empty: Sum, durability: str) -> None:
         self.round = round_number
         self.sealed = False
+        self.over = False  # another part has taken its place: nothing more becomes of it
         self.adopted: list[str] = []  # lives whose logs are in it
         self._folder = folder
         self._durability = durability

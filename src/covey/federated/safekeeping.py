@@ -44,8 +44,9 @@ class Safekeeping:
         await asyncio.shield(self._syncing)
 
     async def copy_out(self, part: Part, update: Update, values: Floats, claims: Claims) -> None:
-        """Have the next server keep it too; alone there is nobody, and that is all that can be done."""
-        while True:
+        """Have the next server keep it too; alone there is nobody, and that is all that can be done. Of a part that is over
+        nothing is kept: whoever has taken its copies refuses more, and cuts the link."""
+        while not part.over:
             peer = keeper(claims.node_id, claims.members)
             if peer is None:
                 return None
@@ -60,6 +61,7 @@ class Safekeeping:
             except PeerError as error:
                 log.info("%s; it is tried again", error)
                 await asyncio.sleep(RETRY_S)
+        return None
 
     async def _copy_all(self, part: Part, peer: Peer) -> None:
         for path in part.logs():

@@ -212,6 +212,8 @@ class Server:
             self.end(ExitCode.REFUSED, f"the cluster {word} encrypt_type=PW_ENCRYPT: give this server the same")
             return
         was_member = self.claims.is_member
+        if "sum" in self._work and self.orders is not None and _sums(orders) != _sums(self.orders):
+            self._work["sum"].cancel()  # of parts that are not to be added any more
         self.orders = orders
         self._peers.follow(self.node_id, orders.members)
         if orders.round != self.holdings.part.round:
@@ -382,3 +384,8 @@ class Server:
             if self._upstream.connected and now - beat_at >= beat_s:
                 beat_at = now
                 self._upstream.beat()
+
+
+def _sums(orders: Orders) -> tuple[int, object, bool]:
+    """What the server that adds the parts is to add."""
+    return orders.round, orders.parts, orders.void

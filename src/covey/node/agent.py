@@ -35,7 +35,7 @@ from covey.core.messages import (
 )
 from covey.core.model import JOB, Failure, Role
 from covey.errors import CoveyError, ExitCode
-from covey.node import host, logs
+from covey.node import host, log_pieces
 from covey.node.child import ChildSpec, Exit
 from covey.node.children import Children, open_outputs, why
 from covey.node.environment import worker_environment
@@ -111,6 +111,7 @@ class Agent:
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._births = asyncio.Lock()  # a process that is being born runs already, and must be asked to leave too
         self._leaves = False
+        self._drain: Drain | None = None  # said again to a scheduler that was away
         self._reading: list[asyncio.Task[None]] = []  # answers about logs under way
         self.keeps_scheduler = False  # it goes with this host
         self.on_start: Callable[[Start], None] = lambda start: None
@@ -189,7 +190,8 @@ class Agent:
         rank over to another host, where there is one."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
-        self._runtime.say(Drain(reason, last=self.keeps_scheduler))
+        self._drain = Drain(reason, last=self.keeps_scheduler)
+        self._say(self._drain)
         self._leaving = asyncio.create_task(self._leave(number, reason))
 
     async def _leave(self, number: int, reason: str) -> None:
@@ -214,6 +216,8 @@ class Agent:
             self._wanted = message
             self._news.set()
         elif isinstance(message, Welcome):
+            if self._drain is not None:  # before the ends of its workers, which are judged by it
+                self._say(self._drain)
             if not self._cold:
                 self._say(Prepared())
             for name, child in self._running.items():
@@ -237,7 +241,7 @@ class Agent:
         if f"{asked.role}:{number}" not in self._started or not number.isdecimal():
             told = LogTold(asked.number, failure=f"{asked.role}:{number} was never started on this host")
         else:
-            told = await asyncio.to_thread(logs.piece, self.log_path(int(number), asked.role), asked)
+            told = await asyncio.to_thread(log_pieces.piece, self.log_path(int(number), asked.role), asked)
         self._runtime.say(told)
 
     def _finished(self, finish: Finish) -> None:
@@ -263,9 +267,18 @@ class Agent:
                 async with self._births:
                     await self._start(start)
             except CoveyError as error:
-                self.settle(Outcome(error.exit_code, str(error)))
+                self._give_up(error.exit_code, str(error))
             except OSError as error:
-                self.settle(Outcome(ExitCode.DISK, f"a worker cannot be started: {why(error)}"))
+                self._give_up(ExitCode.DISK, f"a worker cannot be started: {why(error)}")
+            except Exception as error:  # a bug: whoever waits for what this host should run must not wait for ever
+                self._give_up(ExitCode.PEER_FAILED, f"nothing more can be started on this host: {error!r}")
+                raise
+
+    def _give_up(self, code: int, reason: str) -> None:
+        """This host's part is over, and the scheduler hears why: others may take over at once."""
+        assert self._runtime is not None
+        self._reason = reason
+        self._runtime.leave(code, reason)
 
     async def _end_what_is_over(self, start: Start) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
@@ -365,9 +378,10 @@ class Agent:
             cores=job.cores.get(child.local_rank, []) if child.role is Role.WORKER else [],
         )
 
-    def log_path(self, rank: int, role: Role = Role.WORKER) -> str:
-        """Where a rank's output goes: the number in the name is the rank."""
-        return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{rank}.log")
+    def log_path(self, number: int, role: Role = Role.WORKER) -> str:
+        """Where a child's output goes. `number` is its node id, the rank it had first: a child keeps its log when its rank
+        changes. Nobody rotates it."""
+        return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{number}.log")
 
     def _log_name(self, role: Role) -> str:
         return {Role.WORKER: self._job.log_name, Role.SPARE: "spare"}.get(role, "server")
@@ -381,9 +395,9 @@ class Agent:
     def separates_stderr(self) -> bool:
         return self._job.separate_stderr
 
-    def error_log_path(self, rank: int, role: Role = Role.WORKER) -> str:
-        """Where a rank's stderr goes, if it is kept apart."""
-        return self.log_path(rank, role).removesuffix(".log") + ".err.log"
+    def error_log_path(self, number: int, role: Role = Role.WORKER) -> str:
+        """Where a child's stderr goes, if it is kept apart."""
+        return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _child_exited(self, ended: Exit) -> None:
         if ended.name not in self._running:
@@ -398,7 +412,7 @@ class Agent:
         self._relay.tell()
         self._say(said)
 
-    def _say(self, message: Prepared | Started | Exited) -> None:
+    def _say(self, message: Prepared | Started | Exited | Drain) -> None:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)

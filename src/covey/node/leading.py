@@ -155,7 +155,7 @@ def is_gone(holder: str) -> bool:
 
 
 def end_predecessor(holder: str) -> bool:
-    """Kill who led before, if it is a process of this host that still is: it could not renew its lease in time, so nothing it
+    """Kill the scheduler that led before, if it still runs on this host: it could not renew its lease in time, so nothing it
     does may count, and it holds what its successor needs. Returns whether there was one."""
     found = _process(holder)
     if found is None or process_started(found[0]) != found[1]:

@@ -84,9 +84,9 @@ def _file_of(settings: Settings, who: str) -> logging.Handler:
 
 def tell(event: Publish) -> None:
     """An event of the core as a log line."""
-    log.log(_LEVELS[event.level], "%s %s: %s", _one_line(event.node), event.what, _one_line(event.reason))
+    log.log(_LEVELS[event.level], "%s %s: %s", one_line(event.node), event.what, one_line(event.reason))
 
 
-def _one_line(text: str) -> str:
-    """What a peer said must not look like a line of ours."""
+def one_line(text: str) -> str:
+    """What a peer said must neither look like a line of ours nor move a terminal's cursor."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

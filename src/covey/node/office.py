@@ -63,7 +63,8 @@ class Office:
         self._manage_given = loaded.origins.get("manage_port") != "default"
         self._sockets = sockets
         self._kept = kept
-        self._job = settings.job or (kept.called if kept is not None else "") or str(Path(sys.argv[0]).resolve())
+        job = settings.job or (kept.called if kept is not None else "") or str(Path(sys.argv[0]).resolve())
+        self._job = job.encode(errors="backslashreplace").decode()  # a path may be bytes that are no text
         given = settings.recovery_path if settings.recovery or settings.lease else ""
         self._folder = kept.journal if kept is not None else given
         self._cluster_id = uuid.uuid4().hex[:12]
@@ -291,7 +292,7 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
 
 
 def _rest_token(secret: str) -> str:
-    """The REST port's, the same for all schedulers of a cluster where they share a secret, which it does not tell."""
+    """The REST port's token. Made of the secret, without giving it away, so that all schedulers of a cluster have the same."""
     return hmac.digest(secret.encode(), b"covey REST", "sha256").hex()[:32] if secret else secrets.token_urlsafe(24)
 
 

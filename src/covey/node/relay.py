@@ -137,7 +137,7 @@ class Relay:
         self._numbers.clear()
         self._beats.clear()
         for caller in self._callers.values():
-            caller.number = 0
+            caller.number, caller.told = 0, Progress()
             caller.link.send(Unreached(reason))
 
     def heard(self, message: Any) -> bool:

@@ -50,7 +50,7 @@ from covey.node.commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
 from covey.node.followers import Followers
 from covey.node.lines import Lines
 from covey.node.log import log, tell
-from covey.node.logs import LogQuestions
+from covey.node.log_pieces import LogQuestions
 from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
 from covey.store.journal import Journal
@@ -271,11 +271,14 @@ class Scheduler:
         return None
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._pulse()
-            self._step(Ticked())
-            self._followers.tell_again()
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                self._pulse()
+                self._step(Ticked())
+                self._followers.tell_again()
+        except Exception as error:  # a bug: a cluster over which nobody keeps watch would wait for ever
+            self._fail(error)
 
     def _pulse(self) -> None:
         if not self._term.leads():
@@ -325,7 +328,7 @@ class Scheduler:
                 self._lines.flush()
                 self._tell_news()
                 self._teller.tell_on()
-        except SteppedDown as error:
+        except Exception as error:  # stepped down; or a bug: half a turn must not be built upon
             self._fail(error)
         finally:
             self._turn = None
@@ -395,7 +398,7 @@ def exit_now(code: int) -> None:
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
     """SIGINT ends the cluster; so does SIGTERM, unless this process comes back: then it goes alone."""
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and comes_back and scheduler.machine.cluster.phase is not Phase.ENDED:
+    if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.over:
         log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
         return scheduler.go(128 + number)
     return scheduler.stop(f"the scheduler received {name}")

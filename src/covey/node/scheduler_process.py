@@ -152,4 +152,9 @@ class SchedulerProcess:
                     ExitCode.SCHEDULER_LOST, f"the scheduler died {quick} times ({word}): see {self._log_path}"
                 )
             log.warning("the scheduler ended (%s) and is started again from its journal", word)
-            await self._spawn()
+            try:
+                await self._spawn()
+            except OSError as error:
+                return self._gave_up(
+                    ExitCode.SCHEDULER_LOST, f"the scheduler ended ({word}) and cannot be started again: {error}"
+                )

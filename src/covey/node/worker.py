@@ -315,8 +315,9 @@ class Node:
                     self._say(Put(key, value, message.generation))
                 for key in self._wanted:
                     self._say(Get(key, message.generation))
-                for said in self._said.values():
-                    if said.generation == message.generation:
+                for kind in (Resumed, Report, Broke):  # that it went on comes first: what it reported before that is old
+                    said = self._said.get(kind)
+                    if said is not None and said.generation == message.generation:
                         self._say(said)
                 self._tell_of_generation()
             elif isinstance(message, Regrouped) and self._formed is not None:
@@ -420,6 +421,6 @@ def _fingerprint(settings: Settings) -> dict[str, str]:
 
 
 def wait_for_the_end(node: Node) -> None:
-    """A federated server in a cluster that has nothing for it to do yet: keep the place until the cluster ends."""
-    log.warning("this node keeps its place as a server; federated rounds are not part of this version")
+    """A federated server in a training's cluster, which has nothing for it to do: keep the place until the cluster ends."""
+    log.warning("this node only keeps its place as a server: for federated rounds call covey.federated.run, not covey.init")
     threading.Event().wait()

@@ -62,18 +62,18 @@ class Lease:
 
     async def _keep(self) -> None:
         """Renew until it fails for too long."""
-        renewed = time.monotonic()
         limit = min(GIVE_UP_S, self._duration_s * 2 / 3)
-        while time.monotonic() - renewed < limit:
-            await asyncio.sleep(min(RENEW_S, self._duration_s / 5))
+        until = time.monotonic() + limit
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(RENEW_S, self._duration_s / 5, left))
             began = time.monotonic()
             try:
-                async with asyncio.timeout(limit):
+                async with asyncio.timeout(max(0.0, until - began)):
                     held = await self._try()
             except TimeoutError:
-                continue
+                return
             if held:
-                renewed = began
+                until = began + limit
             elif self._holder not in ("", self.identity):
                 return
 

@@ -69,15 +69,20 @@ def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
 
 
 def secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> Thing:
-    """What every process of the job is told: which job it is, what lets it in, and the operator (`token`) into what its
-    scheduler tells. One reference to it in each pod, because the server's work for a pod goes by the number of its fields."""
+    """What every process of the job is told: which job it is, the secret to join it, and the `token` by which the operator asks
+    its scheduler. Each pod refers to it once, because the API server's work for a pod grows with the number of its fields."""
     told = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata(job, f"{job.name}-join", owner, labels=labels(job)),
+        "metadata": metadata(job, _join(job), owner, labels=labels(job)),
         "stringData": {**told, **({"COVEY_TOKEN": token} if token else {})},
     }
+
+
+def _join(job: Job) -> str:
+    """Its name. That of an earlier job of the same name may still be there, and goes without warning."""
+    return f"{job.name}-join-{job.uid[:8]}"
 
 
 def gang(job: Job, action: CreateGang, owner: Mapping[str, Any]) -> Thing:
@@ -147,22 +152,29 @@ def port_of(job: Job, role: Role) -> int:
 
 
 def _inject(job: Job, role: Role, action: CreatePod, main: Thing, spec: Thing, name: str, address: str) -> None:
-    env: list[Thing] = main.setdefault("env", [])
+    env: list[Thing] = _given(main, "env", [])
     given = {entry["name"]: entry for entry in env}
     for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (given.get(variable) or {}).get("value"):
             given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
-    main["envFrom"] = [{"secretRef": {"name": f"{job.name}-join"}}, *(main.get("envFrom") or [])]
+    main["envFrom"] = [{"secretRef": {"name": _join(job)}}, *(main.get("envFrom") or [])]
     new = {**_identity(name), **_cluster(job, role, action, name, address), **_recovery(job, role)}
     if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
         new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
-        main.setdefault("volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
-        spec.setdefault("volumes", []).append({"name": RECOVERY_VOLUME, "emptyDir": {}})
+        _given(main, "volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
+        _given(spec, "volumes", []).append({"name": RECOVERY_VOLUME, "emptyDir": {}})
     env += [
         {"name": variable, **(value if isinstance(value, dict) else {"value": str(value)})}
         for variable, value in new.items()
         if variable not in given
     ]
+
+
+def _given(thing: Thing, field: str, nothing: Any) -> Any:
+    """A field to add to; one that is written and left empty, which is null, is as good as one that is not there."""
+    if thing.get(field) is None:
+        thing[field] = nothing
+    return thing[field]
 
 
 def _field(path: str) -> Thing:
@@ -240,8 +252,8 @@ def _recovery(job: Job, role: Role) -> Thing:
 
 def _avoid(spec: Thing, nodes: tuple[str, ...]) -> None:
     """Keep a pod off these nodes, beside whatever affinity it has."""
-    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": [{}]})
-    for term in required["nodeSelectorTerms"]:
-        fields = term.setdefault("matchFields", [])
+    affinity = _given(_given(spec, "affinity", {}), "nodeAffinity", {})
+    required = _given(affinity, "requiredDuringSchedulingIgnoredDuringExecution", {})
+    for term in _given(required, "nodeSelectorTerms", [{}]):
+        fields = _given(term, "matchFields", [])
         fields += [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from covey.operator.api import Api, ApiError, Kind, Thing
 Key = tuple[str, str]  # namespace, name
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 15.0
+STEADY_S = 5.0  # a watch that ends sooner and said nothing is asked for less and less often
 GONE = 410
 FORBIDDEN = (401, 403, 404)
 
@@ -88,9 +90,10 @@ class Reflector:
             try:
                 if not self._version:
                     await self._list()
-                before = self._version
+                before, began = self._version, time.monotonic()
                 await self._watch()
-                wait = BACKOFF_MIN_S if self._version != before else wait
+                if self._version != before or time.monotonic() - began >= STEADY_S:  # it was a watch, if a quiet one
+                    wait = BACKOFF_MIN_S
             except ApiError as error:
                 if error.code == GONE:
                     log.info("%s: the server has forgotten version %s, listing again", self.kind.plural, self._version)

@@ -56,9 +56,9 @@ Make = Callable[[Sharing], list[Asking]]
 
 
 class Work:
-    """Requests under way, to one server or more; over when all are answered, by one and the same sharing: where rows moved
-    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread. With `here` it is over when
-    it is made, and asked in the caller's thread where that is better."""
+    """Requests under way, to one server or more. It is over when all have answered by the same sharing; if rows moved
+    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread. With `here` the
+    constructor waits for the end, and asks in the caller's own thread if there is little to move."""
 
     def __init__(self, servers: Servers, make: Make, done: Callable[[Work], None] | None = None, *, here: bool = False) -> None:
         self.error: CoveyError | None = None

@@ -33,12 +33,17 @@ class Entry(msgspec.Struct, frozen=True):
     tls: str = ""  # the TLS config file, where the cluster uses one
 
 
-def folder() -> Path:
+def folder(*, make: bool) -> Path:
     """Where the entries lie: the user's runtime folder, else one of their own under the temporary folder."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "covey" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"covey-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
+    try:
+        path = Path(base) / "covey" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"covey-{os.getuid()}"
+        if make:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid if make or path.exists() else os.getuid()
+    except OSError as error:
+        raise _unusable(error) from None
+    if owner != os.getuid():
         raise StoreError(f"{path} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
     return path
 
@@ -50,21 +55,28 @@ def add(entry: Entry) -> Path:
             _path(other.pid).unlink(missing_ok=True)
     path = _path(entry.pid)
     temporary = path.with_suffix(".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(entry))
-    temporary.rename(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(entry))
+        temporary.rename(path)
+    except OSError as error:
+        raise _unusable(error) from None
     return path
 
 
+def _unusable(error: OSError) -> StoreError:
+    return StoreError(f"clusters cannot be noted down ({error}): set XDG_RUNTIME_DIR to a folder of yours")
+
+
 def _path(pid: int) -> Path:
-    return folder() / f"{pid}.json"
+    return folder(make=True) / f"{pid}.json"
 
 
 def running() -> list[Entry]:
     """This user's clusters on this host, oldest first."""
     found: list[Entry] = []
-    for path in folder().glob("*.json"):
+    for path in folder(make=False).glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             entry = msgspec.json.decode(path.read_bytes(), type=Entry)
             if process_started(entry.pid) == entry.created:

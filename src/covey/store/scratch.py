@@ -15,6 +15,8 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+from covey.errors import StoreError
+
 LOCK: Final = "in-use"
 
 
@@ -22,9 +24,12 @@ class Scratch:
     """A folder of this process. It goes with `close`, or with the process unless that is killed."""
 
     def __init__(self, what: str) -> None:
-        self.name = tempfile.mkdtemp(prefix=f"covey-{what}-")
-        made = Path(self.name) / "new"
-        lock = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self.name = tempfile.mkdtemp(prefix=f"covey-{what}-")
+            made = Path(self.name) / "new"
+            lock = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise StoreError(f"no temporary folder can be made ({error}): set TMPDIR to one that can be written to") from None
         with contextlib.suppress(OSError):  # a file system without locks: then nobody gets this one, and nobody clears up
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         made.rename(Path(self.name) / LOCK)  # not before it is locked: who finds it unlocked may remove it

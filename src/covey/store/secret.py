@@ -25,8 +25,14 @@ def find(secret: str, secret_file: str, *, make: bool) -> str:
         return secret
     if secret_file:
         return _read(Path(secret_file))
-    path = user_file()
-    if not path.exists():
+    try:
+        path = user_file()
+        there = path.exists()
+    except (OSError, RuntimeError) as error:  # a home of somebody else, or none
+        if not make:
+            return ""
+        raise StoreError(f"this user has no folder for a secret ({error}): set COVEY_SECRET, or HOME") from None
+    if not there:
         if not make:
             return ""
         _create(path)
@@ -39,6 +45,8 @@ def _read(path: Path) -> str:
         text = path.read_text().strip()
     except OSError as error:
         raise UsageError(f"the secret file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"the secret file {path} is not text: write one line into it, the same on every host") from None
     if mode & 0o077:
         raise UsageError(f"the secret file {path} can be read by others: chmod 600 {path}")
     if not text:

@@ -1,7 +1,7 @@
 """Inside a training process: the loop, its data and state, the group and its collectives. The only room that imports torch, and
 only when used.
 
-    programs'     `loop`, `model` (MindSpore's manner), `group`, `wrapped`; `admission`, `arguments` judge what they are given
+    programs'     `loop`, `model` (MindSpore's manner), `group`, `wrapped`; `loop_arguments`, `arguments` judge what is given
     data          `data`, `loaders` or `stream`, shared out by `course`; `walk` is one rank on it, `chance` its random numbers
     gradients     `reducer`, or `sharded` where the optimizer's state is cut, or `served` and `embedding` on parameter servers
     collectives   `collectives` that heal, of `operations`, over one `gloo` group for each generation; `kept` are their

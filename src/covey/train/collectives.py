@@ -309,7 +309,8 @@ class Collectives:
                 return news.plan
 
     def _carry_out(self, plan: HealPlan) -> bool:
-        """Fetch what the plan says this rank lacks. False if the giver is gone: a new generation follows."""
+        """Fetch what the plan says this rank lacks. False if the giver is gone: its death begins a new generation, whose plan
+        names another giver."""
         self.seating, self._holders = plan.seating or self.seating, plan.holders
         if plan.giver is None and not plan.holders:
             if self._half:
@@ -325,7 +326,7 @@ class Collectives:
         return True
 
     def _fetch(self, giver: Giver | None, generation: int) -> None:
-        """All that this rank lacks, or nothing."""
+        """All that this rank lacks. Raises `PeerError` when whoever gives is gone: tensors at home may then be half written."""
         if giver is None:
             return self._collect()
         kind, homes = ("state", self.homes()) if self._newcomer else ("results", {})

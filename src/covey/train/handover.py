@@ -1,9 +1,9 @@
 """How a training's state goes from one process to the next: to a replacement by way of a survivor, to a later run by way of
 the disk.
 
-A rank gives its state at a safe point: that of the step's boundary, or that after the step's optimizer ran. Who is given the
-former runs the step as if nothing had been; who is given the latter runs it `replaying`: its own optimizer's result is written
-over with what was given, as it was right after the giver's, and so is everything else, as it is now, once it joins the others.
+A rank gives its state at a safe point: as it was at the step's boundary, or as it is after the step's optimizer ran. With the
+first, a replacement runs the step like any other. With the second it runs the step `replaying`: its own optimizer's result is
+overwritten with what was given, as it was right after the giver's, and everything once more, as it is, when it joins the others.
 """
 
 from __future__ import annotations

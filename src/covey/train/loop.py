@@ -26,7 +26,7 @@ from typing import Any
 from covey.core.messages import Dumped, Resumed
 from covey.core.model import Progress
 from covey.errors import UsageError
-from covey.train import admission
+from covey.train import loop_arguments
 from covey.train.arguments import of_kind
 from covey.train.checkpoint import Checkpoint
 from covey.train.following import follow
@@ -65,12 +65,12 @@ class Loop:
         from covey.train.served import Served  # these import torch: a program without a loop does without it
         from covey.train.sharded import ShardedOptimizer
 
-        admission.numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
-        data = admission.data_of(data)
+        loop_arguments.numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
+        data = loop_arguments.data_of(data)
         of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
         of_kind("Loop", "schedulers", schedulers, list, tuple)
-        model = admission.model_of(model, self)
-        admission.admit(model, optimizer)
+        model = loop_arguments.model_of(model, self)
+        loop_arguments.admit(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self.data, self.seed = data, seed
@@ -78,7 +78,7 @@ class Loop:
         self._walk = Walk(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
         self._state = State(model, optimizer)
         self._again, self._repeats = False, 0  # this step is to be repeated; was, so often
-        self._runs_it_once = admission.runs_closure_once(optimizer)
+        self._runs_it_once = loop_arguments.runs_closure_once(optimizer)
         self._open = False  # an epoch's batches are not at their end
         self._checked = False  # that the state can be given
         self._served = Served(model, optimizer, group)
@@ -318,7 +318,7 @@ class Loop:
     def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary. One
         that may be run several times, each with other parameters, is left to the optimizer."""
-        admission.of_the_model(optimizer, self._parameters)
+        loop_arguments.of_the_model(optimizer, self._parameters)
         if self._collectives is not None and not self.boundary:
             raise UsageError(
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"

@@ -117,7 +117,7 @@ def fetch(
     known: Known = NOTHING,
     begin: Callable[[], None] = lambda: None,
 ) -> Donation:
-    """Receive all of it or nothing. Raises `PeerError` when the giver is gone.
+    """Receive all of it. Raises `PeerError` when the giver is gone; then what is received directly may be there in part.
 
     `homes` are tensors of this process by their names in the state: what fits is received straight into them, which spares
     fresh memory and a copy. Not if the state is that after the optimizer: it is needed twice, and must stay as it is. `begin`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import re
 import socket
 
 import psutil
@@ -12,6 +13,7 @@ import psutil
 from covey.errors import ExitCode, UsageError
 
 BACKLOG = 4096
+SHOWN = 80  # characters of what was said that a sentence repeats
 
 
 def is_loopback(host: str) -> bool:
@@ -48,10 +50,14 @@ def split(text: str, default_port: int = 0) -> tuple[str, int]:
         port_text = rest.removeprefix(":")
     elif text.count(":") == 1:
         host, _, port_text = text.partition(":")
+    try:
+        host.encode("idna")  # as it will be to ask for its address
+    except UnicodeError:
+        raise UsageError(f"{text[:SHOWN]} is not an address: no host can have that name") from None
     if not port_text:
         return host, default_port
-    if not port_text.isascii() or not port_text.isdigit() or not 0 < int(port_text) < 65536:
-        raise UsageError(f"{text} is not an address: HOST:PORT is, with a port from 1 to 65535")
+    if not re.fullmatch("[0-9]{1,5}", port_text) or not 0 < int(port_text) < 65536:
+        raise UsageError(f"{text[:SHOWN]} is not an address: HOST:PORT is, with a port from 1 to 65535")
     return host, int(port_text)
 
 

@@ -194,7 +194,7 @@ def _context(side: Side, identity: Identity, trust: Trust, ciphers: list[str]) -
 
 @contextmanager
 def _as_file(content: bytes, *, in_memory: bool = _MEMORY_FILES) -> Iterator[str]:
-    """OpenSSL takes keys and lists from paths only: one of memory on Linux, elsewhere of a file gone afterwards."""
+    """A path to this content, in memory on Linux, else a file that is removed: OpenSSL reads keys and lists from paths only."""
     if in_memory:
         with os.fdopen(os.memfd_create("covey-tls"), "wb") as memory:
             memory.write(content)

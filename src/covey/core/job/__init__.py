@@ -1,8 +1,9 @@
 """A training job on Kubernetes, decided: what an MSJob says, and what to do about it now.
 
-`spec` reads and judges the object, `ascend` turns an AscendJob into one, `pod` knows what a pod's state means, `failure` says
-what follows a failed pod, `live` what the job's own scheduler says, `resize` whether there may be more workers, `status` keeps
-what must be remembered, `turn` is one look at a job, `actions` are what may be done, and `plan` puts them together:
+`spec` reads and judges the object, `template` the shape of its pods, `ascend` turns an AscendJob into one, `pod` knows what a
+pod's state means, `failure` says what follows a failed pod, `live` what the job's own scheduler says, `resize` whether there
+may be more workers, `status` keeps what must be remembered, `turn` is one look at a job, `actions` are what may be done, and
+`plan` puts them together:
 
     plan(job, observed, now) -> actions, status, requeue_after, reason
 

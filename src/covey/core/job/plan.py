@@ -164,10 +164,12 @@ class _Planner(Resizing):
         ignored = []
         for role, _, name in self._places:
             pod = self.pods.get(name)
-            if pod is None or pod.succeeded:
+            if pod is None:
                 continue
-            if self.status.replacing.get(name, {}).get("uid") == pod.uid:
+            if self._is_given_up(pod):
                 self.delete(pod, grace=self._grace)  # noted in an earlier pass
+                continue
+            if pod.succeeded:
                 continue
             where = self._trouble(pod)
             if (not pod.failed and not where) or self._is_leaving(name):
@@ -355,12 +357,12 @@ class _Planner(Resizing):
         service = self.services.get(pod_name(self.job.name, role.key, 0)) if role else None
         if role is not None and service is None:
             self.actions.append(CreateService(role.key))
-        if not missing:
-            return
-        if self.observed.gang and self.observed.pod_group is None:
+        if self.observed.gang and not self.has_gang:  # also for pods that are there: they wait for it
             policy = self.job.scheduling or {}
             members = int(policy.get("minAvailable") or sum(self.status.world.values()))
             self.actions.append(CreateGang(members, policy))
+        if not missing:
+            return
         if role is not None and not (service or {}).get("spec", {}).get("clusterIP"):
             return  # its address is part of every pod
         possible = [place for place in missing if place[2] not in self.foreign]

@@ -94,8 +94,8 @@ class Seen:
 
     @property
     def disrupted(self) -> bool:
-        """It failed by no fault of the program: evicted, preempted, or its node went away."""
-        return self.failed and self.exit_code is None
+        """It failed by no fault of the program: evicted, preempted, taken away by somebody, or its node went away."""
+        return self.failed and (self.exit_code is None or self.ending)
 
     @property
     def why_ended(self) -> str:

@@ -15,6 +15,7 @@ import msgspec
 
 from covey.core.job import paths
 from covey.core.job.clock import seconds
+from covey.core.job.template import misfit
 from covey.core.recovery import Strategy
 from covey.errors import UsageError
 
@@ -24,6 +25,7 @@ CONTAINER = "mindspore"
 PORT_NAME = "msjob-port"
 PORT = 2222
 NAME_MAX = 63  # of a pod that a service is named after
+PORT_NAME_MAX = 15
 
 PROCESSES = "covey/processes-per-pod"
 PENDING = "covey/pending-timeout-seconds"
@@ -278,7 +280,10 @@ def _role(key: str, replica: Mapping[str, Any], path: str, job: str, container: 
     if not isinstance(template, dict) or not isinstance(template.get("spec"), dict):
         problems.append(Problem(f"{path}.template.spec", "is missing: it is the pod to run"))
         return Role(key, replicas, restart, {})
-    _template(template["spec"], f"{path}.template.spec", container, problems)
+    if (wrong := misfit(template)) is not None:
+        problems.append(Problem(f"{path}.template{wrong[0]}", wrong[1]))
+    else:
+        _template(template["spec"], f"{path}.template.spec", container, problems)
     return Role(key, replicas, restart, template)
 
 
@@ -312,7 +317,7 @@ def _template(spec: Mapping[str, Any], path: str, main: str, problems: list[Prob
                 problems.append(Problem(f"{here}.image", "is missing"))
             for number, port in enumerate(container.get("ports") or []):
                 if port.get("name") is not None:
-                    _label(port["name"], f"{here}.ports[{number}].name", problems)
+                    _label(port["name"], f"{here}.ports[{number}].name", problems, most=PORT_NAME_MAX)
     for index, volume in enumerate(spec.get("volumes") or []):
         _label(volume.get("name"), f"{path}.volumes[{index}].name", problems)
     named = sum(container.get("name") == main for container in containers)
@@ -320,8 +325,10 @@ def _template(spec: Mapping[str, Any], path: str, main: str, problems: list[Prob
         problems.append(Problem(f"{path}.containers", f"has {named} containers named {main}: exactly one must be"))
 
 
-def _label(text: Any, path: str, problems: list[Problem]) -> None:
+def _label(text: Any, path: str, problems: list[Problem], most: int = NAME_MAX) -> None:
     if isinstance(text, str) and _LABEL.fullmatch(text):
+        if len(text) > most:
+            problems.append(Problem(path, f"{text!r} has more than {most} characters"))
         return
     hint = f", {text.replace('_', '-').lower()!r} would do" if isinstance(text, str) and "_" in text else ""
     problems.append(Problem(path, f"{text!r} is not lower-case letters, digits and '-'{hint}"))

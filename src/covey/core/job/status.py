@@ -59,6 +59,7 @@ class Status:
         """Make a condition that was true false."""
         if self.holds(kind):
             self._set(kind, "False", reason, message)
+            self.content["state"] = self.content["conditions"][-1]["type"]
 
     def _set(self, kind: str, status: str, reason: str, message: str) -> None:
         conditions: list[dict[str, Any]] = self.content.setdefault("conditions", [])

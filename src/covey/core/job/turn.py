@@ -43,6 +43,7 @@ class Turn:
         self.pods = {pod.name: pod for pod in seen if pod.owner in (job.uid, "")}
         self.foreign = {pod.name: pod for pod in seen if pod.name not in self.pods}
         self.services = {s["metadata"]["name"]: s for s in observed.services if owner(s) in (job.uid, "")}
+        self.has_gang = observed.pod_group is not None and owner(observed.pod_group) == job.uid
 
     def tell(self, reason: str, message: str, *, warn: bool = False) -> None:
         self.actions.append(Tell("Warning" if warn else "Normal", reason, message))
@@ -85,10 +86,17 @@ class Turn:
 
     def _note_finished(self) -> None:
         """Pods that succeeded are remembered: they may be collected, and must not run again."""
-        done = {name for _, _, name in self._places if name in self.pods and self.pods[name].succeeded}
+        there = [self.pods[name] for _, _, name in self._places if name in self.pods]
+        done = {pod.name for pod in there if pod.succeeded and not self._is_given_up(pod)}
         kept = set(self.status.content.get("finished") or [])
         if done - kept:
             self.status.content["finished"] = sorted(done | kept)
+
+    def _is_given_up(self, pod: Seen) -> bool:
+        """It is to go, or goes and is left from before a suspension: how it ends says nothing about the job."""
+        started = self.status.time("startTime") or 0.0
+        left = pod.ending and pod.created is not None and pod.created < started
+        return left or self.status.replacing.get(pod.name, {}).get("uid") == pod.uid
 
     @property
     def _finished(self) -> set[str]:
@@ -123,7 +131,7 @@ class Turn:
         if self.job.clean is not Clean.NONE:
             gone = [name for name in self.services if name not in self.pods]
             self.actions += [DeleteService(name) for name in gone if DeleteService(name) not in self.actions]
-        if self.observed.pod_group is not None:
+        if self.has_gang:
             self.actions.append(DeleteGang())
 
     def _force(self) -> None:

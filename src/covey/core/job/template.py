@@ -1,0 +1,62 @@
+"""A pod template's shape, as far as it is read here. The custom resource's schema lets most of a template through as it is.
+
+The API server would refuse such a pod when it is created; a job that says why at once is better than one that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Texts = dict[str, str] | None
+Objects = list[dict[str, Any]] | None
+
+
+class _Variable(msgspec.Struct):
+    name: str
+    value: str | None = None
+
+
+class _Port(msgspec.Struct):
+    containerPort: Annotated[int, Meta(ge=1, le=65535)]
+    name: str | None = None
+
+
+class _Container(msgspec.Struct):
+    command: list[str] | None = None
+    args: list[str] | None = None
+    env: list[_Variable] | None = None
+    envFrom: Objects = None
+    ports: list[_Port] | None = None
+    volumeMounts: Objects = None
+    workingDir: str | None = None
+
+
+class _Spec(msgspec.Struct):
+    containers: list[_Container] | None = None
+    initContainers: list[_Container] | None = None
+    volumes: Objects = None
+    affinity: dict[str, Any] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    labels: Texts = None
+    annotations: Texts = None
+
+
+class _Template(msgspec.Struct):
+    spec: _Spec
+    metadata: _Metadata | None = None
+
+
+def misfit(template: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Where a template is not what Kubernetes takes, as ".spec.containers[0].env", and what is wrong there."""
+    try:
+        msgspec.convert(template, _Template)
+    except msgspec.ValidationError as error:
+        sentence, _, where = str(error).partition(" - at `$")
+        return where.rstrip("`"), f"is not as Kubernetes takes it: {sentence.replace('`', '')}"
+    return None

@@ -1,0 +1,97 @@
+"""The agent's shell in this process, under a scheduler that says what a test lets it say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.processes.fakes import FakeScheduler, fake_scheduler
+from tests.processes.harness import free_port
+
+from covey.core.messages import Assignment, Drain, Goodbye, Leave, Message, RegisterAgent, Start, Welcome
+from covey.errors import ExitCode
+from covey.node.agent import Agent, AgentJob, Outcome
+from covey.node.office import Kept
+from covey.node.runtime import Door
+from covey.node.scheduler_process import SchedulerProcess
+from covey.settings import load
+
+LIMIT_S = 60.0
+
+
+def lead(
+    tmp_path: Path, *assignments: Assignment, then: Callable[[Agent], None] = lambda agent: None, hangs_up: bool = False
+) -> tuple[Outcome, FakeScheduler]:
+    """How an agent's run ends, and who heard it. `then`: what is done once it was told what to run."""
+    port = free_port()
+    found: list[FakeScheduler] = []
+
+    def answer(message: Any) -> list[Message]:
+        if isinstance(message, RegisterAgent):
+            return [Welcome("c1"), Start(1, 1, list(assignments), "127.0.0.1", 1)]
+        if isinstance(message, Drain) and hangs_up and found[0].links() == 1:
+            found[0].hang_up()
+        return [Goodbye()] if isinstance(message, Leave) else []
+
+    async def run() -> Outcome:
+        settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path)}).settings
+        logs = str(tmp_path / "logs")
+        job = AgentJob(command=["true"], python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
+        agent = Agent(job, settings, Door("127.0.0.1", port), {"PATH": os.environ["PATH"]})
+
+        def told(_: Start) -> None:
+            agent.on_start = lambda _: None  # once
+            then(agent)
+
+        agent.on_start = told
+        await agent.prepare()
+        async with asyncio.timeout(LIMIT_S):
+            return await agent.run()
+
+    with fake_scheduler(port, answer) as fake:
+        found.append(fake)
+        return asyncio.run(run()), fake
+
+
+def test_that_a_host_leaves_is_said_again_to_a_scheduler_that_was_away(tmp_path: Path) -> None:
+    outcome, heard = lead(tmp_path, then=lambda agent: agent.leave(signal.SIGTERM), hangs_up=True)
+    again = [message for link, message in heard.heard if link == 2]
+    assert [type(message) for message in again if isinstance(message, Drain | Leave)] == [Drain, Leave]
+    assert outcome == Outcome(143, "the agent was asked to leave (SIGTERM)")
+
+
+def test_a_host_that_cannot_start_its_workers_says_why_to_the_scheduler(tmp_path: Path) -> None:
+    """There is no folder for its log. With recovery it would be waited for otherwise, as one out of reach."""
+    outcome, heard = lead(tmp_path, Assignment("0", 0, 1, 0))
+    (leave,) = heard.of(Leave)
+    assert (leave.code, leave.reason) == (outcome.code, outcome.reason)
+    assert outcome.code == ExitCode.DISK and "worker_0.log" in outcome.reason
+
+
+def test_what_no_scheduler_says_ends_a_host_instead_of_keeping_it_idle(tmp_path: Path) -> None:
+    outcome, heard = lead(tmp_path, Assignment("no number", 0, 1, 0))
+    assert outcome.reason.startswith("nothing more can be started on this host: ValueError") and len(heard.of(Leave)) == 1
+
+
+def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tmp_path: Path) -> None:
+    async def check() -> tuple[int, str]:
+        gave_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        log_path = tmp_path / "logs" / "scheduler.log"
+        log_path.parent.mkdir()
+        kept = Kept(sockets=([], []), journal=str(tmp_path))
+        process = SchedulerProcess(kept, os.environ, log_path, lambda: False, lambda *said: gave_up.set_result(said))
+        await process.start()
+        shutil.rmtree(log_path.parent)
+        assert process._process is not None
+        process._process.kill()
+        async with asyncio.timeout(LIMIT_S):
+            return await gave_up
+
+    code, reason = asyncio.run(check())
+    assert code == ExitCode.SCHEDULER_LOST
+    assert reason.startswith("the scheduler ended (SIGKILL) and cannot be started again: [Errno 2]")

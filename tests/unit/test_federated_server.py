@@ -1,0 +1,133 @@
+"""A federated server alone: what it does about orders that change, and about devices that ask for too much."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from covey.core.claims import Claims
+from covey.core.federation import Instance, Numbers, Orders, Peer, Plan, Stage
+from covey.core.model import Host
+from covey.errors import PeerError
+from covey.federated.accumulator import Accumulator
+from covey.federated.holdings import Holdings
+from covey.federated.http import Connection, Piece, Request
+from covey.federated.model import take
+from covey.federated.peers import Peers
+from covey.federated.protocol import now_ms
+from covey.federated.safekeeping import Safekeeping
+from covey.federated.server import Server, ServerSettings
+from covey.federated.strategies import FedAvg
+from covey.federated.updates import Update
+from covey.node.security import Security
+
+WAIT_S = 60.0
+
+
+def a_server(folder: Path) -> Server:
+    """One that has its place in a cluster of one; no sockets."""
+    layout, values = take({"w": np.zeros(4, np.float32)})
+    settings = ServerSettings(scheduler=("127.0.0.1", 1), host=Host("h", "h", "127.0.0.1"), http="h:1", peer="h:2", root=folder)
+    server = Server(settings, Security(), layout, values, FedAvg())
+    server.node_id = server.claims.node_id = "0"
+    server.holdings.open(folder / "server_0", -1)
+    server.models.open(folder / "models", name="", keep=1, sync=False)
+    return server
+
+
+def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that was begun before its round was abandoned must not become the model of that round."""
+
+    async def play() -> None:
+        server, begun, ended = a_server(tmp_path), asyncio.Queue[bool](), asyncio.Queue[bool]()
+
+        async def make(me: str, orders: Orders, part: Any, spool: Path) -> bool:
+            begun.put_nowait(orders.void)
+            try:
+                return await asyncio.Future()
+            finally:
+                ended.put_nowait(orders.void)
+
+        monkeypatch.setattr(server.models, "make", make)
+        orders = Orders(
+            generation=1,
+            members=(Peer("0", 0),),
+            round=1,
+            base=0,
+            stage=Stage.SUMMING,
+            instance=Instance.RUNNING,
+            plan=Plan(),
+            digest=server.models.digest,
+            summer="0",
+            parts=(("0", Numbers(1)),),
+        )
+        async with asyncio.timeout(WAIT_S):
+            server._follow(orders)
+            assert await begun.get() is False
+            server._follow(orders)
+            server._follow(msgspec.structs.replace(orders, parts=(), void=True))
+            assert await ended.get() is False
+            while begun.empty():
+                server._begin_work(server.orders or orders)  # as its tick does
+                await asyncio.sleep(0)
+        assert begun.get_nowait() is True and begun.empty(), "and the same orders again change nothing"
+        server._work["sum"].cancel()
+
+    asyncio.run(play())
+
+
+class Answered:
+    """The end of a connection that tells what was answered."""
+
+    def __init__(self) -> None:
+        self.closed, self.said = False, b""
+
+    def answer(self, status: int, content_type: str, pieces: Sequence[Piece]) -> None:
+        self.said = b"".join(bytes(piece) for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**27 + 1, 2**64 - 1])
+def test_a_device_with_no_samples_or_more_than_can_be_added_is_refused_before_it_trains(tmp_path: Path, size: int) -> None:
+    """In a secure round their sum goes to every device: one that lies must not make it a number that cannot be sent."""
+
+    async def play() -> bytes:
+        asked = msgspec.json.encode({"fl_id": "a", "timestamp": now_ms(), "data_size": size})
+        connection = Answered()
+        server = a_server(tmp_path)
+        server.devices._receive(Request(cast(Connection, connection), "POST", "/startFLJob", {}, memoryview(asked)))
+        return connection.said
+
+    answer = msgspec.json.decode(asyncio.run(play()))
+    assert (answer["retcode"], str(size) in answer["reason"]) == (300, True)
+
+
+def test_no_copies_are_sent_of_a_part_that_is_over(tmp_path: Path) -> None:
+    """Its updates have another keeper, who refuses more and cuts the link: asked for ever, it would have no other link left."""
+    refused: list[str] = []
+    holdings = Holdings(Claims("a"), lambda: Accumulator(4), "host", 0)
+    holdings.open(tmp_path, -1)
+    part = holdings.begin(1)
+
+    class Refuses:
+        async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
+            refused.append(node_id)
+            holdings.give_up(1)
+            raise PeerError("the copies of server a have been taken over")
+
+    claims = Claims("a")
+    claims.members = (Peer("a", 0, host="h"), Peer("b", 1, host="i"))
+    update, values = Update("d", 1), np.zeros(4, np.float32)
+    part.append(update, values)
+
+    async def play() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await Safekeeping("a1", cast(Peers, Refuses())).copy_out(part, update, values, claims)
+
+    asyncio.run(play())
+    assert refused == ["b"]

@@ -1,0 +1,115 @@
+"""How long the operator waits: for a watch that said nothing, and for a lease that cannot be renewed. On a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from covey.operator import lease, reflector
+from covey.operator.api import POD, Api, ApiError, Page, Thing
+from covey.operator.lease import Lease
+from covey.operator.reflector import Reflector
+
+
+class Jumping(asyncio.SelectorEventLoop):
+    """A loop without sockets whose time is that of the next thing to do."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        if not self._ready and timers:  # type: ignore[attr-defined]
+            self.now = max(self.now, timers[0].when())
+        super()._run_once()  # type: ignore[misc]
+
+
+def play(work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run it on such a clock."""
+    with asyncio.Runner(loop_factory=Jumping) as runner:
+        clock = SimpleNamespace(monotonic=runner.get_loop().time)
+        for module in (lease, reflector):
+            monkeypatch.setattr(module, "time", clock)
+        runner.run(work)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Quiet:
+    """An API server where nothing happens, whose watches last so long."""
+
+    def __init__(self, lasts_s: float) -> None:
+        self.lasts_s = lasts_s
+        self.blind: list[float] = []  # from the end of a watch to the next
+        self._ended = 0.0
+
+    async def list(self, *words: object) -> Page:
+        return Page([], "1")
+
+    async def watch(self, *words: object) -> AsyncIterator[tuple[str, Thing]]:
+        self.blind.append(now() - self._ended)
+        await asyncio.sleep(self.lasts_s)
+        self._ended = now()
+        nothing: tuple[tuple[str, Thing], ...] = ()
+        for found in nothing:
+            yield found
+
+
+@pytest.mark.parametrize(("lasts_s", "at_most_s"), [(60.0, 0.25), (0.0, 18.5)])
+def test_where_nothing_happens_the_next_watch_follows_at_once(
+    lasts_s: float, at_most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends a watch after a minute. One that ends at once is another thing: it is asked for less and less often."""
+    quiet = Quiet(lasts_s)
+
+    async def look() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1000.0):
+                await Reflector(cast(Api, quiet), POD).run()
+
+    play(look(), monkeypatch)
+    assert len(quiet.blind) > 10 and max(quiet.blind) <= at_most_s
+    assert lasts_s or max(quiet.blind) > 10.0
+
+
+class Away:
+    """An API server that gives the lease once, then refuses, then does not answer at all."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def get(self, *words: object) -> Thing:
+        self.asked += 1
+        if self.asked <= 4:
+            raise ApiError(404 if self.asked == 1 else 500, "", "")
+        return cast(Thing, await asyncio.Future())
+
+    async def create(self, *words: object) -> None:
+        return None
+
+
+def test_who_cannot_renew_its_lease_stops_before_another_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[float] = []
+
+    async def act() -> None:
+        try:
+            await asyncio.Future()
+        finally:
+            ended.append(now())
+
+    async def hold() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60.0):
+                await Lease(cast(Api, Away()), "default").hold(act)
+
+    play(hold(), monkeypatch)
+    assert ended and ended[0] <= lease.GIVE_UP_S < lease.DURATION_S
