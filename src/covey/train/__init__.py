@@ -6,7 +6,7 @@ only when used.
     gradients     `reducer`, or `sharded` where the optimizer's state is cut, or `served` and `embedding` on parameter servers
     collectives   `collectives` that heal, of `operations`, over one `gloo` group for each generation; `kept` are their
                   results, `meeting` is what they need of the node, `pace` says who is slow
-    state         `state` as plain data in a `tree`; `handover` to a replacement by `transfer` and `pull`, to a spare by
-                  `following`
+    state         `state` as plain data in a `tree`, with gradients where they are `carried`; `handover` to a replacement by
+                  `transfer` and `pull`, to a spare by `following`
     the disk      `checkpoint` of `checkpoint_files`, written by `keeping`, found again by `resume`
 """

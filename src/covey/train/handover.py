@@ -3,7 +3,7 @@ the disk.
 
 A rank gives its state at a safe point: as it was at the step's boundary, or as it is after the step's optimizer ran. With the
 first, a replacement runs the step like any other. With the second it runs the step `replaying`: its own optimizer's result is
-overwritten with what was given, as it was right after the giver's, and everything once more, as it is, when it joins the others.
+overwritten with what was given, as it was right after the giver's, and everything once more, as it is, once it joins the rest.
 """
 
 from __future__ import annotations

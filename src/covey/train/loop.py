@@ -28,6 +28,7 @@ from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.train import loop_arguments
 from covey.train.arguments import of_kind
+from covey.train.carried import Carried
 from covey.train.checkpoint import Checkpoint
 from covey.train.following import follow
 from covey.train.gloo import torch_module
@@ -95,6 +96,7 @@ class Loop:
         if self._sharded is not None:
             self._sharded.begin(self._handover.share)
         self._pace = Pace()
+        self._carried = Carried(model, self._state.carry)
         self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0  # the generation
         self._register_parts(schedulers, scaler)
         optimizer.register_step_pre_hook(self._optimizer_steps)
@@ -116,7 +118,6 @@ class Loop:
             if self._collectives.source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
             self._reducer = Reducer(self.model, self._collectives, shares=self._walk, active=lambda: self._walk.boundary)
-            self._reducer.on_carried = self._state.carry
         self._handover.begin(known)
         self._walk.begin(aloud=self._group.rank == 0 and not self._handover.received)
         if self._served.any:
@@ -280,6 +281,7 @@ class Loop:
 
     def _begin_step(self) -> None:
         self._walk.begin_step()
+        self._carried.begin_step()
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()

@@ -12,7 +12,6 @@ Buffers (batch norm's statistics) travel in the last bucket: rank 0's values fro
 from __future__ import annotations
 
 import collections
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
@@ -122,9 +121,6 @@ class Reducer:
         self._active = active
         self._reduction: Reduction | None = None
         self._first = True
-        self.on_carried: Callable[[], None] = lambda: None  # called once: gradients are added to those of the step before
-        self._carries = False
-        self._left: dict[int, tuple[weakref.ref[Any], int]] = {}  # gradients that were there as the step began, their versions
         self._hook()
 
     def _hook(self) -> None:
@@ -145,9 +141,6 @@ class Reducer:
         """The first reduction of a step uses memory again; further ones may not, their step's results are all kept."""
         self._first = True
         self._hook()
-        if not self._carries:
-            there = [(id(p), p.grad) for p in self._trained if p.grad is not None]
-            self._left = {number: (weakref.ref(gradient), gradient._version) for number, gradient in there}
 
     def begin_micro_batch(self) -> None:
         """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
@@ -159,16 +152,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
 
-    def _look_for_carried(self, parameter: Any) -> None:
-        """Nothing was written to a gradient since the step before but what is added to it now."""
-        gradient, version = self._left.pop(id(parameter), (None, 0))
-        if gradient is not None and gradient() is parameter.grad and parameter.grad._version == version + 1:
-            self._carries, self._left = True, {}
-            self.on_carried()
-
     def _ready(self, parameter: Any) -> None:
-        if self._left:
-            self._look_for_carried(parameter)
         if not self._active():
             return
         if self._reduction is None:

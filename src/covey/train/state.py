@@ -205,7 +205,7 @@ class State:
         gradients = state.get(GRADIENTS, {})
         self.carries |= bool(gradients)
         for name, parameter in self._named.items() if gradients else ():
-            parameter.grad = gradients[name].clone() if name in gradients else None
+            parameter.grad = torch_module().empty_like(parameter).copy_(gradients[name]) if name in gradients else None
         self._given = copy.deepcopy(state[PARTS]) if again else state[PARTS]
         for name in self._parts:
             if name in self._given:
