@@ -82,10 +82,11 @@ audit: $(STAMP)
 
 coverage: $(STAMP)
 	rm -rf .coverage && mkdir .coverage
-	$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal
+	-$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal  # make test judges them: being measured changes how a process ends
 	-$(BIN)/python -m coverage combine --quiet  # a process that was killed while it wrote leaves a file that cannot be read
-	$(BIN)/python -m coverage report --include 'src/covey/core/*' --fail-under 95 | tail -1
+	@rm -f .coverage/data.*
 	$(BIN)/python -m coverage report --fail-under 85 --sort cover
+	@printf 'of the core, in %%: '; $(BIN)/python -m coverage report --include 'src/covey/core/*' --fail-under 95 --format total
 
 mutation: $(STAMP)
 	$(BIN)/python -m bench.peers mutation

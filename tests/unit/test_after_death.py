@@ -297,6 +297,7 @@ def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
 
 def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_scheduler_knows() -> None:
     made = training(strategies=ladder(("dump",)), dump_s=20.0)
+    tick(made, 1.0)
     effects = made.step(Heard(Exited("2", 1, 139, "signal 11"), 2), 1.0)
     reason = "worker:2 on other: signal 11"
     assert sent(effects, DumpAsked) == dict.fromkeys((10, 11), DumpAsked(reason)) and not ended(effects)
@@ -305,9 +306,9 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     assert f"cluster dump: {reason}; the others write down what they hold" in warnings(effects)
     failure = made.first_failure
     assert failure is not None and records(effects)[-1].dumping == Ended(139, reason, failure)
-    wrote = made.step(Heard(Dumped(5, "there"), 10), 2.0)
+    wrote = made.step(Heard(Dumped(5, "there"), 10), 1.0)
     assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
-    assert not ended(made.step(Ticked(), 21.0)), "in its very last moment it may still come"
+    assert not ended(tick(made, 21.0, since=1.0)), "in its very last moment it may still come"
     end = ended(made.step(Ticked(), 21.5))
     assert end == End(139, f"{reason}; step 5 is in there", failure)
 
