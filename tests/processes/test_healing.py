@@ -64,8 +64,10 @@ def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
     [
         # The giver dies when the newcomer has its state and the laggard not yet the result: the newcomer gives it.
         "2:6:forward 0:6:giving-results:hold 0:6:gave-state 0:10:checkpoint 1:12:forward 1:0:replacing 1:12:restored",
-        # The other way round; then a giver that dies before it gave anything.
-        "2:6:forward 0:6:giving-state:hold 0:6:gave-results 2:12:forward 0:12:giving-state 1:15:checkpoint",
+        # The other way round; then a giver that dies before it gave anything; then one that dies when it gave a state after the
+        # optimizer: who has it becomes a giver before it has joined the others.
+        "2:6:forward 0:6:giving-state:hold 0:6:gave-results 2:12:forward 0:12:giving-state 1:15:checkpoint"
+        " 0:19:evaluation 1:19:gave-state",
     ],
 )
 def test_bitwise_equal_when_a_recovery_is_disturbed(shell: Shell, undisturbed: str, faults: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def loop(model: Any, optimizer: Any, **options: Any) -> Loop:
 def test_whatever_writes_to_parameters_is_seen() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
     state = State(model, torch.optim.SGD(model.parameters()))
-    writes = [
+    writes: list[Callable[[Any], Any]] = [
         lambda p: p.add_(1),
         lambda p: p.data.add_(1),
         lambda p: setattr(p, "data", p.data + 1),
@@ -226,6 +227,28 @@ def test_collectives_refuse_what_would_break_on_every_rank() -> None:
         group.all_reduce(torch.tensor([1j]), "max")
     with pytest.raises(UsageError, match=r"this float64 cannot be reduced .* make it an array"):
         group.all_reduce(np.float64(1.0))
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_loader_workers_see_what_a_program_makes_of_its_data_in_each_epoch(lasting: bool) -> None:
+    class Epochs(torch.utils.data.Dataset):  # type: ignore[misc]
+        epoch = -1
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return self.epoch
+
+    model, data, seen = nn.Linear(1, 1), Epochs(), []
+    given = covey.Data(data, 2, num_workers=1, persistent_workers=lasting)
+    training = Loop(model, torch.optim.SGD(model.parameters(), 0.1), given, epochs=3, group=Group(None))
+    for epoch, batches in training.epochs():
+        data.epoch = epoch
+        seen += [int(batch[0]) for batch in batches]
+    assert seen == ([0] * 6 if lasting else [0, 0, 1, 1, 2, 2]), (
+        "as with torch's loader, which may be asked to keep its workers"
+    )
 
 
 def test_a_large_tensor_is_sent_in_pieces() -> None:

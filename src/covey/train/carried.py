@@ -26,14 +26,16 @@ class Carried:
             return
         self._left = {}
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                self._left[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
+            gradient = parameter.grad
+            if gradient is not None:
+                self._left[id(parameter)] = weakref.ref(gradient), gradient._version
                 if parameter.requires_grad and id(parameter) not in self._hooks:
                     self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, parameter: Any) -> None:
         before, version = self._left.pop(id(parameter), (None, 0))
-        if before is not None and before() is parameter.grad and parameter.grad._version == version + 1:
+        gradient: Any = parameter.grad
+        if before is not None and before() is gradient and gradient._version == version + 1:
             self._over = True
             for hook in self._hooks.values():
                 hook.remove()

@@ -217,6 +217,7 @@ class Loop:
         """A rank that takes the epoch up in its middle comes by its beginning, too: what it does there is done already."""
         first = self.step - self.step_of_epoch
         self._walk.begin_step()
+        self._walk.unload(ends=False)
         if self._collectives is not None:
             self._collectives.open(first)
         self._walk.seed_outside(first)
