@@ -86,7 +86,7 @@ class Handover:
         else:
             self._take_over(collectives, given)
         collectives.known = NOTHING  # its memory is the state's now, or nobody's
-        self._state.end_step()
+        self._state.mark_boundary()
         self._before = collectives.count
         collectives.source = self
         meeting.finishes_steps = True

@@ -74,6 +74,9 @@ class Loop:
         loop_arguments.admit(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._optimized = sum(
+            len(group["params"]) for group in optimizer.param_groups
+        )  # how many, when that was last looked at
         self.data, self.seed = data, seed
         self._group, self._checkpoint = group, checkpoint
         self._walk = Walk(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
@@ -321,7 +324,9 @@ class Loop:
     def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary. One
         that may be run several times, each with other parameters, is left to the optimizer."""
-        loop_arguments.of_the_model(optimizer, self._parameters)
+        if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized:
+            loop_arguments.of_the_model(optimizer, self._parameters)
+            self._optimized = count
         if self._collectives is not None and not self.boundary:
             raise UsageError(
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from ctypes import string_at
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from covey.train.gloo import torch_module
 
 MODEL, LOOSE, TRAINED, OPTIMIZER, PARTS, GRADIENTS = "model", "buffers", "trained", "optimizer", "parts", "gradients"
 GROUPS = "param_groups"
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class Buffers:
@@ -47,14 +49,12 @@ class Buffers:
 
 class Print:
     """By which one sees that something wrote to parameters: torch counts what it sees. Of what is written through `.data` it
-    sees nothing, so the first number of each is looked at too."""
+    sees nothing, so the first number of each is looked at too, as bytes and where it lies: this happens twice in a step."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
-        self._sampled = [p for p in parameters if p.numel() and p.device.type == "cpu"]
-        self._places: list[int] = []
-        self._firsts: list[Any] = []
-        self._taken: tuple[int, Any] = (-1, None)
+        self._sampled = [(p.data_ptr, p.element_size()) for p in parameters if p.numel() and p.device.type == "cpu"]
+        self._taken: tuple[int, list[bytes]] = (-1, [])
 
     def take(self) -> None:
         """Remember how they are."""
@@ -63,18 +63,13 @@ class Print:
     @property
     def same(self) -> bool:
         """Whether they are as they were when it was taken."""
-        (version, firsts), (now, there) = self._taken, self._now()
-        return version == now and (firsts is there is None or torch_module().equal(firsts, there))
+        return self._taken == self._now()
 
-    def _now(self) -> tuple[int, Any]:
-        torch = torch_module()
-        places = [parameter.data_ptr() for parameter in self._sampled]
-        if places != self._places:
-            self._places = places
-            self._firsts = [parameter.detach().as_strided((1,), (1,)) for parameter in self._sampled]
-        # As bytes: what is no number equals itself, too.
-        firsts = torch.cat(self._firsts).view(torch.uint8) if self._firsts else None
-        return sum(parameter._version for parameter in self._parameters), firsts
+    def _now(self) -> tuple[int, list[bytes]]:
+        version = 0
+        for parameter in self._parameters:
+            version += parameter._version
+        return version, [string_at(place(), size) for place, size in self._sampled]
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -82,7 +77,7 @@ class Mark(msgspec.Struct, frozen=True):
 
     buffers: dict[str, Any]
     parts: dict[str, Any]
-    trained: dict[str, bool]
+    trained: list[bool]  # whether each parameter is
     groups: list[dict[str, Any]]  # the optimizer's, without their parameters: a learning rate, say
     gradients: dict[str, Any] | None = None  # of a program that lets them outlive a step
 
@@ -97,7 +92,8 @@ class State:
         self._buffers = Buffers(model)
         self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._given: dict[str, Any] = {}  # parts that were given, perhaps before they are registered
-        self._mark: Mark | None = None  # of the boundary, or after the optimizer; none while that is what is now
+        self._mark: Mark | None = None  # of the boundary, or after the optimizer; none between two steps
+        self._last = Mark({}, {}, [], [])  # what has not changed since is not copied again
         self._print = Print(self._parameters)
         self.stepping = self.applied = False  # the optimizer runs; has run in this step
         self.carries = False  # gradients of a step are added to those of the one before
@@ -132,14 +128,13 @@ class State:
     def end_step(self) -> None:
         """A step is over: until the next one begins, the boundary is what is now."""
         self._mark = None
-        self._print.take()
         self.applied = False
 
     @property
     def whole(self) -> bool:
         """Whether this is the state of a boundary, or that after the optimizer, and nothing in between."""
         uncopied = self.carries and self._mark is not None and self._mark.gradients is None
-        return not self.stepping and not uncopied and self._print.same
+        return not self.stepping and not uncopied and (self._mark is None or self._print.same)
 
     def rewind(self) -> None:
         """Everything that a step changes before its optimizer runs, as it was at the boundary. Only while `whole`."""
@@ -147,20 +142,24 @@ class State:
             self.put_mark(self._mark)
 
     def marked(self) -> Mark:
-        """How all that a step may change is now."""
-        return Mark(
-            {name: buffer.detach().clone() for name, buffer in self._buffers.now().items()},
-            {name: copy.deepcopy(get()) for name, (get, _) in self._parts.items()},
-            self._trained(),
-            [copy.deepcopy(_plain(group)) for group in self._optimizer.param_groups],
-            {name: gradient.clone() for name, gradient in self._gradients().items()} if self.carries else None,
-        )
+        """How all that a step may change is now. Taken twice in a step, so quickly."""
+        last, parts, buffers = self._last, {}, {}
+        for name, (get, _) in self._parts.items():
+            value = get()
+            parts[name] = last.parts[name] if name in last.parts and _equal(value, last.parts[name]) else copy.deepcopy(value)
+        for name, buffer in self._buffers.now().items():  # torch does not count what batch norm writes to them
+            buffers[name] = buffer.detach().clone() if buffer.requires_grad else buffer.clone()
+        groups = [_plain(group) for group in self._optimizer.param_groups]
+        gradients = {name: gradient.clone() for name, gradient in self._gradients().items()} if self.carries else None
+        self._last = Mark(buffers, parts, [p.requires_grad for p in self._parameters], groups, gradients)
+        return self._last
 
     def put_mark(self, mark: Mark) -> None:
         """Have all that a step may change as it was."""
         self._buffers.fit(mark.buffers)
         self._put_loose(mark.buffers)
-        self._put_trained(mark.trained)
+        for parameter, trained in zip(self._parameters, mark.trained, strict=True):
+            parameter.requires_grad_(trained)
         for group, plain in zip(self._optimizer.param_groups, mark.groups, strict=True):
             group.update(copy.deepcopy(plain))
         for name, parameter in self._named.items():
@@ -179,7 +178,7 @@ class State:
         return {
             MODEL: saved,
             LOOSE: self._loose(saved),
-            TRAINED: self._trained(),
+            TRAINED: {name: parameter.requires_grad for name, parameter in self._named.items()},
             OPTIMIZER: self._optimizer.state_dict(),
             PARTS: {name: get() for name, (get, _) in self._parts.items()},
             GRADIENTS: self._gradients() if self.carries else {},
@@ -200,7 +199,8 @@ class State:
         if not self._is_home(state[MODEL]):
             self._model.load_state_dict(state[MODEL])
         self._put_loose(state[LOOSE])
-        self._put_trained(state[TRAINED])
+        for name, parameter in self._named.items():
+            parameter.requires_grad_(state[TRAINED].get(name, parameter.requires_grad))
         self._put_optimizer(state[OPTIMIZER], again=again)
         gradients = state.get(GRADIENTS, {})
         self.carries |= bool(gradients)
@@ -247,13 +247,6 @@ class State:
             for name, value in given.items():
                 here[name].copy_(value)
 
-    def _trained(self) -> dict[str, bool]:
-        return {name: parameter.requires_grad for name, parameter in self._named.items()}
-
-    def _put_trained(self, trained: dict[str, bool]) -> None:
-        for name, parameter in self._named.items():
-            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-
     def _gradients(self) -> dict[str, Any]:
         return {name: p.grad.detach() for name, p in self._named.items() if p.grad is not None}
 
@@ -286,13 +279,30 @@ def overlaid(state: dict[str, Any], mark: Mark) -> dict[str, Any]:
     return found | {
         OPTIMIZER: state[OPTIMIZER] | {GROUPS: groups},
         PARTS: state[PARTS] | mark.parts,
-        TRAINED: mark.trained,
+        TRAINED: dict(zip(state[TRAINED], mark.trained, strict=True)),
         GRADIENTS: mark.gradients or {},
     }
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    """A parameter group without its parameters."""
+    return {
+        name: value if type(value) in PLAIN or type(value) is tuple else copy.deepcopy(value)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def _equal(value: Any, copied: Any) -> bool:
+    """Whether plain data is surely what it was when it was copied: then its numbers and texts are the very same objects."""
+    if value is copied:
+        return True
+    kind = type(value)
+    if kind is not type(copied) or kind not in (dict, list, tuple) or len(value) != len(copied):
+        return False
+    if kind is dict:
+        return all(key in copied and _equal(item, copied[key]) for key, item in value.items())
+    return all(map(_equal, value, copied))
 
 
 def _as_it_was(value: Any, loaded: Any, parameter: Any) -> Any:
