@@ -163,8 +163,8 @@ def name(text: str) -> str:
 
 
 def path(text: str) -> str:
-    """A path; whether it exists, and may be written, is found out by using it."""
-    if any(ord(character) < 32 for character in text):
+    """A path; whether it exists, and may be written, is found out by using it. Messages, registry and journal carry it."""
+    if any(ord(character) < 32 or "\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(text)
     return text
 
@@ -184,7 +184,7 @@ ADDRESS = Kind(address, "an IPv4 or IPv6 address is")
 PORT = Kind(whole(1024, 65535), "a port from 1024 to 65535 is")
 PORT_OR_OFF = Kind(lambda text: 0 if text.strip() == "0" else PORT.read(text), "0 or a port from 1024 to 65535 is")
 NAME = Kind(name, f'a name of at most {NODE_ID_MAX} printable characters without "/" is')
-PATH = Kind(path, "a path without control characters is")
+PATH = Kind(path, "a path in UTF-8 without control characters is")
 TEXT = Kind(str, "any text is")
 LADDER = Kind(rungs, f"any of {', '.join(Strategy)}, separated by commas, are")
 STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or more, or a negative number for never, is")

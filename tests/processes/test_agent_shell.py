@@ -66,7 +66,8 @@ def test_that_a_host_leaves_is_said_again_to_a_scheduler_that_was_away(tmp_path:
 
 
 def test_a_host_that_cannot_start_its_workers_says_why_to_the_scheduler(tmp_path: Path) -> None:
-    """There is no folder for its log. With recovery it would be waited for otherwise, as one out of reach."""
+    """A file is in the place of its log's folder. With recovery it would be waited for otherwise, as one out of reach."""
+    (tmp_path / "logs").touch()
     outcome, heard = lead(tmp_path, Assignment("0", 0, 1, 0))
     (leave,) = heard.of(Leave)
     assert (leave.code, leave.reason) == (outcome.code, outcome.reason)
@@ -87,6 +88,7 @@ def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tm
         process = SchedulerProcess(kept, os.environ, log_path, lambda: False, lambda *said: gave_up.set_result(said))
         await process.start()
         shutil.rmtree(log_path.parent)
+        log_path.parent.touch()  # which no folder can be made in place of
         assert process._process is not None
         process._process.kill()
         async with asyncio.timeout(LIMIT_S):
@@ -94,4 +96,4 @@ def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tm
 
     code, reason = asyncio.run(check())
     assert code == ExitCode.SCHEDULER_LOST
-    assert reason.startswith("the scheduler ended (SIGKILL) and cannot be started again: [Errno 2]")
+    assert reason.startswith("the scheduler ended (SIGKILL) and cannot be started again: [Errno 20]")

@@ -272,8 +272,8 @@ def test_what_cannot_be_started_is_one_sentence(nursery: Nursery) -> None:
         nursery.do(nursery.children.start(nursery.spec("worker:0", wait)))
     with pytest.raises(UsageError, match="worker:1 cannot work in '/nowhere'"):
         nursery.start("worker:1", wait, cwd="/nowhere")
-    with pytest.raises(StoreError, match=r"the log '/nowhere/log' of worker:1 cannot be written"):
-        nursery.start("worker:1", wait, log="/nowhere/log")
+    with pytest.raises(StoreError, match=r"the log '/dev/null/log' of worker:1 cannot be written"):
+        nursery.start("worker:1", wait, log="/dev/null/log")
     with pytest.raises(UsageError, match="worker:1 has nothing to run"):
         nursery.start("worker:1")
     assert nursery.children.pid("worker:1") == 0

@@ -101,8 +101,8 @@ class Child:
 
 @asynccontextmanager
 async def relaying(folder: Path) -> AsyncIterator[tuple[Relay, Scheduler]]:
-    relay, scheduler = Relay(str(folder)), Scheduler()
-    await relay.open()
+    relay, scheduler = Relay(), Scheduler()
+    await relay.open(str(folder))
     try:
         yield relay, scheduler
     finally:
@@ -278,4 +278,4 @@ def test_a_folder_too_deep_for_a_socket_is_one_sentence(folder: Path) -> None:
     deep = folder / ("x" * 100)
     deep.mkdir()
     with pytest.raises(UsageError, match="set TMPDIR to a short path"):
-        asyncio.run(Relay(str(deep)).open())
+        asyncio.run(Relay().open(str(deep)))

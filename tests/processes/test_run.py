@@ -281,7 +281,7 @@ def test_a_new_run_begins_new_logs(shell: Shell) -> None:
         (["-n", "2", "--master", "no-such-host.invalid:8118", "t.py"], 10, "no-such-host.invalid cannot be resolved"),
         (["-n", "2", "--start", "exec", "--preload", "json", "t.py"], 10, "--preload json contradicts"),
         (["-n", "1", "--log-dir", "t.py/logs", "t.py"], 10, "the log folder"),
-        (["-n", "1", "--log-dir", os.fsdecode(b"\xff"), "t.py"], 10, "has no name in UTF-8: name another with --log-dir"),
+        (["-n", "1", "--log-dir", os.fsdecode(b"\xff"), "t.py"], 10, "is not allowed: a path in UTF-8"),
         (["-n", "1", "/proc/self/environ"], 13, "the script /proc/self/environ is open in this process alone"),
         (["-n", "1", "--tls", "absent.json", "t.py"], 12, "cannot read the TLS settings absent.json"),
     ],

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.processes.command import FAILS, PATIENT, STUBBORN, Shell, shells
 from tests.processes.harness import until
@@ -138,6 +139,24 @@ def test_ctrl_c_ends_everything_in_order(shell: Shell) -> None:
         assert "Traceback" not in shell.log(rank), shell.log(rank)
         assert re.search(r"this node ends: .*Ctrl-C", shell.log(rank)), shell.log(rank)
     assert re.search("cluster ended: .*Ctrl-C", shell.log("scheduler"))
+    shell.nobody()
+
+
+def test_ctrl_z_stops_everything_and_fg_lets_it_go_on(shell: Shell) -> None:
+    """Stopped alone, the run would be taken for a lost host while its workers train on."""
+    run = shell.covey("run", "-n", "2", shell.default, shell.go)
+    for rank in range(2):
+        shell.heard(rank, "rank=")
+
+    def standing() -> bool:
+        states = [p.status() for p in shell.mine(lambda p: "covey: template" not in "".join(p.cmdline()))]
+        return len(states) == 4 and set(states) == {psutil.STATUS_STOPPED}
+
+    os.killpg(run.pid, signal.SIGTSTP)  # as a terminal does
+    until(standing, "the run, its scheduler and its workers to stand still", story=shell.tails)
+    os.killpg(run.pid, signal.SIGCONT)
+    shell.release()
+    assert run.wait() == 0, run.tail()
     shell.nobody()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,30 @@ def test_folders_of_a_killed_run_go_with_the_next_one(shell: Shell, tmp_path: Pa
     assert shell.ask("run", "-n", "1", "--no-python", "true", env=places).code == 0
     assert folders() == of_the_living
     assert living.alive
+
+
+def test_folders_that_are_cleared_and_a_script_that_is_edited_end_nothing(shell: Shell, tmp_path: Path) -> None:
+    """Temporary ones and that of the logs: who clears up does not know who is at work. Whoever comes next finds new ones,
+    and does what the others do."""
+    scratch = tmp_path / "t"
+    scratch.mkdir()
+    env = {"MS_NODE_TIMEOUT": 600, "COVEY_STRATEGY": "recover-in-place,exit", "TMPDIR": str(scratch)}
+    run = shell.covey("run", "-n", "2", shell.default, shell.go, env=env)
+    shell.heard(0, "rank=0")
+    shell.heard(1, "rank=1")
+    for folder in (*scratch.iterdir(), shell.logs):
+        shutil.rmtree(folder)
+    shell.default.write_text("this is no program (")
+    until(lambda: list(scratch.glob("covey-run-*/scheduler.journal")), "the journal, written anew")
+    scheduler, _, worker = shell.nodes()
+    os.kill(scheduler["pid"], signal.SIGKILL)
+    shell.heard("scheduler", "cluster ready: every member is here again")
+    os.kill(worker["pid"], signal.SIGKILL)
+    shell.heard(1, "rank=1")
+    shell.release()
+    assert run.wait() == 0, run.tail()
+    shell.nobody()
+    assert not list(scratch.iterdir())
 
 
 def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -187,3 +188,25 @@ def test_a_journal_is_led_by_tokens_or_held_by_one_scheduler_but_not_both(tmp_pa
         local(tmp_path, 0)
     leader.close()
     local(tmp_path, 0).close()
+
+
+@pytest.mark.parametrize("what", ["folder", "files"])
+def test_a_journal_that_was_removed_is_written_anew(tmp_path: Path, what: str) -> None:
+    """As by what clears temporary folders. Else nothing could be promised any more, or what was would be forgotten."""
+    folder = tmp_path / "journal"
+    journal = local(folder, token=0)
+    journal.note(Event(1.0, "worker:1", "died", "killed"))
+    journal.commit([record(1)])
+    if what == "folder":
+        shutil.rmtree(folder)
+    else:
+        for file in folder.iterdir():
+            file.unlink()
+    journal.keep()
+    with pytest.raises(StoreError, match="another scheduler holds"):
+        local(folder, token=0)
+    journal.commit([record(2)])
+    journal.close()
+    again = local(folder, token=0)
+    assert again.read() == (record(2),)
+    assert [event[2] for event in again.story()] == ["died"]

@@ -33,6 +33,25 @@ def test_epsilon_is_what_a_peer_says() -> None:
             assert 0.75 * bound < dp.epsilon(math.sqrt(rounds) / z, 1e-5) <= bound
 
 
+@pytest.mark.parametrize(("eps", "mu"), [(0.0, 0.5), (1.0, 1.0), (0.5, 2.0), (3.0, 1.0), (2.0, 4.0)])
+def test_delta_is_what_its_definition_says(eps: float, mu: float) -> None:
+    """How much likelier than e^epsilon times something may become because of one device, added up over all that can be seen."""
+    seen = np.arange(-30.0, 30.0, 1e-4)
+    with_it, without = (np.exp(-((seen - mean) ** 2) / 2) / math.sqrt(2 * math.pi) for mean in (mu, 0.0))
+    integral = float(np.maximum(0.0, with_it - math.exp(eps) * without).sum() * 1e-4)
+    assert dp.delta(eps, mu) == pytest.approx(integral, rel=1e-6)
+    assert dp.epsilon(mu, integral) == pytest.approx(eps, abs=1e-5)
+
+
+def test_far_tails_are_as_small_as_they_are() -> None:
+    """Where the series takes over from the function of the library, which still knows these."""
+    for x in (-37.0, -20.0, -10.0, -8.5, -8.0, -7.9, -3.0, -0.5, 0.0, 1.0):
+        assert dp._log_below(x) == pytest.approx(math.log(math.erfc(-x / math.sqrt(2)) / 2), abs=1e-6)
+    assert math.exp(dp._log_below(-10.0)) == pytest.approx(7.61985302e-24, rel=1e-6)
+    assert dp._log_below(-1000.0) == pytest.approx(-500007.826694, abs=1e-5), "no logarithm of zero"
+    assert dp.delta(0.0, 0.0) == 0.0 and dp.epsilon(1e-3, 0.5) == 0.0
+
+
 @given(st.floats(0.05, 1000), st.floats(1e-9, 0.5))
 def test_the_noise_for_an_epsilon_keeps_to_it_and_no_less_does(eps: float, delta: float) -> None:
     z = dp.multiplier(eps, delta)

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from covey.core.claims import Claims
-from covey.core.federation import Instance, Numbers, Orders, Peer, Plan, Stage
+from covey.core.federation import Instance, Made, Numbers, Orders, Peer, Plan, Stage
 from covey.core.model import Host
 from covey.errors import PeerError
 from covey.federated.accumulator import Accumulator
 from covey.federated.holdings import Holdings
 from covey.federated.http import Connection, Piece, Request
-from covey.federated.model import take
+from covey.federated.model import digest, take
 from covey.federated.peers import Peers
 from covey.federated.protocol import now_ms
 from covey.federated.safekeeping import Safekeeping
 from covey.federated.server import Server, ServerSettings
+from covey.federated.store import NO_STATE
 from covey.federated.strategies import FedAvg
 from covey.federated.updates import Update
 from covey.node.security import Security
@@ -78,6 +79,41 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
                 await asyncio.sleep(0)
         assert begun.get_nowait() is True and begun.empty(), "and the same orders again change nothing"
         server._work["sum"].cancel()
+
+    asyncio.run(play())
+
+
+def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it(tmp_path: Path) -> None:
+    async def play() -> None:
+        server, made = a_server(tmp_path), np.arange(4, dtype=np.float32)
+        content = {"model": server.layout.encode(made, {}), "state": NO_STATE}
+
+        class Maker:
+            async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
+                assert (node_id, round_number) == ("1", 1)
+                return bytearray(content[what])
+
+        server.models._peers = cast(Peers, Maker())
+        orders = Orders(
+            generation=1,
+            members=(Peer("0", 0), Peer("1", 1)),
+            round=1,
+            base=0,
+            stage=Stage.SUMMING,
+            instance=Instance.RUNNING,
+            plan=Plan(),
+            digest=server.models.digest,
+            source="0",
+            summer="1",
+            made=Made("1", digest(made), {"loss": 0.5}),
+        )
+        server._follow(orders)
+        async with asyncio.timeout(WAIT_S):
+            await server._work["fetch"]
+        found = server.models
+        assert (found.round, found.values.tolist(), found.metrics) == (1, made.tolist(), {"loss": 0.5})
+        server._begin_work(orders)
+        assert not server._work, "and once it is there it is not fetched again"
 
     asyncio.run(play())
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import pytest
+
 from covey.core.healing import Gathering, left_alone, plan
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
+from covey.wire.frames import from_node
 
 NEAR, FAR = "10.0.0.1", "10.0.0.2"
 
@@ -106,20 +110,28 @@ def test_who_is_new_cannot_join_a_step_whose_results_were_not_kept() -> None:
 
 
 def test_who_missed_its_plan_is_told_again() -> None:
-    gathering, addresses = Gathering(2), {0: NEAR, 1: NEAR}
+    gathering, asked = Gathering(2), []
+
+    def addresses() -> dict[int, str]:
+        asked.append(len(gathering.reports))
+        return {0: NEAR, 1: NEAR}
+
     ahead, behind = report(0, (5, 0), (6, 0)), report(1, (4, 0), (5, 0))
-    assert gathering.add(0, ahead, addresses) == gathering.add(0, ahead, addresses) == {}
-    assert gathering.add(1, behind, addresses) == {0: HealPlan(2), 1: giver(0)}
-    assert gathering.add(1, behind, addresses) == {1: giver(0)}
+    assert gathering.add(0, ahead, 2, addresses) == gathering.add(0, ahead, 2, addresses) == {}
+    assert gathering.add(1, behind, 2, addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert gathering.add(1, behind, 2, addresses) == {1: giver(0)}
+    assert asked == [2], "everyone is looked at once, not at each report"
 
 
 def test_the_last_results_may_come_from_one_who_waits_at_the_end() -> None:
     gathering = Gathering(2)
     addresses = {0: NEAR, 1: NEAR}
-    assert gathering.add(0, report(0, (9, 0), finished=True), addresses) == {}
-    assert gathering.add(1, report(1, (8, 0), (9, 0)), addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert gathering.add(0, report(0, (9, 0), finished=True), 2, lambda: addresses) == {}
+    assert gathering.add(1, report(1, (8, 0), (9, 0)), 2, lambda: addresses) == {0: HealPlan(2), 1: giver(0)}
     assert not gathering.done
-    assert gathering.add(1, report(1, (9, 0), finished=True), addresses) == dict.fromkeys((0, 1), HealPlan(2, done=True))
+    assert gathering.add(1, report(1, (9, 0), finished=True), 2, lambda: addresses) == dict.fromkeys(
+        (0, 1), HealPlan(2, done=True)
+    )
     assert gathering.done
 
 
@@ -131,3 +143,9 @@ def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> No
         "rank 1 has come to the end of its program, but rank 3 waits for it in collective 10.0:"
         " do all ranks call the same ones, in one order?"
     )
+
+
+@pytest.mark.parametrize("slots", [-1, 8 * 65536 + 1, 1 << 40])
+def test_a_count_for_which_no_mask_has_bits_is_refused_where_bytes_become_messages(slots: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        from_node.decode(msgspec.msgpack.encode(Report(1, slots=slots)))

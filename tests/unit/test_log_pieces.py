@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.cli.live import Tail
 from covey.core.messages import LOG_MAX, LogAsked
 from covey.node.log_pieces import SCAN_MAX, piece
 
@@ -64,3 +65,12 @@ def test_answers_are_bounded(tmp_path: Path) -> None:
 
 def test_a_log_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in piece(str(tmp_path / "none.log"), asked()).failure
+
+
+def test_a_file_that_was_emptied_is_followed_from_its_new_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("one\ntwo\n")
+    tail = Tail(str(path))
+    assert tail.read() == ["one", "two"]
+    path.write_text("three\n")
+    assert tail.read() == ["three"]

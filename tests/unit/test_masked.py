@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 from tests.unit.secure import Sim
 from tests.unit.test_rounds import PLAN, Bench
+from tests.unit.test_rounds_tell import told
 
-from covey.core.effects import Send
-from covey.core.federation import FederationRecord, Instance, Joining, Numbers, Orders, Stage
+from covey.core.dp import Noise
+from covey.core.effects import Level, Send
+from covey.core.federation import FederationRecord, Instance, Joined, Joining, Numbers, Orders, Stage
 from covey.core.roster import Effect, Keep
 from covey.core.secure import ClientList, GetSecrets, Phase, Secure, Secured, Verdict
 from covey.core.secure_round import SecureRound, Spoken
@@ -27,6 +29,7 @@ class Masks(Sim):
     def ask(self, kind: type, name: str, **more: object) -> Spoken:
         ask = kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more)
         (sent,) = secured(self.bench.hear(2, Secure(7, self.bench.machine.round, ask)))
+        assert sent.serial == 7, "the server knows by it whom the answer is for"
         self.round = self.bench.machine.secure or self.round
         return Spoken(sent.verdict, sent.reason, sent.payload)
 
@@ -168,3 +171,90 @@ def test_a_round_refuses_a_threshold_that_keys_do_not_allow() -> None:
     sim.round = round_
     sim.keys(sim.names)
     assert "more than half" in round_.failed
+
+
+def asks(name: str = "device-0") -> GetSecrets:
+    return GetSecrets(fl_id=name, iteration=1, timestamp=0, data_size=1, ticket="")
+
+
+def test_a_device_that_comes_too_late_is_told_which_round_it_missed() -> None:
+    plain = Bench(1).form(1)
+    assert plain.hear(1, Secure(7, 1, asks())) == [Send(Secured(7, Verdict.LATE, "the round is closed"), 1)]
+    plain.stand(1, round=1, numbers=Numbers(2))
+    plain.stand(1, sealed=True)
+    plain.stand(1, model=1, digest="m1")
+    assert plain.hear(1, Secure(8, 1, asks())) == [Send(Secured(8, Verdict.DONE, "the round is done"), 1)]
+    assert plain.hear(99, Secure(9, 1, asks())) == [], "nobody speaks over that connection"
+    secure = Bench(plan=SECURE).form()
+    stranger = "this device was not admitted to the round: ask startFLJob"
+    assert secure.hear(2, Secure(7, 1, asks("nobody"))) == [Send(Secured(7, Verdict.LATE, stranger), 2)]
+    secure.hear(1, Joining(1, NAMES))
+    (waits,) = secured(secure.hear(2, Secure(7, 1, asks())))
+    assert waits.verdict is not Verdict.TAKEN and waits.reason
+
+
+def test_rounds_that_are_abandoned_one_after_the_other_stay_one_iteration() -> None:
+    bench = Bench(plan=SECURE).form()
+    for number in (1, 2):
+        sim = Masks(bench)
+        sim.keys(list(NAMES))
+        bench.tick(6.0)
+        why = bench.machine.void
+        assert why and bench.machine.reason == f"abandoned: {why}"
+        assert f"round abandoned: iteration 1 begins again, nothing of it is known: {why}" in told(bench.out, Level.WARNING)
+        assert (bench.orders().summer, bench.orders().parts) == ("", ())
+        for link in (1, 2):
+            bench.stand(link, round=number, sealed=True, numbers=Numbers())
+        bench.stand(int(bench.orders().summer) + 1, model=number, digest="m0")
+        machine = bench.machine
+        assert (machine.round, machine.base, machine.iteration, machine.missed) == (number + 1, number, 1, number)
+        assert machine.reason == f"iteration 1 begins again: {why}" and machine.voided == (number, why)
+        answer = machine._answer(Secure(7, number, asks()))
+        assert answer == Secured(7, Verdict.LATE, f"the round was abandoned: {why}")
+        for link in (1, 2):
+            bench.stand(link, sealed=False)
+
+
+def test_who_comes_to_a_round_that_has_its_keys_is_told_so() -> None:
+    bench = Bench(plan=SECURE).form()
+    Masks(bench).keys(list(NAMES))
+    reason = "iteration 1 has its keys: it goes on with those who gave them"
+    assert bench.machine._join(Joining(1, NAMES[:1])) == Joined(1, (), NAMES[:1], reason)
+    assert bench.machine._join(Joining(2, NAMES[:1])).reason == "the round is not open"
+
+
+def test_why_a_round_was_abandoned_is_said_in_full() -> None:
+    few = Bench(plan=SECURE).form()
+    sim = Masks(few)
+    sim.keys(list(NAMES))
+    sim.shares(list(NAMES))
+    few.stand(1, round=1, numbers=Numbers(2, 2))
+    few.tick(3.0)
+    assert few.machine.void == "2 of 3 updates came within 2 s"
+    lost = Bench(1).form(1)
+    lost.stand(1, round=1, numbers=Numbers(2))
+    lost.stand(1, sealed=True, numbers=Numbers())
+    assert lost.machine.void == "its updates were at servers that were given up"
+    record = next(e.record for e in Bench(plan=SECURE).form().out if isinstance(e, Keep))
+    assert resumed(record).machine.void == "the scheduler went away before the list of updates was kept"
+
+
+def test_what_takes_masks_off_is_told_when_it_is_time_to_add() -> None:
+    bench, sim = begun()
+    assert bench.stage() is Stage.UNMASKING and bench.orders().unmasking is None
+    sim.reveal(list(NAMES))
+    assert bench.stage() is Stage.SUMMING and bench.orders().unmasking is not None
+    bench.stand(int(bench.orders().summer) + 1, spoiled="it does not fit")
+    assert bench.orders().void and bench.orders().unmasking is None
+
+
+def test_a_plan_s_limits_are_the_secure_rounds() -> None:
+    def made(**changed: object) -> SecureRound:
+        machine = Bench(plan=msgspec.structs.replace(SECURE, **changed)).form().machine
+        assert machine.secure is not None and machine.secure.session == "c/1"
+        return machine.secure
+
+    assert (made()._wanted, made()._least, made()._even, made()._reconstruct) == (4, 3, False, 0)
+    assert made(update_min=2)._least == 2 and made(update_min=9)._least == 3
+    assert made(reconstruct=3)._reconstruct == 3 and made(share_ratio=0.5)._share_ratio == 0.5
+    assert made(noise=Noise(local=False, clip=1.0, multiplier=1.0, delta=1e-5))._even

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
+from covey.core.effects import Close, Connect, Deliver, Finish, Level, NodeEffect, Publish, Send, SendBeat
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, Ticked
 from covey.core.messages import (
     Formed,
@@ -321,3 +321,90 @@ def test_who_leaves_while_waiting_does_not_register_again() -> None:
     made = waiting(recovery=True)
     made.step(LeaveAsked(), 1.0)
     assert finish(made.step(LinkLost("reset"), 1.1)) is not None
+
+
+# -- what it says and remembers --------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_that_is_lost_and_found_is_told_of_once_and_what_it_says_now_is_remembered() -> None:
+    made = member(recovery=True)
+    lost = "the scheduler at sched:8118 is out of reach (reset); the program goes on"
+    assert made.step(LinkLost("reset"), 1.0) == [Publish("scheduler", "lost", lost, Level.WARNING)]
+    assert made.step(LinkLost("connection refused"), 1.1) == [], "it is away still"
+    made.step(LinkMade(), 2.0)
+    back = made.step(Heard(Welcome("c2", "w", 5)), 2.0)
+    assert back == [
+        Deliver(Welcome("c2", "w", 5)),
+        Publish("scheduler", "found again", "re-attached to sched:8118"),
+        SendBeat(),
+    ]
+    assert isinstance(made.wish, Register) and (made.wish.cluster_id, made.wish.incarnation) == ("c2", 5)
+    made.step(LinkLost("reset"), 3.0)
+    assert made.due == 3.05, "it calls again as soon as it did the first time"
+
+
+def test_a_scheduler_that_does_not_let_it_in_is_told_of_when_the_reason_changes() -> None:
+    made = node()
+    made.step(Ticked(), 0.0)
+    said = "sched:8118 does not let this node in (connection refused); it is tried again"
+    assert made.step(LinkLost("connection refused"), 0.1) == [Publish("scheduler", "not reached", said)]
+    assert made.step(LinkLost("connection refused"), 0.2) == []
+
+
+def test_without_an_answer_the_reason_names_the_limit() -> None:
+    made = node(receive_timeout_s=7.0)
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    closed, told = made.step(Ticked(), 7.0)
+    assert closed == Close() and isinstance(told, Publish)
+    assert "(no answer within 7 s (MS_RECEIVE_MSG_TIMEOUT))" in told.reason
+
+
+def test_whatever_else_the_scheduler_says_is_the_programs_and_goodbye_is_not() -> None:
+    made = member()
+    value = Value("key", b"value", 1)
+    assert made.step(Heard(value), 1.0) == [Deliver(value)]
+    assert made.step(Heard(Goodbye()), 1.0) == []
+    again = Formed(1, 3, 8, 1, 4)
+    assert made.step(Heard(again), 1.0) == [Deliver(again)], "it may have missed it"
+
+
+def test_a_spare_that_is_promoted_registers_as_the_worker_it_is() -> None:
+    made = node(Register(Role.SPARE, "0", "life", BOX))
+    made.step(Ticked(), 0.0)
+    made.step(LinkMade(), 0.0)
+    made.step(Heard(Welcome("c1", "0", 1)), 0.0)
+    made.step(Heard(Formed(1, -1, 3, -1, 2)), 0.0)
+    made.step(Heard(Formed(2, 1, 3, 1, 2, node_id="7", incarnation=4)), 1.0)
+    assert made.wish == Register(Role.WORKER, "7", "life", BOX, cluster_id="c1", incarnation=4, generation=2, rank=1)
+
+
+def test_silence_is_noticed_when_it_is_due() -> None:
+    made = member(beats=False)
+    made.step(LinkLost("reset"), 0.0)
+    made.step(LinkMade(5.0), 1.0)
+    made.step(Heard(Welcome("c1", "w", 1)), 1.0)
+    assert made.due == 6.0
+
+
+@pytest.mark.parametrize(("jitter", "retry", "beat"), [(0.0, 0.025, 3.0), (1.0, 0.05, 5.0)])
+def test_chance_spreads_calls_and_beats(jitter: float, retry: float, beat: float) -> None:
+    made = NodeMachine(WISH, NodeSettings("sched:8118"), jitter=lambda: jitter, now=0.0)
+    assert made.stage is Stage.CONNECTING
+    made.step(Ticked(), 0.0)
+    made.step(LinkLost("connection refused"), 0.0)
+    assert made.due == retry
+    made.step(Ticked(), retry)
+    made.step(LinkMade(), 1.0)
+    made.step(Heard(Welcome("c1", "w", 1)), 1.0)
+    assert made.due == 1.0 + beat
+
+
+def test_no_time_at_all_is_a_limit_too() -> None:
+    made = member(node_timeout_s=0.0)
+    made.step(LinkLost("reset"), 1.0)
+    end = finish(made.step(Ticked(), 1.0))
+    assert end is not None and end.code == ExitCode.SCHEDULER_LOST
+    patient = member(node_timeout_s=0.0, recovery=True)
+    patient.step(LinkLost("reset"), 1.0)
+    assert finish(patient.step(Ticked(), 1e6)) is None, "with recovery it waits for ever"

@@ -56,6 +56,12 @@ def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Pa
     asyncio.run(check())
 
 
+def test_a_script_may_lie_where_no_text_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/nowhere/caf\udce9/train.py"])
+    made = Office(load({"MS_WORKER_NUM": "2"}), None, None)
+    assert made._job == r"/nowhere/caf\udce9/train.py"
+
+
 def test_the_sockets_stay_open_for_a_scheduler_that_is_started_again(tmp_path: Path) -> None:
     bound = socket.create_server(("127.0.0.1", 0))
     number, options = bound.fileno(), {"journal": "", "called": "", "max_restarts": 0, "log_path": tmp_path / "scheduler.log"}

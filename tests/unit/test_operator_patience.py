@@ -1,4 +1,4 @@
-"""How long the operator waits: for a watch that said nothing, and for a lease that cannot be renewed. On a clock that jumps."""
+"""What the operator spends: time on quiet watches and lost leases (on a clock that jumps), and memory on pods that are gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from covey.operator import lease, reflector
-from covey.operator.api import POD, Api, ApiError, Page, Thing
+from covey.operator.api import POD, SERVICE, Api, ApiError, Page, Thing
+from covey.operator.controller import Owned
 from covey.operator.lease import Lease
 from covey.operator.reflector import Reflector
 
@@ -113,3 +114,40 @@ def test_who_cannot_renew_its_lease_stops_before_another_may_take_it(monkeypatch
 
     play(hold(), monkeypatch)
     assert ended and ended[0] <= lease.GIVE_UP_S < lease.DURATION_S
+
+
+class Passing:
+    """An API server that lists a pod, tells where it is put and that it is gone, and then says nothing more."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def list(self, *words: object) -> Page:
+        return Page([_a_pod("1")], "1")
+
+    async def watch(self, *words: object) -> AsyncIterator[tuple[str, Thing]]:
+        for event in (("MODIFIED", _a_pod("2", nodeName="n1")), ("DELETED", _a_pod("3", nodeName="n1"))):
+            yield event
+        self.told.set()
+        await asyncio.Future()
+
+
+def _a_pod(version: str, **spec: str) -> Thing:
+    labels = {"training.kubeflow.org/job-name": "train"}
+    metadata = {"name": "train-worker-0", "namespace": "default", "uid": "u", "resourceVersion": version, "labels": labels}
+    return {"metadata": metadata, "spec": spec}
+
+
+def test_of_a_pod_that_is_gone_nothing_is_remembered() -> None:
+    """Nobody asks for the pods of a job that is gone with them."""
+
+    async def look() -> None:
+        api = Passing()
+        owned = Owned(Reflector(cast(Api, api), POD), Reflector(cast(Api, api), SERVICE))
+        task = asyncio.create_task(owned.pods.run())
+        async with asyncio.timeout(60.0):
+            await api.told.wait()
+        task.cancel()
+        assert (len(owned.pods), len(owned.pods_of), len(owned.pods_on)) == (0, 0, 0)
+
+    asyncio.run(look())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 from tests.unit.test_machine import (
     BOX,
     OTHER,
@@ -11,6 +14,7 @@ from tests.unit.test_machine import (
     lose_the_state,
     machine,
     phase,
+    ready,
     ready_agents,
     register,
     restored,
@@ -20,14 +24,16 @@ from tests.unit.test_machine import (
     training,
 )
 
-from covey.core.effects import Persist
+from covey.core.effects import Persist, Send
 from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.joining import HELD_MAX
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
     Broke,
     Drain,
+    DumpAsked,
     Dumped,
     Exited,
     Formed,
@@ -35,16 +41,24 @@ from covey.core.messages import (
     Leave,
     Number,
     Put,
+    Refused,
+    Register,
     RegisterAgent,
     Regrouped,
     Report,
     Resumed,
+    ScaleAsked,
+    Scaling,
+    Settled,
     Start,
     StopAsked,
 )
 from covey.core.model import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.core.recovery import ladder
 from covey.errors import ExitCode
+from covey.node.runtime import Door, NodeRuntime
+from covey.node.worker import Node
+from covey.settings import load
 
 THIRD = Host("boot-third", "third", "10.0.0.3")
 
@@ -59,6 +73,16 @@ def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left
     end = ended(made.step(Heard(Leave(143, "asked to leave"), 2), 3.0))
     assert end is not None
     assert (end.code, end.reason) == (143, "worker:2 on other: the agent on other is gone (asked to leave)")
+
+
+def test_that_a_host_leaves_is_news_once() -> None:
+    made = training(strategies=ladder(["recover-in-place", "dump"]))
+    effects = made.step(Heard(Drain("asked to leave", last=True), 1), 1.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11, 12}
+    made.step(Heard(Dumped(5, "here"), 10), 1.0)
+    assert made.step(Heard(Drain("asked to leave", last=True), 1), 2.0) == [], (
+        "its connection had broken, and it was heard before"
+    )
 
 
 def test_after_a_host_has_left_another_may_come_where_recovery_waits_for_it() -> None:
@@ -229,6 +253,31 @@ def test_old_reports_send_nobody_back_to_the_checkpoint() -> None:
     assert sent(effects, HealPlan) == dict.fromkeys((10, 11, 12), HealPlan(2, done=True)), "and all may go"
 
 
+def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
+    """By that a scheduler knows an old report from a new one."""
+    said: list[object] = []
+
+    class Collecting:
+        def say(self, message: object) -> bool:
+            said.append(message)
+            return True
+
+    async def story() -> None:
+        node = Node(load({}).settings, Door("127.0.0.1", 1))
+        node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
+        node._deliver(Formed(2, 0, 2, 0, 2))
+        for message in (Report(2, Number(4, 0)), Resumed(2, 5), Report(1)):
+            node.say(message)
+        node.say(Report(2, Number(9, 0), finished=True))
+        await asyncio.sleep(0)
+        said.clear()
+        node._deliver(Formed(2, 0, 2, 0, 2))
+        await asyncio.sleep(0)
+
+    asyncio.run(story())
+    assert said == [Resumed(2, 5), Report(2, Number(9, 0), finished=True)]
+
+
 def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> None:
     made = back_in_generation_two()
     for link in (10, 11, 12):
@@ -236,3 +285,62 @@ def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> No
         made.step(Heard(Resumed(2, 5), link), 100.0)
         effects = made.step(Heard(Report(2, needs_state=True), link), 100.0)
     assert made.cluster.trains and "state lost" not in " ".join(told(effects))
+
+
+# -- the last rung ---------------------------------------------------------------------------------------------------
+
+
+def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> None:
+    limits = {"topo_timeout_s": 60.0, "node_timeout_s": -1.0}
+    made = training(strategies=ladder(["recover-in-place", "dump"]), recovery=True, **limits)
+    made.step(LinkLost("reset", 2), 0.0)
+    assert phase(made) is Phase.HEALING
+    effects = tick(made, 61.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11} and not ended(effects)
+    for link in (10, 11):
+        effects = made.step(Heard(Dumped(122, "here"), link), 61.0)
+    end = ended(effects)
+    assert end is not None and end.reason == "worker:2 did not come back within 60 s; step 122 is in here"
+
+
+def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> None:
+    made = training(strategies=ladder(["dump"]))
+    tick(made, 1.0)
+    made.step(Heard(Broke(1, "connection reset"), 10), 1.0)
+    effects = tick(made, 1.5, since=1.0)
+    assert set(sent(effects, DumpAsked)) == {10, 11, 12} and not ended(effects)
+
+
+# -- who asks again and again ----------------------------------------------------------------------------------------
+
+
+def test_a_place_that_new_lives_ask_for_again_and_again_is_not_the_whole_story() -> None:
+    made = ready("0", "1", recovery=True, node_timeout_s=60.0)
+    tick(made, 31.0)
+    said: list[str] = []
+    for number in range(HELD_MAX + 50):
+        effects = made.step(Heard(register("1", f"life {number}"), 3), 31.0)
+        said += told(effects)
+        assert sent(effects, Refused)[3].retry_after_s > 0
+    assert len(said) == HELD_MAX
+
+
+# -- servers that were to come ---------------------------------------------------------------------------------------
+
+
+def one_server_more() -> Machine:
+    """A worker (link 10) and a server (link 20) of one agent, and a second server that is to come."""
+    made = machine(1, server_num=1, strategies=("recover-in-place",))
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=1), 1), 0.0)
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    made.step(Heard(Register(Role.PSERVER, "0", "life of the server", BOX, incarnation=1), 20), 0.0)
+    made.step(Heard(Settled(0), 20), 0.0)
+    assert sent(made.step(Heard(ScaleAsked(servers=2), 9), 1.0), Scaling)[9].operation == 1
+    return made
+
+
+def test_after_the_end_nothing_is_taken_back() -> None:
+    made = one_server_more()
+    made.step(Heard(StopAsked("enough"), 9), 1.0)
+    effects = made.step(Heard(ScaleAsked(roll_back=True), 9), 1.0)
+    assert effects == [Send(Refused("no growth is under way that could be taken back"), 9)]

@@ -19,6 +19,7 @@ from covey.core.federation import (
     Instance,
     Joined,
     Joining,
+    Made,
     Numbers,
     Orders,
     Peer,
@@ -261,6 +262,49 @@ def test_a_server_whose_copies_were_taken_over_does_not_count_its_own_log_too_wh
 
 
 FAR = Host("far", "far", "10.0.0.2")
+
+
+@pytest.mark.parametrize(("durability", "waits"), [("host", True), ("process", False)])
+def test_where_a_host_may_be_lost_a_model_has_two_holders_before_its_round_is_over(durability: str, waits: bool) -> None:
+    """Else the updates in it, and all rounds to come, would go with the host of the one that made it."""
+    bench = Bench()
+    for link, host in ((1, HERE), (2, FAR)):
+        bench.come(link, str(link - 1), host=host, durability=durability)
+        bench.stand(link)
+    for link in (1, 2):
+        bench.stand(link, round=1, numbers=Numbers(1))
+    for link in (1, 2):
+        bench.stand(link, sealed=True)
+    maker = int(bench.orders().summer) + 1
+    bench.stand(maker, model=1, digest="m1", metrics={"loss": 0.5})
+    assert (bench.machine.round, bench.stage()) == ((1, Stage.SUMMING) if waits else (2, Stage.OPEN))
+    assert bench.orders().made == (Made(str(maker - 1), "m1", {"loss": 0.5}) if waits else None)
+    other = 3 - maker
+    bench.stand(other, model=1, digest="m1", metrics={"loss": 0.5})
+    assert (bench.machine.round, bench.machine.metrics, bench.orders().made) == (2, {"loss": 0.5}, None)
+    bench.out += bench.machine.step(LinkLost("closed", maker), bench.now)
+    assert bench.orders().source == str(other - 1), "from whom whoever comes has it"
+
+
+def test_a_model_whose_maker_is_lost_before_another_has_it_is_made_again() -> None:
+    bench = Bench()
+    for link, host in ((1, HERE), (2, FAR)):
+        bench.come(link, str(link - 1), host=host, durability="host")
+        bench.stand(link)
+    for link in (1, 2):
+        bench.stand(link, round=1, numbers=Numbers(1))
+    for link in (1, 2):
+        bench.stand(link, sealed=True)
+    maker = int(bench.orders().summer) + 1
+    bench.stand(maker, model=1, digest="m1")
+    bench.out += bench.machine.step(LinkLost("closed", maker), bench.now)
+    other = 3 - maker
+    bench.stand(other, numbers=Numbers(2), adopted=(str(maker - 1),))
+    bench.stand(other)
+    orders = bench.orders()
+    assert (orders.stage, orders.summer, orders.made) == (Stage.SUMMING, str(other - 1), None)
+    bench.stand(other, model=1, digest="m1")
+    assert bench.machine.round == 2, "alone there is nobody to wait for"
 
 
 def copied() -> Bench:

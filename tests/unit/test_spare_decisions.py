@@ -6,12 +6,13 @@ from typing import Any
 
 from tests.unit.test_machine import BOX, OTHER, journal, kept, phase, restored, sent, told
 
-from covey.core.effects import Close, Persist, Send
+from covey.core.effects import Close, Level, Persist, Publish, Send
 from covey.core.events import Heard, LinkLost, Restored, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
+    Drain,
     Exited,
     Formed,
     HealPlan,
@@ -192,3 +193,47 @@ def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
     bench.tell(LinkLost("gone", 3))
     made, _ = restored(journal(bench.effects), recovery=True, strategies=LADDER)
     assert "c" in made.cluster.agents
+
+
+def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
+    bench = Bench().begin().stand_by()
+    bench.spare().handovers = 3
+    effects = bench.die(1)
+    assert "spare:0 promoted: it is worker:1 now" in told(effects) and bench.machine.counters["promotions"] == 1
+    assert bench.spare().handovers == 4 and bench.machine.heard_by() == [1, 2, 10, 12, SPARE]
+    assert (bench.spare().life, bench.spare().pid, bench.spare().state) == ("", 0, NodeState.LEFT)
+    for link in (10, SPARE, 12):
+        bench.hear(Resumed(2, 3), link)
+    again = [record for record in kept(bench.tell(Ticked())) if isinstance(record, MemberRecord)]
+    assert [(r.role, r.rank, r.incarnation) for r in again] == [(Role.SPARE, 0, 2)], "durable before it is started"
+    gone = kept(bench.die(0, incarnation=2, role=Role.SPARE))
+    assert [(r.role, r.state) for r in gone if isinstance(r, MemberRecord)] == [(Role.SPARE, NodeState.LEFT)]
+
+
+def test_a_spare_that_is_given_up_is_a_warning_with_why() -> None:
+    bench = Bench().begin()
+    for life in (1, 2, 3):
+        effects = bench.die(0, incarnation=life, role=Role.SPARE)
+        bench.tell(Ticked())
+    assert warned(effects) == ["spare:0 died: killed", "spare:0 given up: it died 3 times on its way, see its log"]
+    ended = Bench().begin().die(0, role=Role.SPARE, code=0)
+    assert told(ended)[0] == "spare:0 left: killed"
+    assert warned(ended) == ["spare:0 given up: its program ended before it needed a rank, see its log"]
+
+
+def warned(effects: list[Any]) -> list[str]:
+    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, Publish) and e.level is Level.WARNING]
+
+
+def test_a_host_that_leaves_or_is_out_of_reach_gets_no_spares() -> None:
+    leaving, away, none = Bench(), Bench(recovery=True), Bench(here=0)
+    leaving.hear(Drain("asked to leave"), 1)
+    away.tell(LinkLost("reset", 1))
+    for bench in (leaving, away, none):
+        bench.begin()
+        assert not bench.machine.cluster.of(Role.SPARE)
+
+
+def test_a_spare_has_its_number_for_life() -> None:
+    bench = Bench(here=2).begin()
+    assert [(s.node_id, s.rank, s.seat) for s in bench.machine.cluster.of(Role.SPARE)] == [("0", 0, 0), ("1", 1, 1)]

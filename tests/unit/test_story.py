@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covey.core.effects import Level, Publish
-from covey.core.story import KEPT_MAX, Story
+from covey.core.story import KEPT_MAX, Event, Story
 
 
 def story(*told: tuple[str, str]) -> Story:
@@ -37,3 +37,13 @@ def test_a_restarted_scheduler_goes_on_with_the_story() -> None:
     event = made.add(Publish("cluster", "restored", ""), 99.0)  # a clock that was set back
     assert event.at > 100.0 and made.after(100.0) == [event]
     assert made.after()[0].level is Level.WARNING
+
+
+def test_an_event_is_told_as_it_was() -> None:
+    made = Story()
+    made.take_over([(1.0, "cluster", "formed", "all are here", "note")])
+    made.add(Publish("worker:1", "died", "killed", Level.WARNING), 2.0)
+    assert made.after() == [
+        Event(1.0, "cluster", "formed", "all are here", Level.NOTE),
+        Event(2.0, "worker:1", "died", "killed", Level.WARNING),
+    ]

@@ -20,6 +20,8 @@ from covey.cli.kubernetes import Wish, job_of
 from covey.cli.look import draw
 from covey.cli.main import verbs
 from covey.cli.parts import unreadable
+from covey.cli.plan import RunPlan
+from covey.cli.run import log_folder
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 
@@ -106,19 +108,48 @@ def test_a_script_that_cannot_go_along(tmp_path: Path, content: bytes, why: str)
     assert refused.value.exit_code == ExitCode.BAD_SCRIPT
 
 
-def test_what_the_system_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files", "a file")
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files", "a"),
+            41,
+            "[Errno 24] Too many open files: 'a': allow this process more files",
+        ),
+        (OSError(errno.EADDRINUSE, "Address already in use"), 11, "[Errno 98] Address already in use"),
+        (RuntimeError("can't start new thread"), 41, "can't start new thread: allow this user more processes or memory"),
+        (MemoryError(), 41, "no memory is left: allow this user more processes or memory"),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("covey.cli.look.settings", full)
+    monkeypatch.setattr("covey.cli.look.settings", refuse)
     monkeypatch.setattr("sys.argv", ["covey", "env"])
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the tests' own output stays
     with pytest.raises(SystemExit) as ended:
         command.main()
-    said = (
-        "covey: the system refuses this: [Errno 24] Too many open files: 'a file': allow this process more files (ulimit -n)\n"
-    )
-    assert (ended.value.code, capsys.readouterr().err) == (41, said)
+    heard = capsys.readouterr().err
+    assert ended.value.code == code and heard.startswith(f"covey: the system refuses this: {said}") and heard.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "log_dir", "why"),
+    [
+        (os.fsdecode(b"\xff"), "", "has no name in UTF-8: name another with --log-dir"),
+        ("here", "circle", "circle cannot be made: Symlink loop"),
+        ("here", "circle/x", "circle/x cannot be made: Symlink loop"),
+    ],
+)
+def test_a_log_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log_dir: str, why: str) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    Path("circle").symlink_to("circle")
+    with pytest.raises(UsageError, match=why):
+        log_folder(RunPlan(log_dir=log_dir))
 
 
 def test_names_from_the_wire_are_no_markup_and_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:

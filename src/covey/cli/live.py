@@ -242,6 +242,8 @@ class Tail:
         found: list[bytes] = []
         if self._path.is_file():
             with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._position:
+                    self._position, self._rest = 0, b""  # somebody emptied it, or removed it and another was begun
                 file.seek(self._position)
                 while piece := file.read(PIECE_MAX):
                     self._position += len(piece)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from covey.cli.completion import SHELLS, VARIABLE, Run
 from covey.cli.jobs import jobs, operator, submit
 from covey.cli.parts import JSON, KUBERNETES, MASTER, examples, say
 from covey.errors import CoveyError, ExitCode
+
+NO_THREAD = "can't start new thread"  # Python's words for a limit of processes or memory
 
 
 def main() -> None:
@@ -42,12 +45,21 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:  # nobody reads any more, as in `covey events | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except OSError as error:  # a file, a limit or a disk, where nobody below knew a better sentence
-        more = ": allow this process more files (ulimit -n)" if error.errno == errno.EMFILE else ""
-        print(f"covey: the system refuses this: {error}{more}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again
-        sys.exit(int(ExitCode.PORT_IN_USE if error.errno == errno.EADDRINUSE else ExitCode.DISK))
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+            raise
+        _refused(error)
+
+
+def _refused(error: Exception) -> None:
+    """A file, a limit or a disk, where nobody below knew a better sentence."""
+    number = error.errno if isinstance(error, OSError) else 0
+    more = ": allow this process more files (ulimit -n)" if number == errno.EMFILE else ""
+    more = more or ("" if number else ": allow this user more processes or memory (ulimit -u, -v)")
+    print(f"covey: the system refuses this: {str(error) or 'no memory is left'}{more}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again
+    sys.exit(int(ExitCode.PORT_IN_USE if number == errno.EADDRINUSE else ExitCode.DISK))
 
 
 def _open_streams() -> None:
@@ -56,6 +68,8 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a letter that the terminal lacks ends nothing
 
 
 class Verbs(click.Group):

@@ -60,14 +60,14 @@ def run(argv: list[str]) -> int:
         print(describe(plan))
         return 0
     _check_command(plan)
-    log_dir = _log_folder(plan)
+    log_dir = log_folder(plan)
     if not plan.join and DETACHED_VARIABLE not in os.environ:
         return _detach(argv, log_dir)
     configure(plan.loaded.settings, "agent")
     return asyncio.run(_run(plan, log_dir))
 
 
-def _log_folder(plan: RunPlan) -> Path:
+def log_folder(plan: RunPlan) -> Path:
     try:
         log_dir = Path(plan.log_dir or ".").resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -103,6 +103,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         notifier = Notifier(plan.on_event, door, plan.job or _called(plan)) if plan.on_event else None
         agent.on_start = Echo(plan, show, agent)
         interrupted = _take_signals(agent, show)
+        _take_pauses(agent, host)
         show.open()
         if notifier is not None:
             notifier.open()
@@ -156,6 +157,10 @@ class _SchedulerHost:
             if sockets is not None:
                 log.warning("the scheduler at %s is gone: this host goes on in its place, from its journal", sockets.address)
                 return await self.start(sockets, str(folder))
+
+    def signal(self, number: int) -> None:
+        if self._schedulers is not None:
+            self._schedulers.signal(number)
 
     async def stop(self) -> None:
         if self._schedulers is not None:
@@ -347,10 +352,25 @@ def _take_signals(agent: Agent, show: Aside) -> list[int]:
     return seen
 
 
+def _take_pauses(agent: Agent, host: _SchedulerHost) -> None:
+    """Ctrl-Z stops all that this command has started, and `fg` or `bg` let all go on. Were this process to stop alone, its
+    workers would go on without it, until the scheduler took this host for lost."""
+
+    def on() -> None:
+        agent.signal(signal.SIGSTOP)
+        host.signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # and goes on from here
+        host.signal(signal.SIGCONT)
+        agent.signal(signal.SIGCONT)
+
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, on)
+
+
 def _give_signals_back() -> None:
     """Nothing is left to end in order."""
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGTSTP):
         loop.remove_signal_handler(number)
 
 

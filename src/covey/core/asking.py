@@ -22,7 +22,7 @@ class Askable(Joinable):
         self._send(link, answer)
 
     def _answer_scale(self, asked: ScaleAsked) -> Scaling | Refused:
-        if asked.roll_back and self.cluster.coming:
+        if asked.roll_back and self.cluster.coming and not self.cluster.over:
             number = max((i.number for i in self.incidents.kept if i.node == SERVERS), default=0)
             self._turn_servers_back("asked to")
             return Scaling(number, "the servers that were to come do not")

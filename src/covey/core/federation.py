@@ -170,6 +170,14 @@ class Standing(Message, frozen=True):
     refused: dict[Name, int] = {}  # noqa: RUF012 - how many requests of devices, by why, in this life
 
 
+class Made(msgspec.Struct, frozen=True):
+    """The model of a round that is not over yet, and who has it."""
+
+    node_id: Name
+    digest: str
+    metrics: dict[str, float] = {}
+
+
 class Orders(Message, frozen=True):
     """All a server must know."""
 
@@ -185,6 +193,7 @@ class Orders(Message, frozen=True):
     source: Name = ""  # who has that model
     summer: Name = ""
     parts: tuple[tuple[Name, Numbers], ...] = ()  # what the summer must find, exactly
+    made: Made | None = None  # this round's model: the others fetch it before the round is over
     adoptions: tuple[Adoption, ...] = ()
     leaving: tuple[Name, ...] = ()
     missing: tuple[Name, ...] = ()  # whose part the round goes without

@@ -10,7 +10,7 @@ which, and there must be a holder of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
 from covey.core.model import Ended
@@ -112,15 +112,17 @@ class Gathering:
         self.done = False  # every rank is at the end of its program, and was told that all are
         self._plans: dict[int, HealPlan] = {}
 
-    def add(self, rank: int, report: Report, addresses: Mapping[int, str]) -> dict[int, HealPlan]:
+    def add(self, rank: int, report: Report, world: int, addresses: Callable[[], Mapping[int, str]]) -> dict[int, HealPlan]:
         """Take a report in; returns the plans once they can be made, and again when everyone is at the end. Who reports again
-        meanwhile may have missed its plan with a lost link: it is told once more."""
+        meanwhile may have missed its plan with a lost link: it is told once more. `addresses` is asked when all have said
+        theirs: looking at all at each report costs N²."""
         self.reports[rank] = report
-        self.done = len(self.reports) == len(addresses) and all(r.finished for r in self.reports.values())
+        complete = len(self.reports) == world
+        self.done = complete and all(r.finished for r in self.reports.values())
         if self._plans and not self.done:
             return {rank: self._plans[rank]}
-        if len(self.reports) == len(addresses):
-            plans = plan(self.generation, self.reports, addresses)
+        if complete:
+            plans = plan(self.generation, self.reports, addresses())
             held = self.resumed and not self.done  # a plan, of a scheduler before: what speaks against it now is old
             self._plans = {} if held and any(found.failure for found in plans.values()) else plans
         return self._plans

@@ -14,6 +14,8 @@ from covey.core.messages import Refused, Register, RegisterAgent, Welcome
 from covey.core.model import Agent, AgentRecord, Member, MemberRecord, NodeState, Phase, Role
 from covey.core.watch import Watch
 
+HELD_MAX = 1000  # lives of which it is said that they are held off
+
 
 class Joinable(Watch):
     """A cluster that nodes and agents can join."""
@@ -33,7 +35,7 @@ class Joinable(Watch):
         return self._return(link, member, wish, answer.reason)
 
     def _hold_off(self, link: int, life: str, who: str, reason: str) -> None:
-        if life not in self._held:
+        if life not in self._held and len(self._held) < HELD_MAX:
             self._held.add(life)
             self._publish(who, "held off", reason, Level.WARNING)
         self._send(link, Refused(reason, retry_after_s=HOLD_OFF_S))

@@ -373,14 +373,12 @@ class Lifecycle(Spared):
 
     def _settle(self, reason: str) -> None:
         """READY again once every place is filled and every member heard; HEALING once only the dead are missing."""
-        phase = self.cluster.phase
-        if self._dump is not None or phase not in (Phase.HEALING, Phase.RETURNING) or self._some_suspect():
+        phase, agreeing = self.cluster.phase, self._replacing and self._grouped and not self._all_resumed()
+        if self._dump is not None or phase not in (Phase.HEALING, Phase.RETURNING):
             return
-        members = self.cluster.placed()
-        dead = [m for m in members if m.state is NodeState.DEAD]
-        agreeing = self._replacing and self._grouped and not self._all_resumed()
-        if agreeing and phase is not Phase.RETURNING:
+        if (agreeing and phase is not Phase.RETURNING) or self._some_suspect():  # the first costs nothing, and is asked N times
             return
+        dead = [m for m in self.cluster.placed() if m.state is NodeState.DEAD]
         if not dead and not agreeing:
             self._replacing = False
             self.first_failure = None

@@ -150,21 +150,24 @@ class Machine(Askable):
     def _report(self, link: int, report: Report) -> None:
         """A rank is at a safe point; when all are, each is told how to go on."""
         member = self._speakers.get(link)
-        if not isinstance(member, Member) or report.generation != self.cluster.generation:
+        if not isinstance(member, Member) or member.role is not Role.WORKER or report.generation != self.cluster.generation:
             return None
-        workers = {m.rank: m for m in self.cluster.of(Role.WORKER)}
-        addresses = {rank: m.host.address for rank, m in workers.items()}
-        plans = self._gathering.add(member.rank, report, addresses)
+        plans = self._gathering.add(member.rank, report, self.cluster.size(Role.WORKER), self._addresses)
+        if not plans:
+            return None
         if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
             return self._roll_back(failure)
-        if plans:
-            self.incidents.mark(Stage.REFORMED, self._now)
-            self._notice_a_loss()
+        self.incidents.mark(Stage.REFORMED, self._now)
+        self._notice_a_loss()
         unknown = any(said.seated < self.cluster.resized for said in self._gathering.reports.values())
         seating = scaling.seating(self.cluster) if unknown else None
+        workers = {m.rank: m for m in self.cluster.of(Role.WORKER)}
         for rank, plan in plans.items():
             self._send(workers[rank].link, msgspec.structs.replace(plan, seating=seating) if seating else plan)
         return None
+
+    def _addresses(self) -> dict[int, str]:
+        return {m.rank: m.host.address for m in self.cluster.of(Role.WORKER)}
 
     def _notice_a_loss(self) -> None:
         """Who had the state may have died all at once. Then the world keeps its size until there is a state again."""
@@ -205,7 +208,7 @@ class Machine(Askable):
         speaker = self._speakers.get(link)
         if isinstance(speaker, Member):
             speaker.leaving = drain.reason
-        elif speaker is not None:
+        elif speaker is not None and not speaker.leaving:  # it says so again whenever it is back
             speaker.leaving = True
             self._publish(f"agent:{speaker.id}", "leaving", drain.reason, Level.WARNING)
             if drain.last and self._can_dump():

@@ -12,6 +12,7 @@ from covey.core.federation import SERVERS_MAX, Instance, Plan, Stage
 from covey.core.masked import Masked
 from covey.core.roster import Effect
 from covey.core.rounds import over_budget
+from covey.core.words import be, many
 from covey.errors import UsageError
 
 
@@ -27,7 +28,7 @@ class Managed(Masked):
         if self.wanted + more > SERVERS_MAX:
             raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
         self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
-        self._say("cluster", "scale out", f"{more} servers are to come")
+        self._say("cluster", "scale out", f"{many(more, 'server')} {be(more)} to come")
         return self._done()
 
     def roll_back(self, now: float) -> list[Effect]:
@@ -37,7 +38,7 @@ class Managed(Masked):
             raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
         here = len([server for server in self.servers.values() if server.member])
         self.operation, self.wanted = "", max(self.wanted_before, here)
-        self._say("cluster", "rolled back", f"{self.wanted} servers, as before")
+        self._say("cluster", "rolled back", f"{many(self.wanted, 'server')}, as before")
         return self._done()
 
     def scale_in(self, node_ids: Iterable[str], now: float) -> list[Effect]:
@@ -56,7 +57,7 @@ class Managed(Masked):
         for node_id in chosen:
             self.servers[node_id].leaving = True
         self.operation, self.wanted_before, self.wanted = "in", self.wanted, self.wanted - len(chosen)
-        self._say("cluster", "scale in", f"server {', '.join(chosen)} is to go")
+        self._say("cluster", "scale in", f"{many(len(chosen), 'server')} {be(len(chosen))} to go: {', '.join(chosen)}")
         return self._done()
 
     def new_instance(self, plan: Plan, now: float) -> list[Effect]:

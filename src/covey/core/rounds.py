@@ -21,6 +21,7 @@ from covey.core.federation import (
     Instance,
     Joined,
     Joining,
+    Made,
     MemberKept,
     Numbers,
     Orders,
@@ -242,10 +243,19 @@ class Rounds(Roster):
             (s for s, st in standings if st.model == self.round and (s.node_id == self.summer or not self.summer)), None
         )
         if done is not None:
-            return self._finish(done)
+            return self._made() is None and self._finish(done)
         sealed = all(st.round == self.round and st.sealed and st.generation == self.generation for _, st in standings)
         able = [server for server, st in standings if st.model == self.round - 1]
         return sealed and bool(able) and self._sealed(standings, able)
+
+    def _made(self) -> Made | None:
+        """This round's model, while only one server has it and what is acknowledged is to outlive a host."""
+        members = [server for server in self.servers.values() if server.member]
+        having = [(s.node_id, s.standing) for s in members if s.alive and s.standing and s.standing.model == self.round]
+        if len(having) != 1 or len(members) == 1 or all(server.durability != "host" for server in members):
+            return None
+        ((node_id, standing),) = having
+        return Made(node_id, standing.digest, standing.metrics)
 
     def _sealed(self, standings: list[tuple[Server, Standing]], able: list[Server]) -> bool:
         """Every part is fixed: one server adds them."""
@@ -340,6 +350,7 @@ class Rounds(Roster):
             source=self._source(),
             summer=self.summer,
             parts=self.parts,
+            made=self._made(),
             adoptions=tuple(self._adoptions.values()),
             leaving=tuple(server.node_id for server in members if server.leaving),
             missing=self.missing,

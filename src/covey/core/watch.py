@@ -36,7 +36,7 @@ class Watch(Lifecycle):
         elif phase in (Phase.HEALING, Phase.RETURNING) and self._now > self._deadlines.heal and (away := self._away()):
             failure = self.first_failure
             reason = f"{names(away)} did not come back within {limit:g} s"
-            self._end(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
+            self._give_up(failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
         elif self._now > self._deadlines.shrink:
             self._go_on_without_the_lost()
         elif self._now > self._deadlines.workers and scaling.can_turn_back(self.cluster):
@@ -60,6 +60,7 @@ class Watch(Lifecycle):
     def _judge_waits(self, limit: float) -> None:
         """Whoever waits for one that will never come waits for ever. One that may come, and for which all others have waited
         in one collective for too long, is stuck, though it beats."""
+        self._go_on_as_the_left_did()
         workers, since = self.cluster.of(Role.WORKER), self._now - limit if limit >= 0 else -NEVER
         waiting = [m for m in workers if m.progress.waits and m.changed_at < since and m.present]
         where = f"in collective {waiting[0].progress.waits} for over {limit:g} s" if waiting else ""
@@ -83,34 +84,43 @@ class Watch(Lifecycle):
         return healing.left_alone(reports, {rank: number for rank, number in said.items() if number is not None})
 
     def _waits_for_the_left(self, waiting: int, where: str) -> str:
-        """A rank that has left reports nothing more. If all others have reported that they are at their end, they go."""
+        """A rank that has left reports nothing more: all others have reported, or wait in a collective, in vain."""
         workers, gathering = self.cluster.of(Role.WORKER), self._gathering
         left = [m for m in workers if m.state is NodeState.LEFT]
         unheard = [m for m in left if m.rank not in gathering.reports]
         if gathering.reports and unheard and len(gathering.reports) + len(unheard) == len(workers) and not gathering.done:
-            if not all(report.finished for report in gathering.reports.values()):
-                return f"{names(unheard)} left before the work was done: all others wait to go on"
-            gathering.done = True
-            for member in [m for m in workers if m.rank in gathering.reports]:
-                self._send(member.link, HealPlan(gathering.generation, done=True))
-        elif left and waiting and len(left) + waiting == len(workers):
+            return f"{names(unheard)} left before the work was done: all others wait to go on"
+        if left and waiting and len(left) + waiting == len(workers):
             return f"{names(left)} left before the work was done: all others wait {where}"
         return ""
 
     def _waits_to_go_on(self, limit: float) -> str:
-        """A rank that has left does not say that it goes on. If all others go on, it had; if not, they wait for it in vain."""
+        """Nor does it say that it goes on. All others have so long to go on by themselves, and so to show that it did."""
         workers, gathering = self.cluster.of(Role.WORKER), self._gathering
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in gathering.resumed]
         if not left or not self._replacing or gathering.done or len(gathering.reports) < len(workers):
             self._deadlines.resume = NEVER
-        elif all(m.rank in gathering.resumed for m in workers if m.state is not NodeState.LEFT):
-            gathering.resumed.update(m.rank for m in left)
-            self._went_on()
         elif limit >= 0:
             self._deadlines.resume = min(self._deadlines.resume, self._now + limit)
             if self._now > self._deadlines.resume:
                 return f"{names(left)} left before the work was done: all others wait to go on for over {limit:g} s"
         return ""
+
+    def _go_on_as_the_left_did(self) -> None:
+        """Where all others are at their end, or go on, who has left was or did so too: nobody waits for it."""
+        workers, gathering = self.cluster.of(Role.WORKER), self._gathering
+        left = {m.rank for m in workers if m.state is NodeState.LEFT}
+        if not left or not gathering.reports or gathering.done:
+            return
+        others = {m.rank for m in workers} - left
+        if not left <= gathering.reports.keys():
+            if others <= gathering.reports.keys() and all(report.finished for report in gathering.reports.values()):
+                gathering.done = True
+                for member in [m for m in workers if m.rank in gathering.reports]:
+                    self._send(member.link, HealPlan(gathering.generation, done=True))
+        elif self._replacing and others <= gathering.resumed and not left <= gathering.resumed:
+            gathering.resumed |= left
+            self._went_on()
 
     def _went_on(self) -> None:
         """A rank goes on after a change; if it was the last one, the change is over."""
@@ -125,10 +135,10 @@ class Watch(Lifecycle):
         """A collective broke, and no death explains it: everyone lives, so the step is tried again in a new generation."""
         reason = f"a collective broke ({self._gathering.broke_reason}) and every process lives"
         if recovery.Strategy.RETRY not in self.cluster.settings.strategies:
-            return self._end(ExitCode.PEER_FAILED, f"{reason}, but retry is not among the strategies")
+            return self._give_up(ExitCode.PEER_FAILED, f"{reason}, but retry is not among the strategies")
         self._retries += 1
         if self._retries > RETRIES_MAX:
-            return self._end(ExitCode.PEER_FAILED, f"{reason}, {RETRIES_MAX} times in a row without a step in between")
+            return self._give_up(ExitCode.PEER_FAILED, f"{reason}, {RETRIES_MAX} times in a row without a step in between")
         self._count("retries")
         self._publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
         broke_at = self._gathering.broke_at

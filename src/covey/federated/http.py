@@ -24,16 +24,20 @@ SLOWEST: Final = 10_000  # bytes a second: a slow link is not a stuck one
 IDLE_S: Final = 600.0
 REFUSED_S: Final = 5.0  # for a device to read why
 SWEEP_S: Final = 5.0
-_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout"}
-_REASONS_MORE: Final = {
+_PHRASES: Final = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
     411: "Length Required",
     413: "Content Too Large",
     415: "Unsupported Media Type",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
+    503: "Service Unavailable",
 }
 _TLS: Final = 0x16  # what a TLS handshake begins with
-_PHRASES: Final = {**_REASONS, **_REASONS_MORE, 503: "Service Unavailable"}
 
 Piece = bytes | memoryview
 
@@ -41,7 +45,7 @@ Piece = bytes | memoryview
 class Request:
     """One request. Answer it exactly once."""
 
-    __slots__ = ("_connection", "_headers", "accept", "at", "body", "content_type", "device", "method", "path")
+    __slots__ = ("_connection", "_headers", "accept", "body", "content_type", "device", "method", "path")
 
     def __init__(self, connection: Connection, method: str, path: str, headers: dict[bytes, bytes], body: memoryview) -> None:
         self._headers = headers
@@ -52,7 +56,6 @@ class Request:
         self.content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().decode("latin-1")
         self.accept = headers.get(b"accept", b"").decode("latin-1")
         self.body = body
-        self.at = time.time()
 
     def reply(self, pieces: Sequence[Piece], content_type: str = "application/json", status: int = 200) -> None:
         """Send the answer; a device that is gone does not hear it."""

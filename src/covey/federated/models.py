@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from covey.core.federation import Orders
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
@@ -20,6 +21,23 @@ from covey.federated.strategies import Strategy
 from covey.node.log import log
 
 
+class Newest(NamedTuple):
+    """A model, and who has it."""
+
+    round: int
+    source: str
+    digest: str
+    metrics: dict[str, float]
+
+
+def newest(orders: Orders) -> Newest:
+    """What every server is to have: the model of the round before or, once it is made and wanted, of this one."""
+    made = orders.made
+    if made is not None:
+        return Newest(orders.round, made.node_id, made.digest, made.metrics)
+    return Newest(orders.round - 1, orders.source, orders.digest, orders.metrics)
+
+
 class Models:
     """The newest one, and those that devices may have begun with."""
 
@@ -28,7 +46,7 @@ class Models:
     ) -> None:
         self.round, self.values, self.digest = 0, values, digest(values)  # of the newest
         self.key = b""  # the cluster's, for noise
-        self.metrics: dict[str, float] = {}  # of the newest, where this server made it
+        self.metrics: dict[str, float] = {}  # of the newest, if this server made or fetched it
         self._layout = layout
         self._strategy = strategy
         self._evaluate = evaluate
@@ -117,21 +135,22 @@ class Models:
     async def fetch(self, me: str, orders: Orders, latest: Callable[[], Orders | None]) -> bool:
         """The newest model, from whoever has it; False if nobody else does. Raises `PeerError`."""
         assert self._store is not None
-        wanted = orders.round - 1
-        if orders.source == me or not orders.source:
+        wanted = newest(orders)
+        if wanted.source == me or not wanted.source:
             return False
-        content = await self._peers.fetch(orders.source, "model", wanted)
+        content = await self._peers.fetch(wanted.source, "model", wanted.round)
         try:
             _, values = self._layout.decode(memoryview(content))
         except ValueError as error:
             sentence = f"the cluster learns another model than this server was given: {error}"
             raise UsageError(sentence, ExitCode.REFUSED) from None
         found, now = digest(values), latest()
-        if now is None or now.round - 1 != wanted or found != now.digest:
-            raise PeerError(f"the model of round {wanted} at server {orders.source} is not the one that was meant")
-        self._state = unpack_state(bytes(await self._peers.fetch(orders.source, "state", wanted)))
-        self._store.save(wanted, values, self._state, orders.metrics)
-        self._has(wanted, values.copy(), found)
+        if now is None or (newest(now).round, newest(now).digest) != (wanted.round, found):
+            raise PeerError(f"the model of round {wanted.round} at server {wanted.source} is not the one that was meant")
+        self._state = unpack_state(bytes(await self._peers.fetch(wanted.source, "state", wanted.round)))
+        self._store.save(wanted.round, values, self._state, wanted.metrics)
+        self.metrics = wanted.metrics
+        self._has(wanted.round, values.copy(), found)
         return True
 
     def _has(self, round_number: int, values: Floats, found: str) -> None:

@@ -42,7 +42,7 @@ from covey.federated.holdings import Holdings
 from covey.federated.intake import Intake
 from covey.federated.masked_sum import MaskedSum
 from covey.federated.model import Floats, Layout
-from covey.federated.models import Models
+from covey.federated.models import Models, newest
 from covey.federated.peers import Bytes, Peers
 from covey.federated.replies import Replies
 from covey.federated.safekeeping import Safekeeping
@@ -242,11 +242,8 @@ class Server:
     def _begin_work(self, orders: Orders) -> None:
         if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.models.round < orders.round:
             self._start("sum", self._sum(orders))
-        if (
-            orders.digest
-            and (self.models.round, self.models.digest) != (orders.round - 1, orders.digest)
-            and self.models.round < orders.round
-        ):
+        wanted, mine = newest(orders), (self.models.round, self.models.digest)
+        if wanted.digest and mine != (wanted.round, wanted.digest) and self.models.round < orders.round:
             self._start("fetch", self._fetch(orders))
         elif self.models.round >= orders.round - 1:
             self.holdings.forget(orders.round - 1)

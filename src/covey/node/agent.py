@@ -53,6 +53,7 @@ LEARN_S: Final = 5.0  # when a first life has imported what it will
 STACKS_S: Final = 1.0  # for writing stacks
 STACKS_LOOK_S: Final = 0.03
 TAIL_LINES: Final = 20
+SOURCE_MAX: Final = 1 << 20  # bytes of a script that is kept
 TAIL_BYTES: Final = 16 * 1024
 LINE_MAX: Final = 500
 
@@ -101,8 +102,9 @@ class Agent:
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
+        self._source = _source_of(job)
         self._folder = Scratch("agent")
-        self._relay = Relay(self._folder.name)
+        self._relay = Relay()
         self._notes = Path(self._folder.name) / "imports"
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
@@ -119,7 +121,7 @@ class Agent:
     async def prepare(self) -> None:
         """Start what takes longest, before anything else is done."""
         await self._children.open()
-        await self._relay.open()
+        await self._relay.open(self._folder.name)
 
     async def run(self) -> Outcome:
         settings, job = self._settings, self._job
@@ -202,10 +204,14 @@ class Agent:
         self._reason = reason
         self._runtime.leave(128 + number, reason)
 
+    def signal(self, number: int) -> None:
+        """To all workers of this host, and what they have started."""
+        for name in list(self._running):
+            self._children.signal(name, number)
+
     def abandon(self) -> None:
         """End everything at once, in no order (the second Ctrl-C)."""
-        for name in list(self._running):
-            self._children.signal(name, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.settle(Outcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
 
     # -- what the scheduler says -------------------------------------------------------------------------------------
@@ -324,7 +330,15 @@ class Agent:
             if sizes == earlier and not any(self._children.pid(name) for name in silent):
                 return
 
+    async def _keep_folder(self) -> None:
+        """Where what clears temporary folders has removed it, the next life has another to find its agent in."""
+        if not self._relay.has_socket:
+            if not self._folder.exists:
+                self._folder = Scratch("agent")
+            await self._relay.open(self._folder.name)
+
     async def _start(self, start: Start) -> None:
+        await self._keep_folder()
         for assignment in start.assignments:
             if assignment.incarnation == 1 and assignment.name not in self._started:
                 with open_outputs(self._spec(assignment, again=False)):
@@ -376,6 +390,7 @@ class Agent:
             log_err=self.error_log_path(child.number, child.role) if job.separate_stderr else "",
             append=again,
             cores=job.cores.get(child.local_rank, []) if child.role is Role.WORKER else [],
+            source=self._source,
         )
 
     def log_path(self, number: int, role: Role = Role.WORKER) -> str:
@@ -416,6 +431,17 @@ class Agent:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)
+
+
+def _source_of(job: AgentJob) -> bytes | None:
+    """The script as the run begins: who edits it meanwhile means the next run, and a later life must do what the others do."""
+    path = Path(job.cwd, job.command[0])
+    if job.module or not path.is_file() or path.stat().st_size > SOURCE_MAX:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError:  # who runs it says so
+        return None
 
 
 def _size(path: Path) -> int:

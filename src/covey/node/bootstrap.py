@@ -37,7 +37,7 @@ def run(spec: ChildSpec) -> None:
     restore_libraries()
     restore_interpreter(spec)
     try:
-        main, code = entry.load_module(spec.argv[0]) if spec.module else entry.load_script(spec.argv[0])
+        main, code = entry.load_module(spec.argv[0]) if spec.module else entry.load_script(spec.argv[0], spec.source)
         exec(code, main.__dict__)
     except SystemExit as end:
         if ending := sys.modules.get("covey.node.ending"):

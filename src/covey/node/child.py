@@ -33,6 +33,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_err: str = ""
     append: bool = False  # to the log of an earlier life
     cores: list[int] = []  # bound to these; empty: to none in particular
+    source: bytes | None = None  # of the script, where it counts and not what lies there now; only for a child that is forked
 
 
 class Exit(msgspec.Struct, frozen=True):

@@ -246,13 +246,20 @@ def open_outputs(spec: ChildSpec) -> Iterator[list[int]]:
     try:
         for path in filter(None, (spec.log, spec.log_err)):
             try:
-                fds.append(os.open(path, mode, 0o644))
+                fds.append(open_log(path, mode))
             except OSError as error:
                 raise StoreError(f"the log {path!r} of {spec.name} cannot be written: {error.strerror}") from error
         yield fds
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def open_log(path: str, mode: int) -> int:
+    """Its folder is made anew where somebody has removed it: that is no reason to end what runs."""
+    if not (folder := Path(path).parent).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.open(path, mode, 0o644)
 
 
 def why(error: OSError | ValueError) -> str:

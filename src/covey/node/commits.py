@@ -8,6 +8,7 @@ done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -69,6 +70,12 @@ class Commits:
                 self.stuck = ""
                 log.warning("the journal can be written again: what waited is carried out now")
             return
+
+    def keep(self) -> None:
+        """A journal that was removed is written anew before somebody needs it."""
+        if isinstance(self._journal, Journal):
+            with contextlib.suppress(StoreError):  # the next commit says so
+                self._journal.keep()
 
     async def write(self, records: list[Any]) -> None:
         if isinstance(self._journal, SharedJournal) and records:

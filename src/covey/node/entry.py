@@ -21,14 +21,15 @@ def end(sentence: str, code: int) -> NoReturn:
     raise SystemExit(int(code))
 
 
-def load_script(script: str) -> tuple[ModuleType, CodeType]:
-    """`python script`, where the script may also be a folder or a zip file with a __main__.py in it."""
+def load_script(script: str, source: bytes | None = None) -> tuple[ModuleType, CodeType]:
+    """`python script`, where the script may also be a folder or a zip file with a __main__.py in it. `source`: what was in it
+    when that counted."""
     path = str(Path.cwd() / script)
     if (inside := PathFinder.find_spec("__main__", [path])) is not None:
         sys.path.insert(0, path)
         return _main_of(inside)
     try:
-        source = Path(path).read_bytes()
+        source = Path(path).read_bytes() if source is None else source
     except IsADirectoryError:
         end(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
     except OSError as error:

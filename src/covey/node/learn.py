@@ -6,6 +6,7 @@ ahead; the program's own are not, because importing them is running the program.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sysconfig
@@ -23,10 +24,15 @@ class Learner:
     """A finder that only listens."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._path = path
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        os.write(self._file, name.encode() + b"\n")
+        with contextlib.suppress(OSError):  # the folder is gone
+            notes = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:  # not kept open: a program that closes all there is would find its own file under this number next
+                os.write(notes, name.encode() + b"\n")
+            finally:
+                os.close(notes)
         return None
 
 

@@ -86,8 +86,8 @@ class Caller:
 class Relay:
     """The children's door to the scheduler. Everything here runs in the agent's loop."""
 
-    def __init__(self, folder: str) -> None:
-        self.path = f"{folder}/{SOCKET}"
+    def __init__(self) -> None:
+        self.path = ""  # of its socket
         self.hosts = 1  # that speak to the scheduler as this one does
         self._callers: dict[Link, Caller] = {}
         self._numbers: dict[int, Caller] = {}
@@ -98,10 +98,11 @@ class Relay:
         self._up: Upstream | None = None
         self._reached = False
         self._trouble = "the agent has not reached it yet"
-        self._listener: Listener | None = None
+        self._listeners: list[Listener] = []
 
-    async def open(self) -> None:
+    async def open(self, folder: str) -> None:
         """Let children in. Only this user's processes can: the folder is the user's own."""
+        self.path = f"{folder}/{SOCKET}"
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.bind(self.path)
@@ -109,12 +110,17 @@ class Relay:
             sock.close()
             raise UsageError(f"workers cannot be given a socket at {self.path} ({error}): set TMPDIR to a short path") from None
         calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._said, "on_close": self._closed}
-        self._listener = Listener([sock], "", None, decoder=from_child, **calls)
-        await self._listener.open()
+        self._listeners.append(Listener([sock], "", None, decoder=from_child, **calls))
+        await self._listeners[-1].open()
+
+    @property
+    def has_socket(self) -> bool:
+        """Whether children find it: somebody may have removed it."""
+        return Path(self.path).exists()
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         if self._telling is not None:
             self._telling.cancel()
         for link in list(self._callers):

@@ -275,6 +275,7 @@ class Scheduler:
             while True:
                 await asyncio.sleep(TICK_S)
                 self._pulse()
+                self._commits.keep()
                 self._step(Ticked())
                 self._followers.tell_again()
         except Exception as error:  # a bug: a cluster over which nobody keeps watch would wait for ever

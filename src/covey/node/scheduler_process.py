@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from covey.errors import ExitCode
+from covey.node.children import open_log, why
 from covey.node.log import log
 from covey.node.office import Kept
 from covey.node.serve import KEPT_VARIABLE
@@ -26,6 +27,7 @@ from covey.node.sockets import Sockets
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
+LINE_MAX: Final = 2000  # bytes of its log's last line
 # Interrupted while it imports, it ends as other programs do, without the story of an import.
 START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.node.serve import main; main()"
 
@@ -70,6 +72,11 @@ class Schedulers:
         """The cluster has ended: let them go by themselves, then make them."""
         await asyncio.gather(*(process.stop(wait_s) for process in self._processes))
 
+    def signal(self, number: int) -> None:
+        """To each that lives."""
+        for process in self._processes:
+            process.signal(number)
+
     def _one_less(self, code: int, reason: str) -> None:
         self._left -= 1
         if self._left:
@@ -109,16 +116,22 @@ class SchedulerProcess:
             self._watcher.cancel()
         if self._process is None or self._process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)  # says nothing new to one whose cluster has ended
+        self.signal(signal.SIGINT)  # says nothing new to one whose cluster has ended
         try:
             await asyncio.wait_for(self._process.wait(), wait_s)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
 
+    def signal(self, number: int) -> None:
+        """Nothing happens to one that is over."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
     async def _spawn(self) -> None:
-        with self._log_path.open("ab") as file:
+        output = open_log(str(self._log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-c",
@@ -126,11 +139,20 @@ class SchedulerProcess:
                 "covey.node.serve",
                 env={**self._environ, KEPT_VARIABLE: msgspec.json.encode(self._kept).decode()},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+                stdout=output,
+                stderr=output,
                 pass_fds=[number for group in self._kept.sockets for number in group],
                 process_group=0,  # Ctrl-C is the agent's to hear; the session stays, by which it knows its own from orphans
             )
+        finally:
+            os.close(output)
+
+    def _last_word(self) -> str:
+        """Its own sentence, without the time in front of it."""
+        with contextlib.suppress(OSError):
+            *_, line = self._log_path.read_bytes()[-LINE_MAX:].decode(errors="replace").splitlines() or [""]
+            return line.partition(" covey scheduler: ")[2] or line or "it said nothing"
+        return "it said nothing"
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +166,7 @@ class SchedulerProcess:
             if code == 0:  # the cluster has ended well, and this agent, stopped for a while, has not heard it
                 return self._gave_up(0, "the cluster ended while this process was stopped")
             if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
-                return self._gave_up(code, f"the scheduler ended with code {code}: see {self._log_path}")
+                return self._gave_up(code, f"the scheduler ended with code {code}: {self._last_word()} ({self._log_path})")
             quick = quick + 1 if loop.time() - started < STEADY_S else 1
             word = signal.Signals(-code).name if code < 0 else f"code {code}"
             if quick > RESTARTS_MAX:
@@ -156,5 +178,5 @@ class SchedulerProcess:
                 await self._spawn()
             except OSError as error:
                 return self._gave_up(
-                    ExitCode.SCHEDULER_LOST, f"the scheduler ended ({word}) and cannot be started again: {error}"
+                    ExitCode.SCHEDULER_LOST, f"the scheduler ended ({word}) and cannot be started again: {why(error)}"
                 )

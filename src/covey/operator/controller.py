@@ -53,9 +53,9 @@ class Owned:
     def __init__(self, pods: Reflector, services: Reflector) -> None:
         self.pods = pods
         self.services = services
-        self.pods_of = Index(_job_of)
-        self.services_of = Index(_job_of)
-        self.pods_on = Index(lambda pod: pod["spec"].get("nodeName"))
+        self.pods_of = Index(pods, _job_of)
+        self.services_of = Index(services, _job_of)
+        self.pods_on = Index(pods, lambda pod: pod["spec"].get("nodeName"))
         pods.listeners.append(self._note)
         services.listeners.append(self.services_of.note)
 
@@ -177,8 +177,8 @@ class Controller:
     def _observe(self, key: Key, job: Thing) -> Observed:
         caches = self._caches
         return Observed(
-            pods=caches.owned.pods_of.of(key, caches.owned.pods),
-            services=caches.owned.services_of.of(key, caches.owned.services),
+            pods=caches.owned.pods_of.of(key),
+            services=caches.owned.services_of.of(key),
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
             gang=bool(self._gang),
             pod_group=caches.groups.get(key) if caches.groups is not None else None,

@@ -149,25 +149,37 @@ def _newer(thing: Thing, old: Thing) -> bool:
 
 
 class Index:
-    """Objects of a reflector by some word of theirs, kept as they come and go."""
+    """Objects of a reflector by some word of theirs, kept as they come and go. Without a word (None) they are in no list."""
 
-    def __init__(self, word: Callable[[Thing], Any]) -> None:
+    def __init__(self, things: Reflector, word: Callable[[Thing], Any]) -> None:
+        self._things = things
         self._word = word
         self._keys: dict[Any, dict[Key, None]] = {}
 
-    def note(self, thing: Thing) -> None:
-        self._keys.setdefault(self._word(thing), {})[key_of(thing)] = None
+    def __len__(self) -> int:
+        return len(self._keys)
 
-    def of(self, word: Any, things: Reflector) -> list[Thing]:
-        """Those that are still there; others are forgotten on the way."""
-        keys = self._keys.get(word, {})
+    def note(self, thing: Thing) -> None:
+        """It came, changed or went."""
+        word, key = self._word(thing), key_of(thing)
+        if self._things.get(key) is None:
+            self._forget(word, key)
+        elif word is not None:
+            self._keys.setdefault(word, {})[key] = None
+
+    def of(self, word: Any) -> list[Thing]:
+        """Those that are there; who has another word by now is forgotten on the way."""
         found = []
-        for key in list(keys):
-            thing = things.get(key)
+        for key in list(self._keys.get(word, {})):
+            thing = self._things.get(key)
             if thing is None or self._word(thing) != word:
-                del keys[key]
+                self._forget(word, key)
             else:
                 found.append(thing)
+        return found
+
+    def _forget(self, word: Any, key: Key) -> None:
+        keys = self._keys.get(word, {})
+        keys.pop(key, None)
         if not keys:
             self._keys.pop(word, None)
-        return found

@@ -199,7 +199,7 @@ class Operator:
             found[0].queue.add(key)
 
         def node_changed(node: Thing) -> None:
-            for pod in owned.pods_on.of(node["metadata"]["name"], owned.pods):
+            for pod in owned.pods_on.of(node["metadata"]["name"]):
                 wake(pod)
 
         caches = Caches(Reflector(api, kind, namespace=namespace, on_change=job_changed), owned)

@@ -15,7 +15,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -72,8 +72,29 @@ class Journal:
         if len(self._pending) < STORY_MAX:
             self._pending.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
+    def keep(self) -> None:
+        """Write the journal anew where somebody has removed it, as what clears temporary folders does with a file that nobody
+        has touched for days. Raises `StoreError`. Not with a token: another scheduler may have done so, or begun a new one."""
+        if self._token or self.path.exists():
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = _lock(self.path, shared=False)
+            try:
+                _create(self.path, self._database.backup)
+                database = _open(self.path)
+            except BaseException:
+                os.close(lock)
+                raise
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"the journal {self.path} was removed and cannot be written anew ({error})") from None
+        self._database.close()
+        os.close(self._lock)
+        self._lock, self._database = lock, database
+
     def commit(self, records: Iterable[Record] = ()) -> None:
         """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""
+        self.keep()
         database = self._database
         try:
             database.execute("begin immediate")
@@ -217,12 +238,11 @@ def _lock(path: Path, *, shared: bool) -> int:
     return lock
 
 
-def _create(path: Path) -> None:
+def _create(path: Path, fill: Callable[[sqlite3.Connection], object] = lambda new: new.executescript(_SCHEMA)) -> None:
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
-    database = sqlite3.connect(temporary, isolation_level=None)
-    database.executescript(_SCHEMA)
-    database.close()
+    with contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as database:
+        fill(database)
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.rename(path)

@@ -35,6 +35,11 @@ class Scratch:
         made.rename(Path(self.name) / LOCK)  # not before it is locked: who finds it unlocked may remove it
         self._remove = weakref.finalize(self, _remove, self.name, lock)
 
+    @property
+    def exists(self) -> bool:
+        """Not after somebody has cleared the temporary folder."""
+        return Path(self.name).exists()
+
     def close(self) -> None:
         self._remove()
         clear_up()
