@@ -50,7 +50,8 @@ class Carried:
     def _look(self, parameter: Any) -> None:
         before, self._before = self._before, None
         gradient: Any = parameter.grad
-        if before is not None and before() is gradient and gradient._version == self._version + 1:
+        version: int = gradient._version
+        if before is not None and before() is gradient and version == self._version + 1:
             self._over = True
             self._hook.remove()
             self._found()
