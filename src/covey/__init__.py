@@ -17,6 +17,7 @@ from covey.errors import CoveyError, UsageError
 from covey.train.checkpoint import Checkpoint
 from covey.train.data import Data
 from covey.train.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
+from covey.version import VERSION
 from covey.world import (
     get_group_size,
     get_local_rank,
@@ -33,7 +34,7 @@ from covey.world import (
 if TYPE_CHECKING:
     from covey.federated import get_fl_context, reset_fl_context, set_fl_context
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

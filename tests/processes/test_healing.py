@@ -64,8 +64,10 @@ def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
     [
         # The giver dies when the newcomer has its state and the laggard not yet the result: the newcomer gives it.
         "2:6:forward 0:6:giving-results:hold 0:6:gave-state 0:10:checkpoint 1:12:forward 1:0:replacing 1:12:restored",
-        # The other way round; then a giver that dies before it gave anything.
-        "2:6:forward 0:6:giving-state:hold 0:6:gave-results 2:12:forward 0:12:giving-state 1:15:checkpoint",
+        # The other way round; then a giver that dies before it gave anything; then one that dies when it gave a state after the
+        # optimizer: who has it becomes a giver before it has joined the others.
+        "2:6:forward 0:6:giving-state:hold 0:6:gave-results 2:12:forward 0:12:giving-state 1:15:checkpoint"
+        " 0:19:evaluation 1:19:gave-state",
     ],
 )
 def test_bitwise_equal_when_a_recovery_is_disturbed(shell: Shell, undisturbed: str, faults: str) -> None:
@@ -147,11 +149,15 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("writes", ["", "1"])
 def test_unusual_models_and_parts(shell: Shell, tmp_path: Path, writes: str) -> None:
-    """Buffers that are not saved or are replaced, parameters frozen or unused, a Counter. A program that changes parameters
-    itself cannot be joined in the middle of such a step: all go back to the checkpoint."""
+    """Parameters that are tied, frozen, unused, empty or complex, buffers that are not saved, replaced or made on the way, an
+    average of the model, gradients that outlive a step, what is done before an epoch's first batch and after the last. A
+    program that changes parameters itself cannot be joined in the middle of such a step: all go back to the checkpoint."""
     for calm in shells(tmp_path / "calm"):
         undisturbed = final(calm, script=odd.SCRIPT, WRITES=writes)
-    assert final(shell, script=odd.SCRIPT, FAULTS="1:5", WRITES=writes) == undisturbed
+    deaths = "1:7:forward" if writes else "1:3:forward 2:5:evaluation 0:8:opening 1:10:between 0:13:evaluation 2:16:after"
+    assert final(shell, script=odd.SCRIPT, FAULTS=deaths, WRITES=writes) == undisturbed
+    marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
     assert ("start anew, from their newest checkpoint" in shell.log("scheduler")) == bool(writes)
 
 

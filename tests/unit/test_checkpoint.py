@@ -157,7 +157,7 @@ def test_the_files_say_what_they_hold_in_words_any_reader_understands(tmp_path: 
     ("value", "words"),
     [
         (object(), r"state\['odd'\] is a object, which cannot travel"),
-        (torch.eye(2).to_sparse(), "odd is a sparse tensor"),
+        (torch.eye(2).to_sparse(), r"\['odd'\] is a sparse tensor"),
         (torch.zeros(2, dtype=torch.complex128), "type torch.complex128 cannot lie in a checkpoint"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_share_is_cut_evenly_within_the_limit() -> None:
 def test_loading_draws_other_numbers_in_each_micro_batch() -> None:
     path = msgspec.structs.replace(begun(40, batch_size=4, accumulate=2, world=5), seats=(0,))
     share = Share(path, 0, 4)
-    numbers = [number for [number] in share.numbers(0)]
+    numbers = [number for [number] in share.numbers(0, all_epochs=True)]
     assert len({share.seed(*number) for number in numbers}) == len(numbers) == 10
 
 

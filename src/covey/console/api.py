@@ -10,8 +10,6 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import formatdate
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from typing import Protocol
 from urllib.parse import quote
 
@@ -27,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from covey.console import guard, live, metrics, openapi, page, replies
 from covey.core.story import TOLD_MAX
 from covey.errors import CoveyError, StoreError
+from covey.version import VERSION
 
 BODY_MAX = 1 << 20  # bytes
 SHOWN = 100  # characters of a path that a sentence repeats
@@ -52,7 +51,7 @@ class Answers:
     """What every kind of cluster answers: one method per operation of `openapi.COMMON`, by its name."""
 
     def __init__(self, source: Source, settings: Sequence[tuple[str, str, str, str]], key: str) -> None:
-        self.version = _version()
+        self.version = VERSION
         self.watched = live.Live(source, self.version)
         self.document = b""  # set once all operations are known
         self._source = source
@@ -257,10 +256,3 @@ def _path(request: Request) -> str:
 def _shown(request: Request) -> str:
     path = _path(request)
     return path if len(path) <= SHOWN and path.isprintable() else repr(path[:SHOWN])
-
-
-def _version() -> str:
-    try:
-        return version_of("covey")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"

@@ -75,6 +75,8 @@ def save(folder: str, step: int, shard: Shard, owners: Owners, *, keep: int) -> 
         _sync(aside)
         aside.rename(name.with_suffix(".json"))
         _sync(place)
+        for left in place.glob(".*"):  # by a life that was killed as it wrote
+            left.unlink(missing_ok=True)
         for old in sorted(steps(place))[:-keep]:
             (place / f"rows-{old}.json").unlink()
             (place / f"rows-{old}.safetensors").unlink(missing_ok=True)

@@ -7,7 +7,6 @@ from the scheduler. Whatever is wrong with a message is said in a `No`, and the 
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from msgspec import Meta
 from covey.core.shards import Sharing
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.params.optimizers import Array, Rule
+from covey.wire.link import tune
 
 MAGIC: Final = b"cvp1"
 HEADER: Final = struct.Struct("<4sIQ")  # magic, bytes of the message, bytes of the arrays
@@ -329,6 +329,4 @@ def family(address: str) -> socket.AddressFamily:
 
 def quick(connection: socket.socket) -> None:
     """No waiting for more to send, and an end that is noticed."""
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    tune(connection)

@@ -23,7 +23,7 @@ import msgspec
 
 from covey.errors import UsageError
 from covey.train import tree
-from covey.train.gloo import torch_module
+from covey.version import VERSION
 
 FORMAT: Final = 1
 MANIFEST_MAX: Final = 64 * 1024 * 1024  # bytes
@@ -59,7 +59,7 @@ def write_aside(folder: Path, state: Any, *, prefix: str, step: int, world: int,
     names, frozen = _freeze(frame, len(tensors))
     _make(folder)
     size, sha256 = _write_tensors(folder / "tensors", dict(zip(names, tensors.values(), strict=True)))
-    manifest = Manifest(FORMAT, prefix, step, world, generation, _version(), size, sha256, names, frozen)
+    manifest = Manifest(FORMAT, prefix, step, world, generation, VERSION, size, sha256, names, frozen)
     _write_synced(folder / "manifest", _seal(manifest))
 
 
@@ -138,11 +138,9 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
 
 def _storable(tensors: dict[str, Any]) -> dict[str, Any]:
     """Dense, on the CPU, contiguous, and no two on the same memory, which safetensors refuses."""
-    strided, seen = torch_module().strided, set()
+    seen = set()
     found = {}
     for name, tensor in tensors.items():
-        if tensor.layout != strided:
-            raise UsageError(f"{name} is a sparse tensor, which cannot lie in a checkpoint: make it dense with to_dense()")
         plain = tensor.cpu().contiguous().resolve_conj().resolve_neg()
         memory = plain.untyped_storage().data_ptr()
         found[name] = plain.clone() if memory in seen else plain
@@ -245,12 +243,3 @@ def steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:
 
 def why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # slow to load, and only a save needs it
-
-    try:
-        return version("covey")
-    except PackageNotFoundError:
-        return "unknown"

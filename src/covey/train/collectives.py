@@ -26,11 +26,11 @@ from covey.errors import PeerError
 from covey.train import following
 from covey.train.following import Asked, Offered
 from covey.train.gloo import Built, Done, Gloo
+from covey.train.kept import BEFORE, Kept
 from covey.train.meeting import Meeting, Place, Planned, Regroup
 from covey.train.transfer import NOTHING, Donation, Known, Server, fetch
 
 FIRST: Final = 1  # the generation of formation
-BEFORE: Final = -1  # the step before the first
 
 
 class Operation(Protocol):
@@ -92,13 +92,10 @@ class Collectives:
         self._agreed = FIRST if meeting.place.generation == FIRST and meeting.place.restarts == 0 else 0
         self._newcomer = meeting.place.restarts > 0 or meeting.place.since > FIRST
         self._step, self._n = BEFORE, 0
-        self._completed: Number | None = None
-        self._kept: dict[Number, list[Any]] = {}
-        self._bytes = {True: 0, False: 0}  # of the results kept from before the first step, and of this step
-        self._whole = {True: True, False: True}  # whether all that a replacement needs of them was kept
+        self._kept = Kept(meeting.keep_bytes)
+        self._opened = 0  # how many of this step's came before its first batch
         self._half = False  # a state arrived in part, over what this process had begun with
         self._handed: dict[Number, list[Any]] = {}
-        self._passing: Number | None = None
         self._resumed = self._settled = self._agreed
         self._holders: list[Holder] = []  # as the last plan says
         self._server: Server | None = None
@@ -121,7 +118,7 @@ class Collectives:
     @property
     def completed(self) -> Number | None:
         """The last one."""
-        return self._completed
+        return self._kept.completed
 
     def skip_to(self, count: int) -> None:
         """A replacement that received state need not run what the others did to have it."""
@@ -135,12 +132,13 @@ class Collectives:
         self._meeting.waits = number
         since = time.monotonic()
         while True:
-            if self._agreed != self._meeting.place.generation and number not in self._handed:
-                self.agree()
+            if number not in self._handed:
+                self.on_live()  # ahead of an agreement: what this rank gives in it must be what the others have
+                if self._agreed != self._meeting.place.generation:
+                    self.agree()
             if number in self._handed:
                 results = self._handed.pop(number)
                 break
-            self.on_live()
             group = self._group()
             if group is not None and self._wait(operation.issue(group)):
                 results = operation.results()
@@ -151,9 +149,7 @@ class Collectives:
         self.waited_s += time.monotonic() - since
         self._meeting.waits = None
         operation.complete(results)
-        self._keep(number, results, passing)
-        if limited and not passing:
-            self._limit(number, results)
+        self._kept.keep(number, results, passing=passing, limited=limited)
         if self._resumed != self._agreed:
             self._resumed = self._agreed
             self._meeting.say(Resumed(self._agreed, number.step))
@@ -171,21 +167,27 @@ class Collectives:
         self._meeting.say(Broke(self._agreed, reason))
         self._await_regroup(self._agreed)
 
+    def open(self, step: int) -> None:
+        """An epoch begins, whose first step this is: what the program runs before the first batch is numbered with that step,
+        also in a replacement that takes the epoch up at another."""
+        self._step, self._n = step, 0
+        self._kept.open(step)
+
+    def opened(self) -> None:
+        """The epoch's first batch comes, or the first that this rank takes."""
+        self._opened = self._n
+        self._kept.opened(self._n)
+
     def enter(self, step: int) -> None:
         """A step begins: its collectives are numbered from 0, and what only the step before needed is let go."""
-        self._step, self._n = step, 0
-        self._bytes[False], self._whole[False] = 0, True
-        if self._passing is not None and self._passing != self._completed:
-            self._kept.pop(self._passing, None)
-            self._passing = None
-        for number in [n for n in self._kept if BEFORE < n.step < step and n != self._completed]:
-            del self._kept[number]
+        self._step, self._n, self._opened = step, 0, 0
+        self._kept.enter(step)
 
     def rewind(self) -> None:
         """This step is repeated here, and here alone: what it has agreed on already is handed out once more."""
-        self._n = 0
+        self._n = self._opened
         self._meeting.waits = None
-        self._handed |= {number: results for number, results in self._kept.items() if number.step == self._step}
+        self._handed |= self._kept.of(self._step, self._opened)
 
     def agree(self) -> None:
         """A safe point after the membership changed: report, and do what the plan says. Repeats until one holds."""
@@ -283,10 +285,10 @@ class Collectives:
         self._meeting.say(
             Report(
                 generation=generation,
-                completed=self._completed,
+                completed=self._kept.completed,
                 waits=self._meeting.waits,
                 needs_state=self._newcomer,
-                whole=all(self._whole.values()) and (self.source is None or self.source.whole),
+                whole=self._kept.whole and (self.source is None or self.source.whole),
                 spoiled=self.source is not None and self.source.spoiled,
                 slots=slots.count if slots is not None else 0,
                 holds=slots.holds if slots is not None else b"",
@@ -337,7 +339,7 @@ class Collectives:
         if self._newcomer:
             self.donation = received
             if received.last is not None:  # ahead from now on: this rank may be the only one left who can give the last result
-                self._completed, self._kept = received.last, dict(received.results)
+                self._kept.receive(received.last, received.results)
         return None
 
     def _collect(self) -> None:
@@ -373,13 +375,10 @@ class Collectives:
     def _donate(self, _wanted: bytes) -> Donation:
         """Called by the server's thread while this rank is at a safe point."""
         state = self.source.donate() if self.source is not None else Donation()
-        steps = (BEFORE, state.step)
-        needed = {n: results for n, results in self._kept.items() if n.step in steps or n == self._completed}
-        return msgspec.structs.replace(state, results=needed, last=self._completed)
+        return msgspec.structs.replace(state, results=self._kept.needed(state.step), last=self._kept.completed)
 
     def _give_results(self, _wanted: bytes) -> Donation:
-        assert self._completed is not None
-        return Donation(results={self._completed: self._kept[self._completed]})
+        return Donation(results=self._kept.last)
 
     def _give_slots(self, wanted: bytes) -> Donation:
         assert self.slots is not None
@@ -388,22 +387,6 @@ class Collectives:
     def _offer(self, wanted: bytes) -> Donation:
         assert self.offered is not None
         return self.offered.give(wanted)
-
-    def _keep(self, number: Number, results: list[Any], passing: bool) -> None:
-        if passing:
-            self._passing = number
-        if self._completed is None or number > self._completed:  # what was handed out again is not the last one
-            self._completed = number
-        self._kept[number] = results
-
-    def _limit(self, number: Number, results: list[Any]) -> None:
-        """Above the limit only the last result is kept: who missed it can still be helped, who is new cannot."""
-        before = number.step == BEFORE
-        self._bytes[before] += sum(tensor.numel() * tensor.element_size() for tensor in results)
-        if sum(self._bytes.values()) > self._meeting.keep_bytes:
-            self._bytes[before], self._whole[before] = 0, False
-            for old in [n for n in self._kept if (n.step == BEFORE) == before and n != self._completed]:
-                del self._kept[old]
 
     def _forked(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""

@@ -163,9 +163,12 @@ class Share(msgspec.Struct, frozen=True):
     index: int
     limit: int | None
 
-    def numbers(self, first: int) -> Iterator[list[tuple[int, int]]]:
-        """Every micro-batch from a step on, as (step, micro-batch)."""
+    def numbers(self, first: int, *, all_epochs: bool) -> Iterator[list[tuple[int, int]]]:
+        """Every micro-batch from a step on, of its epoch or of all, as (step, micro-batch)."""
+        epoch = self.course.place(first)[0]
         for step in range(first, self.course.end):
+            if not all_epochs and self.course.place(step)[0] != epoch:
+                return
             for micro in range(len(self.cut(step))):
                 yield [(step, micro)]
 

@@ -43,12 +43,11 @@ class Seeded:
 class Numbers:
     """What torch takes for a sampler: every micro-batch of a share, from a step on."""
 
-    def __init__(self, share: Share, first: int) -> None:
-        self._share = share
-        self._first = first
+    def __init__(self, share: Share, first: int, *, all_epochs: bool) -> None:
+        self._share, self._first, self._all = share, first, all_epochs
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._share.numbers(self._first)
+        return self._share.numbers(self._first, all_epochs=self._all)
 
 
 class Data:
@@ -126,11 +125,16 @@ class Data:
         )
 
     def batches(self, share: Share, first: int) -> Iterator[Any]:
-        """Every micro-batch of a share from a step on, from one loader over all epochs."""
+        """Every micro-batch of a share from a step to the end of its epoch: as with torch, loader workers see in each epoch
+        what the program has made of its data set (`set_epoch`). Those that are to stay alive go on to the last."""
         torch = torch_module()
-        return iter(
-            torch.utils.data.DataLoader(Seeded(self.dataset, share), batch_sampler=Numbers(share, first), **self.options)
-        )
+        numbers = Numbers(share, first, all_epochs=self.lasting)
+        return iter(torch.utils.data.DataLoader(Seeded(self.dataset, share), batch_sampler=numbers, **self.options))
+
+    @property
+    def lasting(self) -> bool:
+        """Whether loader workers outlive an epoch."""
+        return bool(self.options.get("persistent_workers"))
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -119,7 +119,7 @@ class Gloo:
             self._sockets = {name: fd for name, fd in sockets().items() if name not in before}
             self.ready = True
             self._meeting.inbox.put(Built(self.generation))
-        except (RuntimeError, CoveyError) as error:
+        except (RuntimeError, OSError, CoveyError) as error:
             self._meeting.inbox.put(Built(self.generation, str(error)))
 
 

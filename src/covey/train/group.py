@@ -119,7 +119,11 @@ def _tensor(array: Any) -> Any:
     if isinstance(array, torch.Tensor):
         return array.detach()
     if _is_numpy(array):
-        return torch.from_numpy(array)
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError) as error:  # a single number, texts, a view that runs backwards
+            what = " ".join(str(error).split())[:200]
+            raise UsageError(f"this {type(array).__name__} cannot be reduced ({what}): make it an array of numbers") from None
     raise UsageError(f"collectives take torch tensors and numpy arrays, not {type(array).__name__}")
 
 

@@ -3,13 +3,15 @@ the disk.
 
 A rank gives its state at a safe point: as it was at the step's boundary, or as it is after the step's optimizer ran. With the
 first, a replacement runs the step like any other. With the second it runs the step `replaying`: its own optimizer's result is
-overwritten with what was given, and so is everything else once it joins the others.
+overwritten with what was given, as it was right after the giver's, and everything once more, as it is, once it joins the rest.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from covey.core.messages import Number
 from covey.errors import StoreError, UsageError
@@ -19,13 +21,15 @@ from covey.train.collectives import Collectives
 from covey.train.following import Offered
 from covey.train.group import Group
 from covey.train.operations import Broadcast
-from covey.train.state import OPTIMIZER, State
+from covey.train.state import GRADIENTS, GROUPS, OPTIMIZER, Mark, State, overlaid
 from covey.train.transfer import NOTHING, Donation, Known
 from covey.train.walk import Walk
 
 if TYPE_CHECKING:  # these import torch
     from covey.train.served import Served
     from covey.train.sharded import ShardedOptimizer, Sharing
+
+STEPPED: Final = "stepped"  # in a state that is given after the optimizer ran
 
 log = logging.getLogger("covey")
 
@@ -49,6 +53,8 @@ class Handover:
         self._group, self._collectives, self._checkpoint = group, collectives, checkpoint
         self._before = 0  # how many collectives were run before the first step
         self._shared_at: Number | None = None  # the collective by which the parameters were shared last
+        self._given: Mark | None = None  # to a replacement: all that a program may change,
+        self._stepped: Mark | None = None  # and how that was when the giver's optimizer had run
 
     # -- taking ------------------------------------------------------------------------------------------------------
 
@@ -80,6 +86,7 @@ class Handover:
         else:
             self._take_over(collectives, given)
         collectives.known = NOTHING  # its memory is the state's now, or nobody's
+        self._state.mark_boundary()
         self._before = collectives.count
         collectives.source = self
         meeting.finishes_steps = True
@@ -94,10 +101,18 @@ class Handover:
         self.received = True
         collectives.skip_to(given.before)
         self._walk.step, self.replaying = given.step, given.applied
+        self._stepped = Mark(**given.state.pop(STEPPED)) if given.applied else None
         if self._sharded is not None:
             given.state[OPTIMIZER] = self._sharded.given(given.state[OPTIMIZER], collectives.collected)
             collectives.collected = None
-        self._restore(given.state)
+        try:
+            self._restore(self._begin_with(given.state))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"the state of step {given.step} does not fit this model and optimizer ({_first_line(error)}): make the"
+                " same ones in every process, and all of them before covey.Loop(...)"
+            ) from None
+        self._given = self._state.marked()
         collectives.on_live = self.catch_up
         if not self.replaying:
             collectives.donation = None
@@ -134,22 +149,38 @@ class Handover:
         self._walk.restore(state["course"])
         self._state.put(state, again=self.replaying)
 
+    def take_again(self) -> None:
+        """A replacement's program begins to train. What it changed since it was given its state, the others did long ago."""
+        if self._given is not None:
+            self._state.put_mark(self._given)
+            self._given = None
+
     def optimizer_stepped(self) -> None:
         """In a step that is replayed, what was given is the optimizer's result."""
-        if self.replaying:
-            self._restore_given()
+        if not self.replaying:
+            self._state.mark_applied()
+            return
+        self._restore(self._begin_with(self._donated))
+        self._state.mark_applied(self._stepped)
 
     def catch_up(self) -> None:
         """The replacement joins the others: from here on its state is the one they have."""
         if self.replaying:
-            self._restore_given()
             self.replaying = False
+            self._restore(self._donated | {GRADIENTS: {}})  # its own gradients are what it joins them with
+            self._state.mark_applied(self._stepped)
             assert self._collectives is not None
             self._collectives.donation = None
+            log.info("step %d was replayed here: what this rank computed before its optimizer differs", self._walk.step)
 
-    def _restore_given(self) -> None:
+    @property
+    def _donated(self) -> Any:
         assert self._collectives is not None and self._collectives.donation is not None
-        self._restore(self._collectives.donation.state)
+        return self._collectives.donation.state
+
+    def _begin_with(self, state: Any) -> Any:
+        """What a replacement goes on from: where the giver has come further since its optimizer ran, as it was then."""
+        return overlaid(state, self._stepped) if self._stepped is not None else state
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +211,10 @@ class Handover:
         """This rank's state at a safe point."""
         state = self._about() | self._state.at_rest()
         if self._sharded is not None:
-            state[OPTIMIZER] = self._sharded.frame()  # each place has its own slots, from who has them
+            groups = state[OPTIMIZER][GROUPS]
+            state[OPTIMIZER] = self._sharded.frame() | {GROUPS: groups}  # each place has its own slots, from who has them
+        if (stepped := self._state.after_optimizer) is not None:
+            state[STEPPED] = msgspec.structs.asdict(stepped)
         return Donation(step=self._walk.step, applied=self._state.applied, before=self._before, state=state)
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -192,12 +226,16 @@ class Handover:
 
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path; no path where
-        the disk refuses, which is said: another rank's may do."""
+        the disk refuses, or where the state is none that a training could go on from, which is said: another rank's may do."""
         gasp = self._checkpoint or Checkpoint("covey_dump")
         step = self._walk.step + self._state.applied
+        if not self._state.whole:
+            log.error("step %d cannot be dumped: something else than the loop's optimizer was changing parameters in it", step)
+            return step, ""
         state = self._about() | self._state.at_rest() | {"step": step}
         if self._state.applied:
             state["course"] = self._walk.ahead.state()
+            log.warning("the dump is of the middle of step %d: what the program does after it in a step is left out", step - 1)
         if self._served.any:
             self._served.gasp(step, str(gasp.folder.absolute()))
         try:

@@ -28,6 +28,7 @@ from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.train import loop_arguments
 from covey.train.arguments import of_kind
+from covey.train.carried import Carried
 from covey.train.checkpoint import Checkpoint
 from covey.train.following import follow
 from covey.train.gloo import torch_module
@@ -72,11 +73,16 @@ class Loop:
         model = loop_arguments.model_of(model, self)
         loop_arguments.admit(model, optimizer)
         self.model, self.optimizer = model, optimizer
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._optimized = sum(
+            len(group["params"]) for group in optimizer.param_groups
+        )  # how many, when that was last looked at
         self.data, self.seed = data, seed
         self._group, self._checkpoint = group, checkpoint
         self._walk = Walk(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
         self._state = State(model, optimizer)
         self._again, self._repeats = False, 0  # this step is to be repeated; was, so often
+        self._runs_it_once = loop_arguments.runs_closure_once(optimizer)
         self._open = False  # an epoch's batches are not at their end
         self._checked = False  # that the state can be given
         self._served = Served(model, optimizer, group)
@@ -93,6 +99,7 @@ class Loop:
         if self._sharded is not None:
             self._sharded.begin(self._handover.share)
         self._pace = Pace()
+        self._carried = Carried(model, self._state.carry)
         self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0  # the generation
         self._register_parts(schedulers, scaler)
         optimizer.register_step_pre_hook(self._optimizer_steps)
@@ -187,12 +194,14 @@ class Loop:
             yield from batches
 
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
-        """Each epoch's number and its micro-batches, from where this rank stands. What the program does after the last of them
-        belongs to the epoch's last step, and is healed with it."""
+        """Each epoch's number and its micro-batches, from where this rank stands. What the program does before the first batch
+        belongs to the epoch's first step, what it does after the last one to the last step, and is healed with it."""
         self._walk.unload()
+        self._handover.take_again()
         try:
             while self.step < self.steps:
                 self._open = True
+                self._open_epoch()
                 yield self.epoch, self._of_epoch()
                 if self._open:
                     raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
@@ -205,12 +214,33 @@ class Loop:
         if self._walk.stream is not None:
             self._walk.stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
+        self._walk.seed_outside(self.step)
+
+    def _open_epoch(self) -> None:
+        """A rank that takes the epoch up in its middle comes by its beginning, too: what it does there is done already."""
+        first = self.step - self.step_of_epoch
+        self._walk.begin_step()
+        self._walk.unload(ends=False)
+        if self._collectives is not None:
+            self._collectives.open(first)
+        self._walk.seed_outside(first)
+        if self.step == first:
+            self._begin_step()
+        else:
+            self._state.mark_boundary()
 
     def _of_epoch(self) -> Iterator[Any]:
         """Steps up to the epoch's last, which is left uncommitted."""
         walk = self._walk
+        if self._collectives is not None:
+            self._collectives.opened()
+        begun = self.step_of_epoch == 0
+        if not begun:
+            self._state.rewind()
         while True:
-            self._begin_step()
+            if not begun:
+                self._begin_step()
+            begun = False
             walk.load()
             while walk.micro < self.accumulate:
                 if self._collectives is not None:
@@ -236,7 +266,8 @@ class Loop:
             yield
         except kinds as error:
             meeting = self._group.meeting
-            if self._state.applied or self._repeats >= times or (meeting is not None and not meeting.retries):
+            spent = self._state.applied or not self._state.whole
+            if spent or self._repeats >= times or (meeting is not None and not meeting.retries):
                 raise
             self._repeats += 1
             sentence = "step %d is repeated in place (%d of at most %d times): %s: %s"
@@ -254,6 +285,7 @@ class Loop:
 
     def _begin_step(self) -> None:
         self._walk.begin_step()
+        self._carried.begin_step()
         if self._collectives is not None:
             self._collectives.enter(self.step)
             self._reducer.begin_step()
@@ -290,7 +322,11 @@ class Loop:
             meeting.depart()
 
     def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary."""
+        """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary. One
+        that may be run several times, each with other parameters, is left to the optimizer."""
+        if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized:
+            loop_arguments.of_the_model(optimizer, self._parameters)
+            self._optimized = count
         if self._collectives is not None and not self.boundary:
             raise UsageError(
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
@@ -298,7 +334,7 @@ class Loop:
             )
         given = None
         closure = args[1] if len(args) > 1 else named.get("closure")
-        if closure is not None and not isinstance(optimizer, torch_module().optim.LBFGS):  # which calls it many times
+        if closure is not None and self._runs_it_once:
             with torch_module().enable_grad():
                 loss = closure()
             given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
@@ -308,5 +344,4 @@ class Loop:
         return given
 
     def _optimizer_stepped(self, *_: Any) -> None:
-        self._state.stepping, self._state.applied = False, True
         self._handover.optimizer_stepped()

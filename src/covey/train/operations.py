@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from covey.errors import PeerError, UsageError
 from covey.train.gloo import Gloo, torch_module
 
 Reduction = Literal["sum", "mean", "max", "min", "product"]
+
+# Of real numbers, what gloo reduces.
+REDUCED: Final = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 
 
 class AllReduce:
@@ -16,6 +19,7 @@ class AllReduce:
     def __init__(self, tensor: Any, op: Reduction) -> None:
         self._tensor = tensor
         self._mean = op == "mean"
+        _check(tensor, op)
         self._world = 1
         self._operation = _operation(op)
         self._copy: Any = None
@@ -73,7 +77,8 @@ class AllGather:
         torch = torch_module()
         source = self._tensor.clone(memory_format=torch.contiguous_format)
         self._outputs = [torch.empty_like(source) for _ in range(group.world)]
-        return [group.all_gather(self._outputs, source)]
+        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._outputs]  # as bytes, so of any type
+        return [group.all_gather(flats, source.view(-1).view(torch.uint8))]
 
     def results(self) -> list[Any]:
         return self._outputs
@@ -86,6 +91,8 @@ class Mean:
     """The mean of many tensors over all ranks, in place, as one flat buffer per dtype."""
 
     def __init__(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            _check(tensor, "mean")
         self._tensors = tensors
         self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         self._flats: list[Any] = []
@@ -107,6 +114,16 @@ class Mean:
 
     def _of(self, dtype: Any) -> list[Any]:
         return [tensor for tensor in self._tensors if tensor.dtype == dtype]
+
+
+def _check(tensor: Any, op: Reduction) -> None:
+    """Raises `UsageError` for numbers that cannot be reduced so: better here than on all ranks at once, again and again."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UsageError(f"the mean of {name} is not one of them: convert the tensor with .float(), or ask for the sum")
+    possible = op in ("sum", "mean") if tensor.is_complex() else name in REDUCED
+    if not possible:
+        raise UsageError(f"{op} of {name} is not possible: convert the tensor, to float32 or int64 for example")
 
 
 def _operation(op: Reduction) -> Any:

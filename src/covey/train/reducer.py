@@ -15,6 +15,7 @@ import collections
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
+from covey.errors import UsageError
 from covey.train.collectives import Collectives
 from covey.train.gloo import Gloo, torch_module
 from covey.train.state import Buffers
@@ -50,6 +51,11 @@ class Bucket:
             if parameter.grad is None:
                 part.zero_()
                 marks[number] = 0
+            elif parameter.grad.layout != torch.strided:
+                raise UsageError(
+                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not averaged: make it with"
+                    " sparse=False, or a covey.Embedding on parameter servers"
+                )
             else:
                 torch.mul(parameter.grad, scale, out=part)
 
@@ -165,7 +171,7 @@ class Reducer:
         reduction, self._reduction = self._reduction, None
         assert reduction is not None
         try:
-            self._collectives.run(reduction, limited=False)
+            self._collectives.run(reduction, limited=not self._first)  # the first is needed at any size
             if self._first:
                 self._spare.append(reduction.filled)
             self._first = False

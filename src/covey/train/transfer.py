@@ -35,6 +35,7 @@ COMPARE: Final = b"c"  # the same, from one that has some of it perhaps: their d
 THANKS: Final = b"t"
 DIGEST_SIZE: Final = 16
 ALIGNED: Final = 64  # bytes
+PIECE: Final = 1 << 20  # bytes that are sent at once
 KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p", "follow": b"f"}
 WANTED_MAX: Final = 65536  # bytes
 
@@ -140,7 +141,7 @@ def _send(connection: socket.socket, given: Donation) -> None:
     for number, items in given.results.items():
         results.append((number.step, number.n, list(range(len(tensors), len(tensors) + len(items)))))
         tensors += [("", item) for item in items]
-    plain = [(path, tensor.detach().cpu().contiguous()) for path, tensor in tensors]
+    plain = [(path, tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()) for path, tensor in tensors]
     last = (given.last.step, given.last.n) if given.last is not None else None
     mark = Mark()
     meta = _Meta(
@@ -161,9 +162,15 @@ def _send(connection: socket.socket, given: Donation) -> None:
         same = _compare(connection, [tensor for _, tensor in plain]) if answer == COMPARE else set()
         for place, (_, tensor) in enumerate(plain):
             if tensor.numel() and place not in same:
-                connection.sendall(_bytes_of(tensor))
+                _send_bytes(connection, _bytes_of(tensor))
         _receive(connection, bytearray(1))
     # Only now may what was read move: `plain` and `mark` have been kept until here.
+
+
+def _send_bytes(connection: socket.socket, view: memoryview) -> None:
+    """In pieces: what has a limit is how long the other side takes nothing, and not how long all of it takes."""
+    for start in range(0, view.nbytes, PIECE):
+        connection.sendall(view[start : start + PIECE])
 
 
 def _compare(connection: socket.socket, tensors: list[Any]) -> set[int]:

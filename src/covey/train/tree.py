@@ -61,7 +61,7 @@ def to_bytes(value: Any) -> Any:
     """A value as one tensor of bytes, for a broadcast."""
     torch = torch_module()
     skeleton, tensors = pack(value)
-    plain = [tensor.cpu().contiguous() for tensor in tensors.values()]
+    plain = [tensor.cpu().contiguous().resolve_conj().resolve_neg() for tensor in tensors.values()]
     metas = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in plain]
     header = msgspec.msgpack.encode((skeleton, metas))
     head = torch.frombuffer(bytearray(len(header).to_bytes(8, "big") + header), dtype=torch.uint8)
@@ -92,6 +92,8 @@ def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
     if isinstance(value, float | str):  # numpy's among them, which are more than they look
         return ["plain", float(value) if isinstance(value, float) else str(value)]
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            raise UsageError(f"{path} is a sparse tensor, which cannot travel: make it dense with to_dense()")
         tensors[path] = value.detach()
         return ["tensor", len(tensors) - 1]
     if isinstance(value, dict):

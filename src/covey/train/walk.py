@@ -108,9 +108,10 @@ class Walk:
         if anew or self._loaded is not self._share:
             self._loader, self._loaded = self._batches(), self._share
 
-    def unload(self) -> None:
-        """What was loaded ahead is not what comes next."""
-        self._loaded = None
+    def unload(self, *, ends: bool = True) -> None:
+        """What was loaded ahead is not what comes next. Not `ends`: an epoch is over, beyond which some loaders go."""
+        if ends or not self._data.lasting:
+            self._loaded = None
 
     def _batches(self) -> Iterator[Any]:
         if self.stream is not None:
@@ -124,6 +125,10 @@ class Walk:
         batch = next(self._loader)
         seed_all(mix(self._seed, self.step, self.micro, self.index))
         return batch
+
+    def seed_outside(self, step: int) -> None:
+        """The random numbers of what the program does ahead of an epoch that begins with this step, or after the last one."""
+        seed_all(mix(self._seed, step, self.index))
 
     def end_step(self) -> None:
         """On to the next one."""
