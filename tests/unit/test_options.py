@@ -14,6 +14,7 @@ from covey.cli.options import BY_NAME, OPTIONS, RunPlan, describe, help_text, pa
 from covey.cli.plan import Asked
 from covey.cli.run import given_by_options
 from covey.errors import ExitCode, UsageError
+from covey.node.environment import forget_place
 from covey.settings import TABLE
 
 
@@ -640,3 +641,12 @@ def test_no_script_is_a_sentence_of_its_own_family(words: str) -> None:
     with pytest.raises(UsageError, match="No script is given") as refusal:
         parse(words.split(), {}, cpu_count=4, gpu_count=0)
     assert refusal.value.exit_code is ExitCode.BAD_SCRIPT
+
+
+def test_a_run_that_a_worker_of_another_starts_is_one_of_its_own() -> None:
+    place = dict.fromkeys(("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "COVEY_INCARNATION"), "1")
+    inside = {**place, "COVEY_AGENT": "127.0.0.1:1@/relay", "MS_NODE_TIMEOUT": "5"}
+    forget_place(inside)
+    assert inside == {"MS_NODE_TIMEOUT": "5"}
+    forget_place(place)
+    assert len(place) == 5, "by hand they mean what they say"

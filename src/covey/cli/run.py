@@ -29,6 +29,7 @@ from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 from covey.node import security
 from covey.node.agent import Agent, AgentJob, Outcome
+from covey.node.environment import forget_place
 from covey.node.host import address_towards
 from covey.node.log import aside, configure, log, one_line
 from covey.node.office import lease_store
@@ -50,6 +51,7 @@ SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to g
 
 def run(argv: list[str]) -> int:
     """The whole verb."""
+    forget_place(os.environ)
     plan = parse(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=gpu_count())
     if plan.help:
         print(help_text())

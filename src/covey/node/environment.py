@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Final
 
 from covey.core.messages import Assignment, Start
 from covey.core.model import Role
 from covey.node.runtime import Door
-from covey.node.spare import NAMELESS
+from covey.node.spare import NAMELESS, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
+
+# What a worker is told of its place and a run would read.
+PLACE: Final = (
+    *("MS_ROLE", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_SERVER_NUM", "COVEY_WORKER_MAX"),
+    *("COVEY_AGENT", "COVEY_INCARNATION", SPARE_VARIABLE, SPARE_STDERR_VARIABLE),
+)
+
+
+def forget_place(environ: MutableMapping[str, str]) -> None:
+    """A run that a worker of another run starts is one of its own, and no host that comes too late to the other."""
+    if "COVEY_AGENT" in environ:
+        for name in PLACE:
+            environ.pop(name, None)
 
 
 def worker_environment(
