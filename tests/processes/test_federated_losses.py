@@ -54,7 +54,7 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
 
 def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shell: Shell) -> None:
     federation = Federation(
-        shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=3000, fl_iteration_num=1
+        shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=8000, fl_iteration_num=1
     )
     first, second = joined(federation, "device-0", 1, 1), joined(federation, "device-1", 2, 0)
     assert first.send(update(5, 1))

@@ -157,10 +157,10 @@ def test_another_number_of_workers_is_refused_with_the_difference(shell: Shell) 
 
 
 def test_too_few_hosts_in_time_is_told_with_who_is_there(shell: Shell) -> None:
-    run = agent(shell, "--cluster_time_out", "4")
+    run = agent(shell, "--cluster_time_out", "8")
     assert run.wait() == 20, run.tail()
-    assert re.search(r"not complete within 4 s: 2 workers missing", run.text()), run.text()
-    assert re.search(r"not complete within 4 s: 2 workers missing", shell.log("scheduler"))
+    assert re.search(r"not complete within 8 s: 2 workers missing", run.text()), run.text()
+    assert re.search(r"not complete within 8 s: 2 workers missing", shell.log("scheduler"))
     assert "Traceback" not in run.text() + shell.log("scheduler")
     shell.nobody()
 
