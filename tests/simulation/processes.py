@@ -366,7 +366,7 @@ class ChildProcess(NodeProcess):
         self.process = f"{assignment.name}.{assignment.incarnation}"  # as a promotion calls it
         self.ready = False  # a spare, up to where it needs a rank
         letter = "s" if assignment.role is Role.SPARE else ""
-        name = f"{agent.name}/{letter}{assignment.rank}.{assignment.incarnation}"
+        name = f"{agent.name}/{letter}{assignment.node_id}.{assignment.incarnation}"
         wish = Register(
             assignment.role,
             assignment.node_id,
