@@ -30,8 +30,8 @@ def test_world(seed: int) -> None:
 def test_what_a_soak_has_found(found: int) -> None:
     """247: an agent was lost whose workers a growth that was taken back had removed. 700: who died during a dump was alive
     again for the next scheduler. 5097: the rules took a record of a larger world for one of this. 6727, 8607: without beats
-    those who were to go on waited for ever for one who had left; 20256: for one who left between its plan and the next step. 25758: two
-    processes of one name, of which the simulation asked the wrong one."""
+    those who were to go on waited for ever for one who had left; 20256: for one who left between its plan and the next step.
+    25758: two processes had one name, and the simulation asked the wrong one."""
     live(found)
 
 
