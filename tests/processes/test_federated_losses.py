@@ -40,6 +40,7 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
     first, second = [name for n in range(50) if owner(name := f"device-{n}", members) == "0"][:2]
     lost, kept = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
     assert lost.send(update(0, 1))
+    until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", story=federation.tails)
     federation.others[0].kill()
     until(lambda: federation.state() == "NODE_TIMEOUT", "the death to be seen", story=federation.tails)
     assert kept.send(update(1, 1))
@@ -58,6 +59,7 @@ def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shel
     )
     first, second = joined(federation, "device-0", 1, 1), joined(federation, "device-1", 2, 0)
     assert first.send(update(5, 1))
+    until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", story=federation.tails)
     federation.others[0].kill()
     until(lambda: federation.instance()["missing"] == ["1"], "the round to go without it", story=federation.tails)
     federation.join(1, federation.port + 1, "host-1").wait_for("Server started successfully.")
