@@ -33,7 +33,7 @@ def patient(cluster: Cluster) -> Cluster:
 
 def first_failure(scheduler: Process) -> str:
     """The report of the scheduler: the line of the first failure and those below it."""
-    assert "Traceback" not in scheduler.text(), scheduler.tail()
+    assert not re.search(r"^Traceback", scheduler.text(), re.MULTILINE), scheduler.tail()
     found = re.search(r"first failure: (.*)", scheduler.text(), re.DOTALL)
     assert found, scheduler.tail()
     return found[1]
@@ -119,7 +119,10 @@ def test_an_exception_ends_the_others_and_is_named(patient: Cluster) -> None:
     assert "Traceback" in failing.text()  # its own
     assert other.wait() == 30
     assert scheduler.wait() == 1
-    assert "ValueError: the loss is not a number" in first_failure(scheduler)
+    report = first_failure(scheduler)
+    assert "ValueError: the loss is not a number" in report.splitlines()[0]
+    shown = re.findall(r"  \| (.*)", report)
+    assert shown[0] == "Traceback (most recent call last):" and shown[-1] == "ValueError: the loss is not a number", report
     assert "ValueError: the loss is not a number" in other.text()
 
 

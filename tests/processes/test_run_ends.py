@@ -45,10 +45,72 @@ def test_the_first_failure_ends_the_run(shell: Shell, kind: str, how: str, code:
     assert re.match(rf"first failure: rank 1 \(worker:1\) on \S+: .*{reason}", report), report
     lines = [line.removeprefix("  | ") for line in report.splitlines() if line.startswith("  | ")]
     assert lines[-1] == last, report
-    assert f"its last lines of {shell.logs}/worker_1.log:" in report
+    log = f"{shell.logs}/worker_1.log"
+    assert (f"its exception (its log is {log}):" if how == "raise" else f"its last lines of {log}:") in report
     assert re.search(r"the others at that moment:\n  ranks 0, 2 on ", report)
     assert shell.log("scheduler").count("Traceback") == (1 if how == "raise" else 0), shell.log("scheduler")
     shell.nobody()
+
+
+# As libraries do that report what was leaked when the interpreter ends.
+TALKS_AFTERWARDS = """
+import atexit, os, sys, time
+
+if "covey" in sys.argv:
+    import covey
+    covey.init()
+atexit.register(lambda: print("leaked something\\n" * 40, file=sys.stderr))
+
+def fail():
+    raise ValueError("the loss is not a number")
+
+if os.environ["RANK"] == "1":
+    fail()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("kind", "start"), [("covey", "fork"), ("plain", "fork"), ("covey", "exec")])
+def test_report_shows_the_exception_whatever_is_printed_after_it(shell: Shell, kind: str, start: str) -> None:
+    shell.script(TALKS_AFTERWARDS, "t.py")
+    run = shell.ask("run", "-n", "2", "--start", start, "t.py", kind, env=PATIENT)
+    assert run.code == 1, run.tail()
+    shown = [line.removeprefix("  | ") for line in run.text().splitlines() if line.startswith("  | ")]
+    assert shown[0] == "Traceback (most recent call last):", run.text()
+    assert any(line.endswith('t.py", line 13, in <module>') for line in shown), run.text()
+    assert any(line.endswith('t.py", line 10, in fail') for line in shown), run.text()
+    assert shown[-1] == "ValueError: the loss is not a number", run.text()
+    assert shell.log(1).count("leaked something") == 40
+    shell.nobody()
+
+
+def test_report_of_a_forked_process_that_raises_is_not_that_of_its_rank(shell: Shell) -> None:
+    """The process that the script forked runs through the same code as the rank itself."""
+    script = "import os, sys\nif os.fork() == 0:\n    raise ValueError('of the other')\nos.wait()\n"
+    shell.script(script + "print('own line', flush=True)\nsys.exit(7)\n", "t.py")
+    run = shell.ask("run", "-n", "1", "t.py", env=PATIENT)
+    assert run.code == 7, run.tail()
+    assert "its last lines of" in run.text() and "its exception" not in run.text()
+    assert "  | own line" in run.text()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "last"),
+    [
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("raise SystemExit(9)", 9, "up"),
+        ("covey.init(); covey.set_seed(-1)", 10, "covey: "),
+        ("os.environ['MS_SCHED_PORT'] = 'x'; covey.init()", 10, "covey: MS_SCHED_PORT"),
+    ],
+)
+def test_report_of_what_is_no_exception_of_the_script(shell: Shell, line: str, code: int, last: str) -> None:
+    """A Ctrl-C, an exit and a refusal by covey have no traceback of their own to show."""
+    shell.script(f"import os\nimport covey\nprint('up', flush=True)\n{line}\n", "t.py")
+    run = shell.ask("run", "-n", "1", "t.py", env=PATIENT)
+    assert run.code == code, run.tail()
+    shown = [line.removeprefix("  | ") for line in run.text().splitlines() if line.startswith("  | ")]
+    assert shown[-1].startswith(last), run.text()
+    assert "its exception" not in run.text() or "Traceback" not in run.text(), run.text()
 
 
 def test_a_program_that_ends_while_others_wait_for_it_ends_the_run_at_once(shell: Shell) -> None:

@@ -59,6 +59,7 @@ from covey.core.model import (
     Progress,
     Record,
     Role,
+    ScriptError,
 )
 from covey.core.recovery import ladder
 from covey.errors import ExitCode
@@ -283,6 +284,15 @@ def test_the_first_failure_is_the_one_that_is_reported() -> None:
     assert (failure.node_id, failure.code, failure.reason, failure.tail) == ("2", 139, "signal 11", ["Segmentation fault"])
     assert failure.log == "worker_2.log"
     assert ended(effects) == End(139, "worker:2 on other: signal 11", failure)
+
+
+def test_exception_of_the_first_failure_is_in_its_report() -> None:
+    raised = ScriptError("ValueError", "no", "train.py:3", "Traceback ...")
+    by_agent = ready_agents().step(Heard(Exited("2", 1, 1, "exit code 1", error=raised), 2), 1.0)
+    by_itself = ready("0", "1").step(Heard(Leave(1, "ValueError: no", raised), 2), 1.0)
+    for effects in (by_agent, by_itself):
+        failure = sent(effects, Stop)[1].failure
+        assert failure is not None and failure.error == raised
 
 
 def test_after_the_end_a_member_is_told_it_again_and_a_stranger_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.model import Record
+from covey.core.model import Record, ScriptError
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -54,6 +54,7 @@ class LeaveAsked(msgspec.Struct, frozen=True):
 
     code: int = 0
     reason: str = ""
+    error: ScriptError | None = None  # the exception that ended the program
 
 
 SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone

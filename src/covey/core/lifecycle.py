@@ -28,6 +28,7 @@ from covey.core.model import (
     Phase,
     Record,
     Role,
+    ScriptError,
 )
 from covey.core.spares import Spared
 from covey.core.words import every, many
@@ -103,7 +104,14 @@ class Lifecycle(Spared):
             member.link = 0
 
     def _over(
-        self, member: Member, code: int, reason: str, tail: list[str] | None = None, log: str = "", since: float | None = None
+        self,
+        member: Member,
+        code: int,
+        reason: str,
+        tail: list[str] | None = None,
+        log: str = "",
+        since: float | None = None,
+        error: ScriptError | None = None,
     ) -> None:
         """One life is over: it left (code 0) or died. `since`: when it began to show, if that was before now."""
         known = self.cluster.members.get((member.role, member.node_id)) is member  # else a growth with it was taken back
@@ -126,7 +134,7 @@ class Lifecycle(Spared):
         if code == 0:
             self._persist(MemberRecord.of(member))
             return self._finished()
-        failure = recovery.report(self.cluster, member, code, reason, tail or [], log)
+        failure = recovery.report(self.cluster, member, code, reason, tail or [], log, error)
         return self._after_death(member, failure, self._now if since is None else since)
 
     def _after_death(self, member: Member, failure: Failure, since: float) -> None:

@@ -256,13 +256,13 @@ class Machine(Askable):
         elif speaker is not None and speaker.agent:
             speaker.life = ""
         elif speaker is not None:
-            self._over(speaker, leave.code, leave.reason)
+            self._over(speaker, leave.code, leave.reason, error=leave.error)
         self._send(link, Goodbye())
 
     def _child_exited(self, link: int, said: Exited) -> None:
         member = self._child(link, said)
         if member is not None:
-            self._over(member, said.code, said.reason, said.tail, said.log)
+            self._over(member, said.code, said.reason, said.tail, said.log, error=said.error)
 
     def _child(self, link: int, said: Started | Exited) -> Member | None:
         """The child an agent speaks of, if it is its own and in that incarnation."""

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from covey.core.model import Failure, Host, Progress, Role
+from covey.core.model import Failure, Host, Progress, Role, ScriptError
 from covey.core.shards import Sharing
 
 PROTOCOL = 1
@@ -88,6 +88,7 @@ class Leave(Message, frozen=True):
 
     code: int = 0
     reason: Sentence = ""
+    error: ScriptError | None = None  # the exception that ends the program
 
 
 class Started(Message, frozen=True):
@@ -109,6 +110,7 @@ class Exited(Message, frozen=True):
     tail: Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=40)] = []
     log: Sentence = ""
     role: Role = Role.WORKER
+    error: ScriptError | None = None  # None: the script raised none, or its process could not describe it
 
 
 class LogTold(Message, frozen=True):

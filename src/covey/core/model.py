@@ -12,6 +12,10 @@ from covey.core.incidents import Incident
 from covey.core.shards import Servers, Sharing
 
 PHASE_MAX = 100  # characters
+ERROR_KIND_MAX = 200  # characters, as in the next three
+ERROR_TEXT_MAX = 2000
+ERROR_PLACE_MAX = 1000
+ERROR_TRACE_MAX = 8192
 Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
 
 
@@ -127,6 +131,15 @@ class Progress(msgspec.Struct, frozen=True):
     together: Annotated[int, Meta(ge=0)] = 0  # how many may leave at once, where each has a part of the state; 0: any number
 
 
+class ScriptError(msgspec.Struct, frozen=True):
+    """The uncaught exception that ended a script, as its own process described it."""
+
+    kind: Annotated[str, Meta(max_length=ERROR_KIND_MAX)]  # name of the exception's type
+    text: Annotated[str, Meta(max_length=ERROR_TEXT_MAX)]  # str() of the exception, its beginning
+    place: Annotated[str, Meta(max_length=ERROR_PLACE_MAX)]  # "file:line" of the innermost frame of the script's own code
+    traceback: Annotated[str, Meta(max_length=ERROR_TRACE_MAX)]  # as Python prints it, its end
+
+
 class Failure(msgspec.Struct, frozen=True):
     """How one node ended, in a form fit for the report of the first failure."""
 
@@ -139,6 +152,7 @@ class Failure(msgspec.Struct, frozen=True):
     tail: list[str] = []  # its last log lines
     others: list[str] = []  # what the other nodes were doing
     log: str = ""
+    error: ScriptError | None = None  # None: no exception is known, e.g. after a signal
 
 
 class Ended(msgspec.Struct, frozen=True):

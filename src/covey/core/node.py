@@ -103,7 +103,7 @@ class NodeMachine:
         elif isinstance(event, Heard):
             out = self._heard(event.message, now)
         elif isinstance(event, LeaveAsked):
-            out = self._leave_asked(Leave(event.code, event.reason), now)
+            out = self._leave_asked(Leave(event.code, event.reason, event.error), now)
         else:
             assert isinstance(event, Ticked)
             out = self._tick(now)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from covey.core import ranks, scaling
 from covey.core.cluster import Cluster
-from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Role
+from covey.core.model import Agent, ClusterSettings, Failure, Member, NodeState, Role, ScriptError
 from covey.core.words import many
 from covey.errors import ExitCode, UsageError
 
@@ -237,7 +237,9 @@ def victim(cluster: Cluster, name: str) -> tuple[Member | None, str]:
     return member, f"process {member.pid} of {name} on {member.host.name} is killed"
 
 
-def report(cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str) -> Failure:
+def report(
+    cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str, error: ScriptError | None = None
+) -> Failure:
     """How one member ended, and what the others of its role were doing."""
     others = sorted((m for m in cluster.of(dead.role) if m is not dead), key=lambda m: m.rank)
     return Failure(
@@ -250,6 +252,7 @@ def report(cluster: Cluster, dead: Member, code: int, reason: str, tail: list[st
         tail=tail,
         others=[_doing(member) for member in others[:OTHERS_MAX]],
         log=log,
+        error=error,
     )
 
 

@@ -9,7 +9,7 @@ agent       `agent`, the parent of a host's workers: `relay` carries their words
 template    `template`, the process that workers are forked from, `keeper` at the agent's end of it; `bootstrap`, `entry`,
             `threads` and `learn` make of a fork what a fresh interpreter would have been
 worker      `worker` beside the training thread, `spare` until it has a place, `pserver` in place of a training; `runtime`
-            runs a node's machine, `child_runtime` that of an agent's child; `ending` is how its process ends, `supervise`
-            what stays behind in a container, `stacks` a look into a stuck one
+            runs a node's machine, `child_runtime` that of an agent's child; `ending` is how its process ends, `uncaught`
+            describes its exception, `supervise` what stays behind in a container, `stacks` a look into a stuck one
 for all     `host`, `security`, `kernel`, `log` (our own lines), `report` (of the first failure), `faults` (for `covey chaos`)
 """

@@ -33,9 +33,9 @@ from covey.core.messages import (
     StopAsked,
     Welcome,
 )
-from covey.core.model import JOB, Failure, Role
+from covey.core.model import JOB, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
-from covey.node import host, log_pieces
+from covey.node import host, log_pieces, uncaught
 from covey.node.child import ChildSpec, Exit
 from covey.node.children import Children, open_outputs, why
 from covey.node.environment import worker_environment
@@ -308,9 +308,11 @@ class Agent:
                 self._children.bind(child.process, self._job.cores.get(child.local_rank, []))
             else:
                 said = [e for e in self._ended if f"{e.role}:{e.node_id}.{e.incarnation}" == child.process]
-                code, reason = (said[-1].code, said[-1].reason) if said else (ExitCode.PEER_FAILED, "")
+                code, reason, error = (
+                    (said[-1].code, said[-1].reason, said[-1].error) if said else (ExitCode.PEER_FAILED, "", None)
+                )
                 reason = f"it was {child.process}, which was gone already ({reason or f'code {code}'})"
-                self._end_life(child, code or ExitCode.PEER_FAILED, reason)
+                self._end_life(child, code or ExitCode.PEER_FAILED, reason, error)
 
     async def _show_stacks(self, lives: Mapping[str, Assignment]) -> None:
         """Where a process that hangs is hanging belongs into its log; one that was stopped must run to say so."""
@@ -369,7 +371,7 @@ class Agent:
             if assignment.role is Role.SPARE:
                 env |= self._to_be(separate=self._job.separate_stderr)
             Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
-            pid = await self._children.start(msgspec.structs.replace(spec, env=env))
+            pid = await self._children.start(msgspec.structs.replace(spec, env=env, errors=self._folder.name))
             self._say(Started(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _learn(self) -> None:
@@ -415,14 +417,16 @@ class Agent:
         return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _child_exited(self, ended: Exit) -> None:
+        error = uncaught.take(self._folder.name, ended.pid)  # always, because the number may come again
         if ended.name not in self._running:
             return  # of a generation that is over
-        self._end_life(self._running.pop(ended.name), ended.code, ended.reason if ended.code else "")
+        child, failed = self._running.pop(ended.name), ended.code != 0
+        self._end_life(child, ended.code, ended.reason if failed else "", error if failed else None)
 
-    def _end_life(self, child: Assignment, code: int, reason: str) -> None:
+    def _end_life(self, child: Assignment, code: int, reason: str, error: ScriptError | None = None) -> None:
         path = self.log_path(child.number, child.role)
         tail = last_lines(path) if code else []
-        said = Exited(child.node_id, child.incarnation, code, reason, tail, path, child.role)
+        said = Exited(child.node_id, child.incarnation, code, reason, tail, path, child.role, error)
         self._ended.append(said)
         self._relay.tell()
         self._say(said)

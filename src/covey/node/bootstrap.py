@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from covey.errors import ExitCode
-from covey.node import entry, kernel, lifeline
+from covey.node import entry, kernel, lifeline, uncaught
 from covey.node.child import ChildSpec
 from covey.node.learn import LEARN_VARIABLE, Learner
 from covey.node.output import outlast_full_disks
@@ -31,6 +31,7 @@ _imported: list[str] = []  # by the template, before this child was forked
 
 def run(spec: ChildSpec) -> None:
     """Become the process that the spec describes and run its code; raise what ends it."""
+    pid = os.getpid()
     known = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
     _imported[:] = [name for name in sys.modules if name.partition(".")[0] not in known]
     restore_process(spec)
@@ -44,7 +45,10 @@ def run(spec: ChildSpec) -> None:
             ending.note_exit(end.code)
         raise
     except BaseException as error:
-        begin_at_users_line(error)
+        begin = begin_at_users_line(error)
+        described = uncaught.describe(error, begin) if spec.errors and os.getpid() == pid else None
+        if described is not None:
+            uncaught.write(spec.errors, described)
         raise
 
 
@@ -107,13 +111,14 @@ def set_imports_aside() -> None:
     sys.modules.update(dict.fromkeys(_imported))  # type: ignore[arg-type]
 
 
-def begin_at_users_line(error: BaseException) -> None:
-    """Let the interpreter print this error without the frames that led to the user's code."""
+def begin_at_users_line(error: BaseException) -> TracebackType | None:
+    """Let the interpreter print this error without the frames that led to the user's code; return the others."""
     begin = error.__traceback__
     while begin is not None and _is_ours(begin):
         begin = begin.tb_next
     print_it = sys.excepthook
     sys.excepthook = lambda kind, value, _: print_it(kind, value.with_traceback(begin), begin)
+    return begin
 
 
 def _is_ours(step: TracebackType) -> bool:

@@ -33,6 +33,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_err: str = ""
     append: bool = False  # to the log of an earlier life
     cores: list[int] = []  # bound to these; empty: to none in particular
+    errors: str = ""  # folder in which a forked child describes the exception that ends it; "": nowhere
     source: bytes | None = None  # of the script, where it counts and not what lies there now; only for a child that is forked
 
 

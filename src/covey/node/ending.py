@@ -18,7 +18,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol
 
+from covey.core.model import ScriptError
 from covey.errors import CoveyError
+from covey.node import uncaught
 
 FLUSH_S: Final = 0.2
 STUCK_S: Final = 1.0
@@ -34,19 +36,21 @@ class Leaver(Protocol):
     finishes_steps: bool
     at_end: Callable[[], None]  # to be called if the program ends well
 
-    def leave(self, code: int, reason: str) -> None: ...
+    def leave(self, code: int, reason: str, error: ScriptError | None = None) -> None: ...
     def start_leaving(self, code: int, reason: str) -> None: ...
 
 
 class Ending:
     """This process's end: with which code, why, and whether it was asked to go (SIGTERM)."""
 
-    def __init__(self, node: Leaver, grace_s: float) -> None:
+    def __init__(self, node: Leaver, grace_s: float, agent_folder: str = "") -> None:
         self.asked = False
         self._node = node
         self._grace_s = grace_s
         self._pid = os.getpid()
+        self._agent_folder = agent_folder  # "": this process has no agent
         self._code, self._reason = 0, ""
+        self._error: ScriptError | None = None
         self._exits = False  # the program is over
         self._loop: AbstractEventLoop | None = None
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -75,7 +79,8 @@ class Ending:
 
         def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._code = int(error.exit_code) if isinstance(error, CoveyError) else 1
-            self._reason = f"{kind.__name__}: {error}"[:500]
+            self._reason = uncaught.encodable(f"{kind.__name__}: {error}")[:500]
+            self._note_error(uncaught.describe(error, trace))
             before(kind, error, trace)
 
         def exit_noted(status: Any = None, /) -> NoReturn:
@@ -87,11 +92,20 @@ class Ending:
         sys.exit = exit_noted  # atexit is not told the code, and a failing rank must not wait for the others to finish
         atexit.register(self._at_exit)
 
+    def _note_error(self, error: ScriptError | None) -> None:
+        """Hand the exception over: to the agent in a file, else to the scheduler with the goodbye."""
+        if error is None or os.getpid() != self._pid:
+            return
+        if self._agent_folder:
+            uncaught.write(self._agent_folder, error)
+        else:
+            self._error = error
+
     def _at_exit(self) -> None:
         self._exits = True
         if os.getpid() == self._pid and self._code == 0 and not self._node.leaving:
             self._node.at_end()
-        self._node.leave(self._code, self._reason)
+        self._node.leave(self._code, self._reason, self._error)
         if self.asked or (self._code and self._node.finishes_steps):
             exit_flushed(self._code)  # the group is left in the middle of a collective, which gloo's threads do not survive
 

@@ -15,9 +15,13 @@ def grouped(others: list[str]) -> list[str]:
 
 
 def failure_report(failure: Failure) -> list[str]:
-    """A few lines: who failed first, how, its last words, and what the others were doing."""
+    """Return the report: the node that failed first, how, its exception or else the end of its log, what the others did."""
     lines = [f"first failure: rank {failure.rank} ({failure.role}:{failure.node_id}) on {failure.host}: {failure.reason}"]
-    if failure.tail:
+    if failure.error is not None:
+        where = f" (its log is {failure.log})" if failure.log else ""
+        lines.append(f"its exception{where}:")
+        lines += [f"  | {line}" for line in failure.error.traceback.splitlines()]
+    elif failure.tail:
         where = f" of {failure.log}" if failure.log else ""
         lines.append(f"its last lines{where}:")
         lines += [f"  | {line}" for line in failure.tail]

@@ -15,6 +15,7 @@ import msgspec
 from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Ticked
 from covey.core.messages import Beat, Beats, FromScheduler, Message, Refused, Register, RegisterAgent
+from covey.core.model import ScriptError
 from covey.core.node import NodeMachine, NodeSettings
 from covey.errors import PeerError
 from covey.node.log import tell
@@ -102,9 +103,9 @@ class NodeRuntime:
         """The registration as it stands: identity, and what the cluster gave."""
         return self._machine.wish
 
-    def leave(self, code: int = 0, reason: str = "") -> None:
+    def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
         """Say goodbye; `finished` follows."""
-        self._do(LeaveAsked(code, reason))
+        self._do(LeaveAsked(code, reason, error))
 
     def say(self, message: Message) -> bool:
         """Send to the scheduler if it can be reached now."""

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -40,7 +41,7 @@ from covey.core.messages import (
     Stop,
     Value,
 )
-from covey.core.model import Progress, Role
+from covey.core.model import Progress, Role, ScriptError
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import host, security, spare, supervise
@@ -79,7 +80,7 @@ class Node:
         self._runtime: NodeRuntime | None = None
         self._formed: Formed | None = None
         self._finish: Finish | None = None
-        self._ending = Ending(self, settings.grace_s)
+        self._ending = Ending(self, settings.grace_s, str(Path(door.relay).parent) if door.relay else "")
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self._wanted: set[str] = set()
@@ -115,7 +116,7 @@ class Node:
         write_on_signal()
         return self._formed
 
-    def leave(self, code: int = 0, reason: str = "") -> None:
+    def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
         """Say goodbye and wait, for a while, until it was heard."""
         if os.getpid() != self._pid or self._loop is None:
             return
@@ -124,7 +125,7 @@ class Node:
                 self._changed.wait_for(lambda: self._finish is not None, timeout=FIRST_NEWS_S)
             if not self.leaving:
                 self.leaving = True
-                self._loop.call_soon_threadsafe(self.start_leaving, code, reason)
+                self._loop.call_soon_threadsafe(self.start_leaving, code, reason, error)
             heard = self._changed.wait_for(lambda: self._finish is not None, timeout=GOODBYE_S)
             if not heard and self._settings.recovery and self._runtime is not None and not self._runtime.linked:
                 patience = max(self._settings.node_timeout_s, 0.0)  # it may come back: a finished rank is no dead one
@@ -366,11 +367,11 @@ class Node:
         log.log(40 if code else 20, "this node ends: %s", finish.reason)
         exit_flushed(code)
 
-    def start_leaving(self, code: int, reason: str) -> None:
+    def start_leaving(self, code: int, reason: str, error: ScriptError | None = None) -> None:
         """In the thread's loop: say goodbye; `leave` waits until it was heard."""
         assert self._runtime is not None
         self.leaving = True
-        self._runtime.leave(code, reason)
+        self._runtime.leave(code, reason, error)
 
     def _say(self, message: Message) -> None:
         if self._loop is not None and self._runtime is not None:

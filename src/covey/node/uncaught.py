@@ -1,0 +1,103 @@
+"""Description of the uncaught exception that ends a script, and its way to the agent.
+
+The end of a log need not show it: exit handlers, destructors and libraries print after the traceback. So the process describes
+its exception itself, when it is raised, in a file of the agent's folder that has the process's number. Without an agent the
+description goes to the scheduler in `Leave`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+
+from covey.core.model import ERROR_KIND_MAX, ERROR_PLACE_MAX, ERROR_TEXT_MAX, ERROR_TRACE_MAX, ScriptError
+from covey.errors import CoveyError
+
+PART_MAX: Final = 2000  # characters of one frame, or of the exception's text, in the traceback
+FILE_MAX: Final = 128 * 1024  # bytes; a description of the largest size fits, whatever its characters
+COVEY: Final = str(Path(__file__).parents[1]) + os.sep
+INSTALLED: Final = {"site-packages", "dist-packages"}
+
+
+def describe(error: BaseException, trace: TracebackType | None) -> ScriptError | None:
+    """Return the description of an exception that ends the script; None for `SystemExit` and Ctrl-C, which are no errors of it.
+
+    An error of covey is described in its one sentence.
+    """
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return None
+    text = _text(error)
+    if isinstance(error, CoveyError):
+        printed = f"covey: {text}"
+    else:
+        parts = traceback.TracebackException(type(error), error, trace).format()
+        printed = "".join(part if len(part) <= PART_MAX else part[:PART_MAX] + "...\n" for part in parts)
+    if len(printed) > ERROR_TRACE_MAX:
+        printed = "...\n" + printed[-ERROR_TRACE_MAX + 4 :].partition("\n")[2]
+    return ScriptError(
+        kind=_kind(type(error))[:ERROR_KIND_MAX],
+        text=text[:ERROR_TEXT_MAX],
+        place=encodable(_place(error, trace))[-ERROR_PLACE_MAX:],
+        traceback=encodable(printed),
+    )
+
+
+def encodable(text: str) -> str:
+    """Return the text without the surrogates that file names of other encodings bring: no message can carry them."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def write(folder: str | Path, error: ScriptError) -> None:
+    """Write the description for the agent. The first one counts; without a place for it, the agent shows the log's end."""
+    with contextlib.suppress(OSError), (Path(folder) / _name(os.getpid())).open("xb") as file:
+        file.write(msgspec.json.encode(error))
+
+
+def take(folder: str | Path, pid: int) -> ScriptError | None:
+    """Return what process `pid` wrote and remove it; None if there is nothing, or nothing whole."""
+    path = Path(folder) / _name(pid)
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_MAX)
+        path.unlink()
+        return msgspec.json.decode(data, type=ScriptError)
+    except (OSError, msgspec.MsgspecError):  # it raised none; or the disk was full, or it was killed meanwhile
+        return None
+
+
+def _name(pid: int) -> str:
+    return f"error-{pid}.json"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return encodable(str(error))
+    except Exception:  # of the class's own __str__
+        return "<exception str() failed>"
+
+
+def _kind(kind: type[BaseException]) -> str:
+    """Return the name as Python prints it: with its module, unless that is the script or Python's own."""
+    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _place(error: BaseException, trace: TracebackType | None) -> str:
+    """Return "file:line" of the innermost frame of the script's own code, or of all if none is; "" without a frame."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    own = [(file, line) for file, line in steps if _is_own(file)]
+    return "{}:{}".format(*(own or steps)[-1]) if steps else ""
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the script's own code: not covey's, not Python's, not an installed package's."""
+    libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+    return not file.startswith(("<", COVEY, *libraries)) and not INSTALLED.intersection(Path(file).parts)
