@@ -129,7 +129,7 @@ def test_the_last_who_has_the_state_dies_alone(shell: Shell) -> None:
     assert address is not None
     assert httpx2.post(f"{address[1]}/scalein", json={"node_ids": ["0", "1"]}, trust_env=False, timeout=30).status_code == 200
     release(shell, shrink)
-    shell.heard("scheduler", "nobody is left who had the state: all begin anew, from their newest checkpoint")
+    shell.heard("scheduler", "cluster state lost: full restart 1: all ranks restart from the newest checkpoint")
     assert "the world grows from 1 to 3" in scaled(shell, grow, 3)
     release(shell, grow)
     assert run.wait(LONG_S) == 0, run.tail()

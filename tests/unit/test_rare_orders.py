@@ -72,7 +72,7 @@ def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left
     assert not ended(made.step(Heard(Exited("2", 1, 143, "exit code 143"), 2), 2.0)), "its other workers finish their step"
     end = ended(made.step(Heard(Leave(143, "asked to leave"), 2), 3.0))
     assert end is not None
-    assert (end.code, end.reason) == (143, "worker:2 on other: the agent on other is gone (asked to leave)")
+    assert end.code == 143 and end.reason.startswith("worker:2 on other: the agent on other is gone (asked to leave); not rec")
 
 
 def test_that_a_host_leaves_is_news_once() -> None:

@@ -88,8 +88,9 @@ def test_description_reaches_the_agent_once(tmp_path: Path) -> None:
     first, second = raised("raise ValueError('first')"), raised("raise ValueError('second')")
     uncaught.write(tmp_path, first)
     uncaught.write(tmp_path, second)
-    assert uncaught.take(tmp_path, os.getpid()) == first
-    assert uncaught.take(tmp_path, os.getpid()) is None and not list(tmp_path.iterdir())
+    assert uncaught.read(tmp_path, os.getpid()) == first
+    uncaught.remove(tmp_path, os.getpid())
+    assert uncaught.read(tmp_path, os.getpid()) is None and not list(tmp_path.iterdir())
     uncaught.write(tmp_path / "absent", first)
 
 
@@ -98,7 +99,7 @@ def test_half_a_description_is_none(tmp_path: Path, content: str) -> None:
     uncaught.write(tmp_path, raised("1 / 0"))
     (path,) = tmp_path.iterdir()
     path.write_text(content)
-    assert uncaught.take(tmp_path, os.getpid()) is None
+    assert uncaught.read(tmp_path, os.getpid()) is None
 
 
 def test_report_shows_the_exception_before_the_end_of_the_log() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from covey.cli.live import Aside
 from covey.cli.plan import EVERY, RunPlan
 from covey.core.messages import Start
-from covey.core.model import Role
+from covey.core.model import Role, ScriptError
 from covey.node.agent import Agent
 
 STDOUT: Final = 1
 STDERR: Final = 2
+HEAD: Final = "Traceback (most recent call last):"
 
 
 class Echo:
@@ -24,6 +26,7 @@ class Echo:
         self._plan, self._show, self._agent = plan, show, agent
         self._known: set[int] = set()  # the workers there were so far,
         self._echoed: set[int] = set()  # and those of them that are echoed
+        self.causes: set[tuple[str, str]] = set()  # of the uncaught exceptions whose traceback was printed
 
     def __call__(self, start: Start) -> None:
         here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
@@ -42,7 +45,34 @@ class Echo:
         paths += [agent.error_log_path(number)] if stream & STDERR and agent.separates_stderr else []
         for path in paths:
             first = Path(path).stat().st_size if number in self._known and Path(path).exists() else 0
-            self._show.tail(path, rank, prefix, first)
+            self._show.tail(path, rank, prefix, first, Once(partial(agent.newest_error, number), self.causes))
+
+
+class Once:
+    """Passes the lines of one log on, except the traceback of an uncaught exception whose cause is in `printed` already.
+
+    A script that fails again, or on every rank, prints the same traceback each time. `newest` returns the exception of the
+    log's newest process, which describes it before it prints it: a traceback that the script itself prints is never dropped.
+    """
+
+    def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
+        self._newest, self._printed = newest, printed
+        self._held: list[str] = []  # lines that may be the beginning of such a traceback
+
+    def __call__(self, line: str) -> list[str]:
+        if not self._held and line != HEAD:
+            return [line]
+        error = self._newest()
+        expected = error.traceback.rstrip("\n").split("\n") if error is not None else []
+        held = [*self._held, line]
+        if error is None or held != expected[: len(held)]:
+            self._held = [line] if line == HEAD and len(held) > 1 else []
+            return held[: len(held) - len(self._held)]
+        self._held = held if len(held) < len(expected) else []
+        if self._held or error.cause in self._printed:
+            return []
+        self._printed.add(error.cause)
+        return held
 
 
 def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:

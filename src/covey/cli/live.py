@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -16,7 +15,7 @@ import msgspec
 
 from covey.cli.visit import Visit
 from covey.core.incidents import Outcome
-from covey.core.model import NodeState, Phase, Role
+from covey.core.model import FullRestart, NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
 from covey.node.log import one_line
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.1  # how often logs are looked at for new lines
 ROWS_MAX: Final = 32
 PIECE_MAX: Final = 1 << 20
+Choose = Callable[[str], Iterable[str]]
 
 
 class Show:
@@ -44,6 +44,7 @@ class Show:
         self._tails: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
         self._recovery = 0  # the newest that was told
+        self._full_restart: FullRestart | None = None  # the newest that was printed
         self._phase: tuple[str, int, float] = ("", 0, 0)
         self._closing = False
 
@@ -100,11 +101,16 @@ class Show:
             hush(sys.stdout)
         return None
 
-    def tail(self, path: str, rank: int, prefix: str, first: int) -> None:
-        """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice."""
+    def tail(self, path: str, rank: int, prefix: str, first: int, choose: Choose) -> None:
+        """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice. `choose` is given each
+        line and returns those to print now."""
+
+        def echo(line: str) -> None:
+            for chosen in choose(line):
+                self._echo(rank, prefix, chosen)
+
         if path not in self._tails:
-            line = follow_file(path, partial(self._echo, rank, prefix), lambda: self._closing, first)
-            self._tails[path] = asyncio.create_task(line)
+            self._tails[path] = asyncio.create_task(follow_file(path, echo, lambda: self._closing, first))
 
     async def _follow(self) -> None:
         """Until the cluster has ended. A scheduler that is starting, or away, is looked for again."""
@@ -135,6 +141,10 @@ class Show:
             again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
             self._phase = (view.phase, view.generation, refused)
             yield f"{view.phase}: {view.reason}{again}"
+        if view.full_restart is not None and view.full_restart != self._full_restart:
+            self._full_restart = view.full_restart
+            if view.phase is not Phase.ENDED:  # the end's reason includes it
+                yield str(view.full_restart)
         for incident in view.recoveries:
             if incident.outcome is not Outcome.OPEN and incident.number > self._recovery:
                 self._recovery = incident.number
@@ -160,8 +170,8 @@ class Aside:
     def say(self, text: str) -> None:
         self._loop.call_soon_threadsafe(self._show.say, text)
 
-    def tail(self, path: str, rank: int, prefix: str, first: int) -> None:
-        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix, first)
+    def tail(self, path: str, rank: int, prefix: str, first: int, choose: Choose) -> None:
+        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix, first, choose)
 
     async def close(self) -> None:
         """Once everything is printed."""
@@ -184,7 +194,7 @@ def hush(stream: TextIO) -> None:
 
 def heading(view: ClusterView) -> str:
     """The cluster in one line."""
-    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {one_line(view.reason)}"
+    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {one_line(view.headline)}"
 
 
 def drawing(view: ClusterView, rows: int) -> Group:

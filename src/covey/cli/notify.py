@@ -87,7 +87,7 @@ class Notifier:
 
     def _notice(self, event: Event) -> Notice | None:
         kind = KINDS.get(event.what)
-        if kind == "recovery" and not event.reason.endswith(f", {Outcome.RESUMED}"):
+        if kind == "recovery" and not event.reason.endswith((f", {Outcome.RESUMED}", f", {Outcome.RESTARTED}")):
             return None  # a resize, or the run's end, which has a word of its own
         return Notice(kind, event.at, self._job, self._door.name, event.node, event.reason) if kind else None
 

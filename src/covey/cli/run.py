@@ -103,7 +103,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
         notifier = Notifier(plan.on_event, door, plan.job or _called(plan)) if plan.on_event else None
-        agent.on_start = Echo(plan, show, agent)
+        agent.on_start = echo = Echo(plan, show, agent)
         interrupted = _take_signals(agent, show)
         _take_pauses(agent, host)
         show.open()
@@ -120,7 +120,7 @@ async def _run(plan: RunPlan, log_dir: Path) -> int:
         await host.stop()
         _give_signals_back()
         await shown
-    return _report(plan, outcome, interrupted)
+    return _report(plan, outcome, interrupted, echo.causes)
 
 
 class _SchedulerHost:
@@ -185,7 +185,8 @@ def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
     put(as_json or f"covey: {one_line(sentence)}", sys.stdout)
 
 
-def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
+def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
+    """Print how the run ended and return its exit code. `printed`: causes of exceptions whose traceback stdout shows."""
     code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
         _say(plan, outcome.reason, code=0)
@@ -194,7 +195,9 @@ def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int]) -> int:
         _say(plan, f"the run ended: {outcome.reason}", code=code)
     put(f"covey: the run ended: {one_line(outcome.reason)}", sys.stderr)
     if outcome.failure is not None:
-        put("\n".join(failure_report(outcome.failure)), sys.stderr)
+        error = outcome.failure.error
+        above = error is not None and error.cause in printed and os.path.sameopenfile(1, 2)
+        put("\n".join(failure_report(outcome.failure, traceback_is_above=above)), sys.stderr)
     return code
 
 

@@ -167,7 +167,7 @@ def moved(found: Row) -> Moved:
 
 
 def summary(view: ClusterView) -> Summary:
-    return Summary(**{name: getattr(view, name) for name in Summary.__struct_fields__})
+    return Summary(**{name: getattr(view, name) for name in Summary.__struct_fields__} | {"reason": view.headline})
 
 
 def point(view: ClusterView) -> Point:

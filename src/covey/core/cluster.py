@@ -13,6 +13,7 @@ from covey.core.model import (
     ClusterRecord,
     ClusterSettings,
     Ended,
+    FullRestart,
     Member,
     MemberRecord,
     NodeState,
@@ -51,6 +52,7 @@ class Cluster(msgspec.Struct):
     going: tuple[str, ...] = ()  # ids of workers that are to leave when all go on without those who leave now
     dumping: Ended | None = None  # how it ends once its ranks have written down what they hold
     arriving: tuple[str, ...] = ()  # ids of workers that a growth waits for
+    full_restart: FullRestart | None = None  # the newest; None if there was none
     members: dict[Key, Member] = {}
     agents: dict[str, Agent] = {}
     _ranks: dict[tuple[Role, int], Member] = {}

@@ -29,6 +29,7 @@ from covey.core.model import (
     ClusterSettings,
     Ended,
     Failure,
+    FullRestart,
     Member,
     MemberRecord,
     NodeState,
@@ -38,6 +39,7 @@ from covey.core.model import (
     Role,
 )
 
+CAUSE_MAX = 1000  # characters of a full restart's reason
 PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
     Phase.READY: frozenset({Phase.HEALING, Phase.ENDED}),
@@ -86,6 +88,7 @@ class Ledger:
         self._rolled_back_at = -2  # what had been reached at the last return to a checkpoint
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
+        self._restarting = False  # all ranks start again from a checkpoint or step 0, and have not resumed since
         self._grouped = False  # a group has met: only then will ranks say that they have gone on
         self._settled: set[int] = set()  # parameter servers where all is in its place, by the sharing of now
         self._layout: formation.Layout | None = None
@@ -205,7 +208,21 @@ class Ledger:
             self._persist(incident)
             self._publish("cluster", "recovery", str(incident))
 
+    def _close_if_resumed(self) -> None:
+        """Close the incidents as resumed, unless a rank that an exception ended has not made progress since: its script may
+        raise it again."""
+        if all(member.error is None for member in self.cluster.of(Role.WORKER)):
+            self._close_incidents(Outcome.RESUMED)
+
+    def _note_full_restart(self, reason: str) -> None:
+        """Count a start of all ranks from a checkpoint or from step 0. The caller persists the cluster."""
+        self._restarting = True
+        before = self.cluster.full_restart
+        self.cluster.full_restart = FullRestart(before.count + 1 if before else 1, reason[:CAUSE_MAX])
+
     def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
+        if self.cluster.full_restart is not None:
+            reason = f"{reason}; {self.cluster.full_restart}"
         self._close_incidents(Outcome.ENDED if code else Outcome.FINISHED)
         self._stop = Stop(reason, code, failure)
         self.cluster.arriving = ()

@@ -150,7 +150,8 @@ class Lifecycle(Spared):
             self.cluster.arriving = ()
         if member.role is Role.WORKER and member.node_id in self.cluster.arriving:
             return self._turn_back(f"{member.name} did not come: {failure.reason}")
-        after, reason = recovery.decide(self.cluster, member, failure.code)
+        after, reason = recovery.decide(self.cluster, member, failure.code, failure.error)
+        member.error = failure.error
         self._publish("cluster", str(after), reason, Level.WARNING)
         strategy = "recover" if after is recovery.After.PROMOTE else str(after)
         if after is recovery.After.END:
@@ -169,10 +170,11 @@ class Lifecycle(Spared):
             self._shrink(member, _gone(member, failure), reason)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
-            self._restart_all(_gone(member, failure))
+            self._restart_all(_gone(member, failure), self.cluster.reason)
         elif not self._host_leaves(member):
             self.first_failure = failure
-            self._give_up(failure.code, f"{member.name} on {failure.host}: {failure.reason}", failure)
+            why = f"; not recovered: {reason}" if recovery.replaces(self.cluster) else ""
+            self._give_up(failure.code, f"{member.name} on {failure.host}: {failure.reason}{why}", failure)
         elif self._can_dump():  # else its agent will say goodbye when all of its workers have ended
             self._give_up(failure.code, f"{failure.host} was asked to leave, and {reason}")
         return None
@@ -296,7 +298,8 @@ class Lifecycle(Spared):
             failure = self.first_failure
             self._give_up(failure.code if failure else ExitCode.PEER_FAILED, f"{limit}, and {reason}", failure)
 
-    def _restart_all(self, reason: str) -> None:
+    def _restart_all(self, reason: str, why: str) -> None:
+        self._note_full_restart(why)
         self.cluster.restarts += 1
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
@@ -309,7 +312,7 @@ class Lifecycle(Spared):
         for member in children:
             member.handovers += member.state is not NodeState.DEAD  # it had not failed
             self._next_life(member)
-            member.fruitless, member.died_at_step = 0, -2
+            member.fruitless, member.died_at_step, member.error = 0, -2, None
             member.lives = 0  # a server begins from nothing, as the workers do
             member.seat = member.rank  # nobody is left who knows it by another
         self._regroup(reason, *children)
@@ -321,10 +324,10 @@ class Lifecycle(Spared):
         if not recovery.can_restart(self.cluster) or self._reached <= self._rolled_back_at:
             return self._give_up(ExitCode.PEER_FAILED, reason, self.first_failure)
         self._rolled_back_at = self._reached
-        reason = f"{reason}: all workers start anew, from their newest checkpoint"
+        why, reason = reason, f"{reason}: all workers start anew, from their newest checkpoint"
         self._publish("cluster", "roll back", reason, Level.WARNING)
         self.cluster.reason = reason  # the console says it, too
-        return self._restart_all(reason)
+        return self._restart_all(reason, why)
 
     def _finished(self) -> None:
         """The end, once every worker has left. One that has not is remembered: looking at all at each leave costs N²."""
@@ -395,7 +398,7 @@ class Lifecycle(Spared):
             self.incidents.mark(Stage.REFORMED, self._now)
             self._move(Phase.READY, reason)
             if not self._grouped:
-                self._close_incidents(Outcome.RESUMED)
+                self._close_if_resumed()
         elif phase is Phase.RETURNING:
             self._await_host()
             again = f"waiting for {names(dead)} to be started again, with the same variables"

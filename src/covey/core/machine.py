@@ -21,7 +21,7 @@ from covey.core import scaling
 from covey.core.asking import Askable
 from covey.core.effects import Level, SchedulerEffect
 from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
-from covey.core.incidents import Stage
+from covey.core.incidents import Outcome, Stage
 from covey.core.messages import (
     Ask,
     Beat,
@@ -123,10 +123,23 @@ class Machine(Askable):
             if beat.progress.loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:
                 self.cluster.trains = True
                 self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death first
+            self._place_full_restart(beat.progress.first)
+            if speaker.error is not None and beat.progress.steps > 0:
+                speaker.error = None
+                if self.cluster.phase is Phase.READY:
+                    self._close_if_resumed()
             if speaker.state is NodeState.SUSPECT:
                 speaker.state = NodeState.ALIVE
                 self._publish(speaker.name, "heard again", "its beat came late")
                 self._settle("every member is heard again")
+
+    def _place_full_restart(self, step: int) -> None:
+        """Report the step at which the loops started after a full restart."""
+        restart = self.cluster.full_restart
+        if restart is not None and restart.step < 0 <= step:
+            self.cluster.full_restart = msgspec.structs.replace(restart, step=step)
+            self._persist(self.cluster.record())
+            self._publish("cluster", "restarted", str(self.cluster.full_restart), Level.WARNING)
 
     def _put(self, link: int, pin: Put) -> None:
         if link not in self._speakers or pin.generation != self.cluster.generation:
@@ -170,13 +183,17 @@ class Machine(Askable):
         return {m.rank: m.host.address for m in self.cluster.of(Role.WORKER)}
 
     def _notice_a_loss(self) -> None:
-        """Who had the state may have died all at once. Then the world keeps its size until there is a state again."""
+        """Note a full restart if all ranks that had the training state are dead. The world keeps its size until a loop has
+        finished a step again."""
         gathering = self._gathering
-        if self.cluster.trains and not gathering.resumed and all(r.needs_state for r in gathering.reports.values()):
+        begun = gathering.resumed or gathering.done or self._restarting
+        if not begun and all(r.needs_state for r in gathering.reports.values()):
             self.cluster.trains = False
-            reason = "nobody is left who had the state: all begin anew, from their newest checkpoint"
-            self._publish("cluster", "state lost", reason, Level.WARNING)
+            reason = "no rank holds the training state any more"
+            self._note_full_restart(reason)
+            self._publish("cluster", "state lost", str(self.cluster.full_restart), Level.WARNING)
             self._persist(self.cluster.record())
+            self._close_incidents(Outcome.RESTARTED)
 
     def _broke(self, link: int, broke: Broke) -> None:
         if link in self._speakers and broke.generation == self.cluster.generation:

@@ -12,10 +12,11 @@ from covey.core.incidents import Incident
 from covey.core.shards import Servers, Sharing
 
 PHASE_MAX = 100  # characters
-ERROR_KIND_MAX = 200  # characters, as in the next three
+ERROR_KIND_MAX = 200  # characters, as in the next four
 ERROR_TEXT_MAX = 2000
 ERROR_PLACE_MAX = 1000
 ERROR_TRACE_MAX = 8192
+ERROR_LINE_MAX = 300  # of the text, in a sentence
 Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
 
 
@@ -129,6 +130,8 @@ class Progress(msgspec.Struct, frozen=True):
     loss: float | None = None  # as the program told it last; inf where it was no number
     stands_by: bool = False  # a spare that has run its program up to where it needs a rank
     together: Annotated[int, Meta(ge=0)] = 0  # how many may leave at once, where each has a part of the state; 0: any number
+    steps: int = 0  # completed by this process
+    first: int = -1  # the step at which this process's loop started: 0, or its checkpoint's; -1: another rank gave it state
 
 
 class ScriptError(msgspec.Struct, frozen=True):
@@ -138,6 +141,19 @@ class ScriptError(msgspec.Struct, frozen=True):
     text: Annotated[str, Meta(max_length=ERROR_TEXT_MAX)]  # str() of the exception, its beginning
     place: Annotated[str, Meta(max_length=ERROR_PLACE_MAX)]  # "file:line" of the innermost frame of the script's own code
     traceback: Annotated[str, Meta(max_length=ERROR_TRACE_MAX)]  # as Python prints it, its end
+    step: int = -1  # in which it was raised; -1: the script has reported none
+    completed: int = 0  # steps that this process completed before
+
+    @property
+    def cause(self) -> tuple[str, str]:
+        """Kind and place: equal for exceptions that have one cause, whatever their text says."""
+        return self.kind, self.place
+
+    def __str__(self) -> str:
+        at = f" at {self.place}" if self.place else ""
+        step = f", step {self.step}" if self.step >= 0 else ""
+        text = " ".join(self.text.split())[:ERROR_LINE_MAX]
+        return f"{self.kind}{at}{step}" + (f": {text}" if text else "")
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -153,6 +169,23 @@ class Failure(msgspec.Struct, frozen=True):
     others: list[str] = []  # what the other nodes were doing
     log: str = ""
     error: ScriptError | None = None  # None: no exception is known, e.g. after a signal
+
+
+class FullRestart(msgspec.Struct, frozen=True):
+    """The newest start of all ranks from a checkpoint or from step 0, after which no rank has the state it had before."""
+
+    count: int  # full restarts so far
+    reason: Annotated[str, Meta(max_length=8192)]
+    step: int = -1  # at which covey.Loop started again; -1: not known yet, or the script has no loop
+
+    def __str__(self) -> str:
+        if self.step < 0:
+            started = "all ranks restart from the newest checkpoint, or from the beginning if there is none"
+        elif self.step == 0:
+            started = "all ranks started from step 0, because there is no checkpoint"
+        else:
+            started = f"all ranks started from step {self.step}, the newest checkpoint"
+        return f"full restart {self.count}: {started}; cause: {self.reason}"
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -190,6 +223,7 @@ class Member(msgspec.Struct):
     lives: int = 0  # that are over, since everyone last started
     fruitless: int = 0  # deaths since the last committed step
     died_at_step: int = -2
+    error: ScriptError | None = None  # that ended its last process; None: none did, or the present one has made progress
     process: str = ""  # the spare, in which of its lives, that became this life; "" where a process was started for it
 
     @property
@@ -297,6 +331,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     going: tuple[str, ...] = ()
     dumping: Ended | None = None
     arriving: tuple[str, ...] = ()
+    full_restart: FullRestart | None = None
 
 
 Record = MemberRecord | AgentRecord | ClusterRecord | Incident

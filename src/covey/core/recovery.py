@@ -53,10 +53,12 @@ def ladder(names: Iterable[str]) -> tuple[Strategy, ...]:
     return tuple(s for s in Strategy if s in wanted or s is Strategy.EXIT)
 
 
-def decide(cluster: Cluster, dead: Member, code: int = 0) -> tuple[After, str]:
-    """Decide what follows the death of one member, which ended with this code."""
+def decide(cluster: Cluster, dead: Member, code: int = 0, error: ScriptError | None = None) -> tuple[After, str]:
+    """Decide what follows the death of one member, which ended with this code, and by this exception if there was one."""
     if code in MISTAKES:
         return After.END, f"{dead.name} ended with code {code}: another start does not mend that"
+    if reason := _fails_again(cluster, dead, error):
+        return After.END, reason
     if dead.role is Role.PSERVER and code == ExitCode.ROWS_LOST:
         return _rows_lost(cluster, dead, f"the rows of {dead.name} were lost, for the holder of their copy died as well")
     after, reason = _keep_the_world(cluster, dead)
@@ -64,6 +66,23 @@ def decide(cluster: Cluster, dead: Member, code: int = 0) -> tuple[After, str]:
         return after, reason
     plan, why = scaling.shrink(cluster, dead)
     return (After.SHRINK if plan is not None else After.END), f"{reason}: {why}"
+
+
+def _fails_again(cluster: Cluster, dead: Member, error: ScriptError | None) -> str:
+    """Return why an exception is an error of the script, which no replacement repairs; "" if it may be a passing one.
+
+    Without covey.init() no rank is replaced, and --max-restarts alone says how often all are restarted. A process that a
+    person starts again (no agent) may have been repaired meanwhile.
+    """
+    if error is None or not cluster.heals or not dead.agent:
+        return ""
+    if dead.error is not None and dead.error.cause == error.cause and error.completed == 0:
+        return f"{dead.name} raised {error.kind} at the same place again without completing a step: correct the script"
+    workers = cluster.of(Role.WORKER)
+    errors = [error if member is dead else member.error for member in workers]
+    if len(workers) > 1 and all(e is not None and (e.cause, e.step) == (error.cause, error.step) for e in errors):
+        return f"all {len(workers)} ranks raised {error.kind} at the same place: correct the script"
+    return ""
 
 
 def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
@@ -75,7 +94,7 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
         if _keeps_the_place(cluster, dead):
             return After.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
         return After.END, "nobody is waited for (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
-    if {Strategy.IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC} & set(settings.strategies) and cluster.heals:
+    if replaces(cluster):
         return _heal(cluster, dead)
     if dead.agent not in cluster.agents:
         return After.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
@@ -88,6 +107,11 @@ def _keep_the_world(cluster: Cluster, dead: Member) -> tuple[After, str]:
         return After.END, "no restart is left"
     why = "" if cluster.heals else ", and none can be replaced alone, for no worker has called covey.init()"
     return After.END, f"no restarts were asked for (--max-restarts){why}"
+
+
+def replaces(cluster: Cluster) -> bool:
+    """Whether a lost worker of an agent can be replaced alone, or done without: the script and the settings allow it."""
+    return cluster.heals and bool({Strategy.IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC} & set(cluster.settings.strategies))
 
 
 def can_restart(cluster: Cluster) -> bool:
@@ -248,7 +272,7 @@ def report(
         rank=dead.rank,
         host=dead.host.name,
         code=code,
-        reason=reason or f"exit code {code}",
+        reason=f"{reason or f'exit code {code}'}, {error}" if error is not None else reason or f"exit code {code}",
         tail=tail,
         others=[_doing(member) for member in others[:OTHERS_MAX]],
         log=log,

@@ -11,7 +11,7 @@ import msgspec
 from covey.core import scaling
 from covey.core.cluster import Cluster
 from covey.core.incidents import Incident, Incidents, Total
-from covey.core.model import Member, Phase, Role
+from covey.core.model import FullRestart, Member, Phase, Role
 
 RECENT = 20  # recoveries shown
 STRAGGLER_AMONG = 3  # of fewer, nobody can say who is slow
@@ -73,6 +73,13 @@ class ClusterView(msgspec.Struct, frozen=True):
     heals: bool = False  # its program calls covey.init(), so the others can wait for one that is started again
     job: str = ""  # its name, if somebody gave it one
     trains: bool = False  # a covey.Loop has finished a step, so the others can go on without one that is lost
+    full_restart: FullRestart | None = None  # the newest start of all ranks from a checkpoint or from step 0
+
+    @property
+    def headline(self) -> str:
+        """The reason of the phase, and the newest full restart."""
+        restart = str(self.full_restart or "")
+        return self.reason if restart in self.reason else f"{self.reason}; {restart}"
 
 
 # MindSpore's words for the phases, as GET /state says them.
@@ -116,6 +123,7 @@ def show(
         heals=cluster.heals,
         job=cluster.settings.job,
         trains=cluster.trains,
+        full_restart=cluster.full_restart,
         **more,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from covey.core import formation, healing, recovery, scaling
 from covey.core.effects import Level
-from covey.core.incidents import Outcome
 from covey.core.ledger import NEVER
 from covey.core.lifecycle import Lifecycle
 from covey.core.membership import names
@@ -126,9 +125,13 @@ class Watch(Lifecycle):
         """A rank goes on after a change; if it was the last one, the change is over."""
         if self._all_resumed():
             self._retries = 0
+            self._restarting = False
+            for member in self.cluster.of(Role.WORKER):
+                if member.error is not None and member.error.step < 0:  # a script without steps shows progress by collectives
+                    member.error = None
             self.cluster.arriving = ()
             if not self._let_next_go():
-                self._close_incidents(Outcome.RESUMED)
+                self._close_if_resumed()
         self._settle("every rank goes on")
 
     def _retry(self) -> None:

@@ -106,6 +106,8 @@ class Agent:
         self._folder = Scratch("agent")
         self._relay = Relay()
         self._notes = Path(self._folder.name) / "imports"
+        self._pids: dict[str, int] = {}  # by the process's name, as in _running; the newest of each
+        self._errors: dict[int, ScriptError] = {}  # by a child's number: the newest uncaught exception of those that exited
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
         self._wanted: Start | None = None  # the newest: what should run is a level, an older one is no news
@@ -372,6 +374,7 @@ class Agent:
                 env |= self._to_be(separate=self._job.separate_stderr)
             Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
             pid = await self._children.start(msgspec.structs.replace(spec, env=env, errors=self._folder.name))
+            self._pids[spec.name] = pid
             self._say(Started(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _learn(self) -> None:
@@ -417,11 +420,20 @@ class Agent:
         return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _child_exited(self, ended: Exit) -> None:
-        error = uncaught.take(self._folder.name, ended.pid)  # always, because the number may come again
+        error = uncaught.read(self._folder.name, ended.pid)
+        if error is not None and ended.name in self._running:
+            self._errors[self._running[ended.name].number] = error  # before the file is removed
+        uncaught.remove(self._folder.name, ended.pid)
         if ended.name not in self._running:
             return  # of a generation that is over
         child, failed = self._running.pop(ended.name), ended.code != 0
         self._end_life(child, ended.code, ended.reason if failed else "", error if failed else None)
+
+    def newest_error(self, number: int) -> ScriptError | None:
+        """Return the newest uncaught exception of the child with this number. Called from the thread that shows logs."""
+        processes = [p for name, p in list(self._pids.items()) if (c := self._running.get(name)) and c.number == number]
+        errors = [error for pid in processes if (error := uncaught.read(self._folder.name, pid)) is not None]
+        return errors[-1] if errors else self._errors.get(number)
 
     def _end_life(self, child: Assignment, code: int, reason: str, error: ScriptError | None = None) -> None:
         path = self.log_path(child.number, child.role)

@@ -46,7 +46,8 @@ def run(spec: ChildSpec) -> None:
         raise
     except BaseException as error:
         begin = begin_at_users_line(error)
-        described = uncaught.describe(error, begin) if spec.errors and os.getpid() == pid else None
+        describe = (sys.modules.get("covey.node.ending") or uncaught).describe
+        described = describe(error, begin) if spec.errors and os.getpid() == pid else None
         if described is not None:
             uncaught.write(spec.errors, described)
         raise

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol
 
-from covey.core.model import ScriptError
+from covey.core.model import Progress, ScriptError
 from covey.errors import CoveyError
-from covey.node import uncaught
+from covey.node import supervise, uncaught
 
 FLUSH_S: Final = 0.2
 STUCK_S: Final = 1.0
@@ -35,6 +35,9 @@ class Leaver(Protocol):
     leaving: bool
     finishes_steps: bool
     at_end: Callable[[], None]  # to be called if the program ends well
+
+    @property
+    def progress(self) -> Progress: ...
 
     def leave(self, code: int, reason: str, error: ScriptError | None = None) -> None: ...
     def start_leaving(self, code: int, reason: str) -> None: ...
@@ -80,7 +83,7 @@ class Ending:
         def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._code = int(error.exit_code) if isinstance(error, CoveyError) else 1
             self._reason = uncaught.encodable(f"{kind.__name__}: {error}")[:500]
-            self._note_error(uncaught.describe(error, trace))
+            self._note_error(self.describe(error, trace))
             before(kind, error, trace)
 
         def exit_noted(status: Any = None, /) -> NoReturn:
@@ -92,10 +95,15 @@ class Ending:
         sys.exit = exit_noted  # atexit is not told the code, and a failing rank must not wait for the others to finish
         atexit.register(self._at_exit)
 
+    def describe(self, error: BaseException, trace: TracebackType | None) -> ScriptError | None:
+        """Return the description of the exception that ends the program, with the step it was raised in."""
+        return uncaught.describe(error, trace, self._node.progress.step, self._node.progress.steps)
+
     def _note_error(self, error: ScriptError | None) -> None:
         """Hand the exception over: to the agent in a file, else to the scheduler with the goodbye."""
         if error is None or os.getpid() != self._pid:
             return
+        supervise.note_error(error)
         if self._agent_folder:
             uncaught.write(self._agent_folder, error)
         else:
@@ -185,6 +193,11 @@ def say_plainly() -> None:
 
     sys.excepthook = say
     atexit.register(end)  # before all others, so that it is the last to be called: the interpreter would end with 1
+
+
+def describe(error: BaseException, trace: TracebackType | None) -> ScriptError | None:
+    """Return the description of the exception that ends this process, which need not have joined a cluster."""
+    return _endings[-1].describe(error, trace) if _endings else uncaught.describe(error, trace)
 
 
 def note_exit(status: Any) -> None:

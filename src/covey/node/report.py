@@ -14,10 +14,15 @@ def grouped(others: list[str]) -> list[str]:
     return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {doing}" for doing, ranks in same.items()]
 
 
-def failure_report(failure: Failure) -> list[str]:
-    """Return the report: the node that failed first, how, its exception or else the end of its log, what the others did."""
+def failure_report(failure: Failure, *, traceback_is_above: bool = False) -> list[str]:
+    """Return the report: the node that failed first, how, its exception or else the end of its log, what the others did.
+
+    `traceback_is_above`: the reader has seen it already, so it is not repeated.
+    """
     lines = [f"first failure: rank {failure.rank} ({failure.role}:{failure.node_id}) on {failure.host}: {failure.reason}"]
-    if failure.error is not None:
+    if failure.error is not None and traceback_is_above:
+        lines.append(f"its traceback is printed above and in {failure.log}")
+    elif failure.error is not None:
         where = f" (its log is {failure.log})" if failure.log else ""
         lines.append(f"its exception{where}:")
         lines += [f"  | {line}" for line in failure.error.traceback.splitlines()]

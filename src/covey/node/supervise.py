@@ -7,18 +7,21 @@ before `covey.init()`, it becomes a small supervisor that starts the script anew
 
 A life that ends well, or with one of our own codes (the cluster is over, or refused it), is the last; so is one that was asked
 to go. Any other is followed by the next one, which takes its place under the same id; not more than `FRUITLESS_MAX` in a row
-that finish no step.
+that finish no step. An exception that a life raises at the same place as the life before it, without a step of its own, is an
+error of the script: it ends the last one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from covey.core.model import ScriptError
 from covey.core.recovery import FRUITLESS_MAX
 from covey.errors import ExitCode
 from covey.node import kernel
@@ -27,6 +30,7 @@ from covey.node.template import company
 
 MARK_VARIABLE = "COVEY_SUPERVISED"  # in a life: the descriptor on which it notes its newest step
 STEP_SIZE = 8
+CAUSE_SIZE = 16  # after the step: a digest of the exception that ended a life, zeros if none did; then 1 if it completed a step
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -40,6 +44,7 @@ class Supervisor:
         self._asked = 0
         self._fruitless = 0
         self._reached = -1
+        self._cause = bytes(CAUSE_SIZE)
         self._before = {number: signal.getsignal(number) for number in FORWARDED}
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # but while a life is looked after
 
@@ -64,6 +69,12 @@ class Supervisor:
             os.killpg(pid, signal.SIGKILL)  # what it started goes with it
         life = exit_of("this worker", pid, os.waitstatus_to_exitcode(status))
         if life.code == 0 or self._asked or life.code in set(ExitCode):
+            return life.code
+        noted = os.pread(self.mark, CAUSE_SIZE + 1, STEP_SIZE)
+        os.pwrite(self.mark, bytes(CAUSE_SIZE + 1), STEP_SIZE)
+        before, self._cause = self._cause, noted[:CAUSE_SIZE]
+        if self._cause == before and any(before) and not noted[-1]:
+            say(f"process {pid} raised the same exception again without completing a step: it is not started again")
             return life.code
         step = int.from_bytes(os.pread(self.mark, STEP_SIZE, 0), "little") - 1
         self._fruitless = self._fruitless + 1 if step <= self._reached else 1
@@ -108,6 +119,14 @@ def note(step: int) -> None:
     mark = os.environ.get(MARK_VARIABLE, "")
     if mark.isdigit():
         os.pwrite(int(mark), (step + 1).to_bytes(STEP_SIZE, "little"), 0)
+
+
+def note_error(error: ScriptError) -> None:
+    """In a life: the exception that ends it, for the supervisor to see that the next one raises it again at once."""
+    mark = os.environ.get(MARK_VARIABLE, "")
+    if mark.isdigit():
+        cause = hashlib.blake2b(repr(error.cause).encode(), digest_size=CAUSE_SIZE).digest()
+        os.pwrite(int(mark), cause + bytes([error.completed > 0]), STEP_SIZE)
 
 
 def say(sentence: str) -> None:

@@ -26,10 +26,11 @@ COVEY: Final = str(Path(__file__).parents[1]) + os.sep
 INSTALLED: Final = {"site-packages", "dist-packages"}
 
 
-def describe(error: BaseException, trace: TracebackType | None) -> ScriptError | None:
+def describe(error: BaseException, trace: TracebackType | None, step: int = -1, completed: int = 0) -> ScriptError | None:
     """Return the description of an exception that ends the script; None for `SystemExit` and Ctrl-C, which are no errors of it.
 
-    An error of covey is described in its one sentence.
+    An error of covey is described in its one sentence. `step` is the script's step, -1 if it has reported none, and
+    `completed` the number of steps that this process has completed.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return None
@@ -46,6 +47,8 @@ def describe(error: BaseException, trace: TracebackType | None) -> ScriptError |
         text=text[:ERROR_TEXT_MAX],
         place=encodable(_place(error, trace))[-ERROR_PLACE_MAX:],
         traceback=encodable(printed),
+        step=step,
+        completed=completed,
     )
 
 
@@ -60,16 +63,18 @@ def write(folder: str | Path, error: ScriptError) -> None:
         file.write(msgspec.json.encode(error))
 
 
-def take(folder: str | Path, pid: int) -> ScriptError | None:
-    """Return what process `pid` wrote and remove it; None if there is nothing, or nothing whole."""
-    path = Path(folder) / _name(pid)
+def read(folder: str | Path, pid: int) -> ScriptError | None:
+    """Return what process `pid` wrote; None if there is nothing, or nothing whole."""
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_MAX)
-        path.unlink()
-        return msgspec.json.decode(data, type=ScriptError)
+        with (Path(folder) / _name(pid)).open("rb") as file:
+            return msgspec.json.decode(file.read(FILE_MAX), type=ScriptError)
     except (OSError, msgspec.MsgspecError):  # it raised none; or the disk was full, or it was killed meanwhile
         return None
+
+
+def remove(folder: str | Path, pid: int) -> None:
+    """Remove what process `pid` wrote, because another process may get its number."""
+    (Path(folder) / _name(pid)).unlink(missing_ok=True)
 
 
 def _name(pid: int) -> str:

@@ -95,6 +95,7 @@ class Node:
         self.retries = Strategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
+        self._first_step = -1  # of those that the program reported; -1: it has reported none
         self._told_at = 0.0
         self.began_as_spare = spare.is_spare()
 
@@ -189,6 +190,9 @@ class Node:
 
     def report(self, progress: Progress) -> None:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
+        if self._first_step < 0:
+            self._first_step = progress.step
+        progress = msgspec.structs.replace(progress, steps=max(0, progress.step - self._first_step))
         if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
             progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         supervise.note(progress.step)

@@ -126,6 +126,9 @@ class Loop:
         if self._served.any:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
             self._walk.step = self._served.begin(self._group.rank, self.step, folder, given=self._handover.received)
+        self._first = -1 if self._handover.received else self.step
+        if self._group.meeting is not None:  # the step to blame for an exception, also before one is completed
+            self._group.meeting.report(Progress(self.step, "train", first=self._first))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
@@ -313,7 +316,7 @@ class Loop:
                 meeting.say(Resumed(self._said_resumed, self.step))
             together = self._sharded.copies if self._sharded is not None else 0
             busy_s = self._pace.lap(self._collectives.waited_s if self._collectives is not None else 0.0)
-            meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together))
+            meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together, first=self._first))
         if self._keeping is not None and self._keeping.due(self.step):
             self._keeping.save(self.step)
         if meeting is not None and meeting.asked_to_leave:

@@ -1,0 +1,38 @@
+"""The terminal prints the traceback of an uncaught exception once, and drops nothing else."""
+
+from __future__ import annotations
+
+from covey.cli.echo import HEAD, Once
+from covey.core.model import ScriptError
+
+LINES = [HEAD, '  File "train.py", line 4, in <module>', "    main()", "ValueError: bad"]
+
+
+def error(lines: list[str], place: str = "train.py:4") -> ScriptError:
+    return ScriptError("ValueError", "bad", place, "\n".join(lines) + "\n")
+
+
+def passed(once: Once, lines: list[str]) -> list[str]:
+    return [shown for line in lines for shown in once(line)]
+
+
+def test_traceback_is_printed_once() -> None:
+    printed: set[tuple[str, str]] = set()
+    once = Once(lambda: error(LINES), printed)
+    assert passed(once, ["a", *LINES, "b"]) == ["a", *LINES, "b"]
+    assert printed == {("ValueError", "train.py:4")}
+    assert passed(once, ["c", *LINES, "d"]) == ["c", "d"]
+    other = [HEAD, *LINES[1:3], "ValueError: another text"]
+    assert passed(Once(lambda: error(other), printed), other) == [], "the same cause, in another log"
+
+
+def test_tracebacks_that_the_script_prints_are_all_printed() -> None:
+    caught = [HEAD, LINES[1], "    retry()", "ValueError: bad"]
+    once = Once(lambda: error(LINES), {("ValueError", "train.py:4")})
+    assert passed(once, [*caught, *caught, HEAD, *caught]) == [*caught, *caught, HEAD, *caught]
+    assert passed(Once(lambda: None, set()), [*LINES, *LINES]) == [*LINES, *LINES]
+
+
+def test_traceback_after_the_beginning_of_another_one() -> None:
+    printed = {("ValueError", "train.py:4")}
+    assert passed(Once(lambda: error(LINES), printed), [*LINES[:2], *LINES, "after"]) == [*LINES[:2], "after"]
