@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -94,22 +93,6 @@ def test_workers_may_come_before_their_scheduler(cluster: Cluster) -> None:
     assert ranks(first, second) == [0, 1]
     cluster.release()
     assert set(cluster.wait().values()) == {0}
-
-
-def test_a_worker_that_calls_its_own_number_is_not_a_scheduler(cluster: Cluster) -> None:
-    """A port from the range of outgoing connections can meet itself: then both ends of a connection are the worker's."""
-    cluster.port, cluster.workers = 40000, 1
-    cluster.env |= QUICK
-    narrow = "ip link set lo up && echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range && exec \"$@\""
-    worker = cluster.worker(0, before=["unshare", "--net", "sh", "-c", narrow, "sh"])
-    met = "0100007F:9C40 0100007F:9C40"  # 127.0.0.1:40000 on both sides
-    until(lambda: not worker.alive or met in Path(f"/proc/{worker.pid}/net/tcp").read_text(), "the worker to meet itself")
-    assert worker.alive, worker.tail()
-    scheduler = cluster.scheduler(before=["nsenter", "--net", f"--target={worker.pid}"])
-    scheduler.wait_for("scheduler of cluster")
-    assert ranks(worker) == [0]
-    cluster.release()
-    assert (worker.wait(), scheduler.wait()) == (0, 0)
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""A connection attempt to a free port of the range for outgoing connections can reach its own socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from covey.wire.frames import from_scheduler
+from covey.wire.greeting import ClientGreeting
+from covey.wire.link import Link
+
+
+def connected_to_itself() -> socket.socket:
+    """Return a socket whose two ends are one: connecting to the own address is TCP's simultaneous open."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.connect(sock.getsockname())
+    return sock
+
+
+def test_connection_to_itself_is_closed_and_frees_the_port() -> None:
+    async def connect() -> tuple[str, int]:
+        closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        sock = connected_to_itself()
+        port = int(sock.getsockname()[1])
+
+        def made() -> Link:
+            return Link(
+                ClientGreeting(""),
+                from_scheduler,
+                on_open=lambda link: closed.set_result("greeted"),
+                on_message=lambda link, message: None,
+                on_close=lambda link, reason: closed.set_result(reason),
+            )
+
+        await asyncio.get_running_loop().create_connection(made, sock=sock)
+        return await asyncio.wait_for(closed, 60), port
+
+    reason, port = asyncio.run(connect())
+    assert reason == "nobody listens there"
+    with socket.socket() as scheduler:
+        scheduler.bind(("127.0.0.1", port))
+        scheduler.listen()
