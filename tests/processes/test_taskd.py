@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell
+from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import STAY, Process
 
 WORKERS = 3
@@ -155,6 +156,19 @@ def test_a_port_that_is_not_coveys_is_a_sentence(flow: Flow) -> None:
         assert manager.wait() == 0
     [line] = manager.text().splitlines()
     assert "start_taskd_manager: no covey scheduler answers" in line and "COVEY_TASKD_PORT" in line
+
+
+@pytest.mark.parametrize("variable", ["COVEY_SECRET", "COVEY_SECRET_FILE"])
+def test_manager_refuses_a_scheduler_without_the_configured_secret(flow: Flow, variable: str) -> None:
+    path = flow.script("mellon", "secret")
+    path.chmod(0o600)
+    secret = {"COVEY_SECRET": "mellon"} if variable == "COVEY_SECRET" else {"COVEY_SECRET_FILE": str(path)}
+    with fake_scheduler(flow.port) as fake:
+        manager = flow.manager(MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT=flow.port, MS_TOPO_TIMEOUT=1800, **secret)
+        assert manager.wait() == 0
+        assert not fake.heard and not fake.links()
+    [line] = manager.text().splitlines()
+    assert f"start_taskd_manager: the scheduler at 127.0.0.1:{flow.port} does not require a join secret" in line
 
 
 def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:

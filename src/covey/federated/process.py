@@ -182,7 +182,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
     peer = address.listen(mine, 0, "fl_server_port")
     listens = security.find(settings, listens_at=mine)
     reaches = security.find(settings, reaches=scheduler_ip)
-    guard = security.Security(reaches.secret or listens.secret, listens.server, reaches.client)
+    guard = security.Security(reaches.secret or listens.secret, listens.server, reaches.client, reaches.configured)
     comes_back = context.recovery() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
     return_s = context.number("server_return_time_window") / 1000
     server = Server(
