@@ -6,6 +6,7 @@ import math
 import os
 import random
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from covey.core.model import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.ending import say_plainly
+from covey.node.launchers import foreign, refusal
 from covey.node.log import configure, log
 from covey.node.spare import is_spare
 from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
@@ -37,8 +39,9 @@ _world = _World()
 def init() -> None:
     """Join the cluster that the MS_* variables describe; without them this process is a world of one.
 
-    In the process whose role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a
-    refusal is one sentence on stderr and the exit code of its family.
+    A process to which another launcher (torchrun, mpirun, srun) gave a rank in a larger world is refused. In the process whose
+    role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a refusal is one
+    sentence on stderr and the exit code of its family.
     """
     if _world.ready:
         return
@@ -76,6 +79,8 @@ def init() -> None:
                 from covey.node.pserver import serving_of
 
                 _world.group.serving = serving_of(settings)
+        elif (found := foreign(os.environ)) is not None:
+            raise UsageError(refusal(found, Path(sys.argv[0]).name))
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))

@@ -115,6 +115,14 @@ def test_in_a_worker_of_torchruns_own_the_line_lets_init_find_the_manager(flow: 
     assert manager.text().count("returned: incarnation 2") == WORKERS, manager.tail()
 
 
+def test_with_taskd_off_a_worker_of_torchruns_own_is_refused(flow: Flow) -> None:
+    flow.script("import taskd.python.adaptor.patch, covey; covey.init(); print('groups of', covey.get_group_size())", "t.py")
+    run = flow.torchrun("--nproc_per_node", "2", "t.py", TASKD_PROCESS_ENABLE="off")
+    assert run.wait(DEADLINE_S) != 0, run.tail()
+    assert "covey: torchrun started this process (RANK=" in run.text() and "exitcode  : 10" in run.text(), run.tail()
+    assert "groups of" not in run.text()
+
+
 # A worker with TaskD's calls, started by hand with the variables a launcher sets.
 CALLS = (
     """
@@ -132,6 +140,7 @@ def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -
     words: list[str | Path] = [sys.executable, script, flow.go]
     lonely = flow.run(words[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
     assert "attached False" in lonely.text() and "start manager.py there first" in lonely.text()
+    assert lonely.code == 10 and "another launcher started this process (RANK=0, WORLD_SIZE=3)" in lonely.text(), lonely.tail()
 
     first = flow.manager()
     first.wait_for("scheduler of cluster")
