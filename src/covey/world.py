@@ -6,6 +6,7 @@ import math
 import os
 import random
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from covey.core.model import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.node.ending import say_plainly
+from covey.node.launchers import foreign, refusal
 from covey.node.log import configure, log
 from covey.node.spare import is_spare
 from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
@@ -20,6 +22,7 @@ from covey.settings import load, require_raw, suspects
 from covey.train.group import Group
 
 SEED_MAX: Final = 2**32 - 1
+FL_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
 
 
 class _World:
@@ -37,13 +40,16 @@ _world = _World()
 def init() -> None:
     """Join the cluster that the MS_* variables describe; without them this process is a world of one.
 
-    In the process whose role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a
-    refusal is one sentence on stderr and the exit code of its family.
+    A process to which another launcher (torchrun, mpirun, srun) gave a rank in a larger world is refused. In the process whose
+    role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a refusal is one
+    sentence on stderr and the exit code of its family.
     """
     if _world.ready:
         return
     say_plainly()
     try:
+        if sentence := _federated():
+            raise UsageError(sentence)
         loaded = load(os.environ)
         settings = loaded.settings
         if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
@@ -56,8 +62,8 @@ def init() -> None:
                 _stay_behind()
             role = Role.SPARE if is_spare() else settings.role
             configure(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
-            for sentence in suspects(os.environ):
-                log.warning("%s", sentence)
+            for remark in suspects(os.environ):
+                log.warning("%s", remark)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
             node = Node(settings, door(settings))
@@ -76,6 +82,8 @@ def init() -> None:
                 from covey.node.pserver import serving_of
 
                 _world.group.serving = serving_of(settings)
+        elif (found := foreign(os.environ)) is not None:
+            raise UsageError(refusal(found, Path(sys.argv[0]).name))
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
@@ -162,7 +170,18 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _federated() -> str:
+    """Return why this process has no rank: it is one of a federated cluster. Return "" if it is none."""
+    if "covey.federated.context" not in sys.modules and FL_VARIABLE not in os.environ:
+        return ""  # the import needs numpy
+    from covey.federated import context
+
+    return context.needs_run() if context.enabled() else ""
+
+
 def _joined() -> _World:
     if not _world.ready:
+        if sentence := _federated():
+            raise UsageError(sentence)
         raise UsageError("call covey.init() first: before it this process has no rank")
     return _world

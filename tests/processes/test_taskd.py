@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes.command import Shell
+from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import STAY, Process
 
 WORKERS = 3
@@ -114,6 +115,14 @@ def test_in_a_worker_of_torchruns_own_the_line_lets_init_find_the_manager(flow: 
     assert manager.text().count("returned: incarnation 2") == WORKERS, manager.tail()
 
 
+def test_with_taskd_off_a_worker_of_torchruns_own_is_refused(flow: Flow) -> None:
+    flow.script("import taskd.python.adaptor.patch, covey; covey.init(); print('groups of', covey.get_group_size())", "t.py")
+    run = flow.torchrun("--nproc_per_node", "2", "t.py", TASKD_PROCESS_ENABLE="off")
+    assert run.wait(DEADLINE_S) != 0, run.tail()
+    assert "covey: torchrun started this process (RANK=" in run.text() and "exitcode  : 10" in run.text(), run.tail()
+    assert "groups of" not in run.text()
+
+
 # A worker with TaskD's calls, started by hand with the variables a launcher sets.
 CALLS = (
     """
@@ -131,6 +140,7 @@ def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -
     words: list[str | Path] = [sys.executable, script, flow.go]
     lonely = flow.run(words[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
     assert "attached False" in lonely.text() and "start manager.py there first" in lonely.text()
+    assert lonely.code == 10 and "another launcher started this process (RANK=0, WORLD_SIZE=3)" in lonely.text(), lonely.tail()
 
     first = flow.manager()
     first.wait_for("scheduler of cluster")
@@ -155,6 +165,19 @@ def test_a_port_that_is_not_coveys_is_a_sentence(flow: Flow) -> None:
         assert manager.wait() == 0
     [line] = manager.text().splitlines()
     assert "start_taskd_manager: no covey scheduler answers" in line and "COVEY_TASKD_PORT" in line
+
+
+@pytest.mark.parametrize("variable", ["COVEY_SECRET", "COVEY_SECRET_FILE"])
+def test_manager_refuses_a_scheduler_without_the_configured_secret(flow: Flow, variable: str) -> None:
+    path = flow.script("mellon", "secret")
+    path.chmod(0o600)
+    secret = {"COVEY_SECRET": "mellon"} if variable == "COVEY_SECRET" else {"COVEY_SECRET_FILE": str(path)}
+    with fake_scheduler(flow.port) as fake:
+        manager = flow.manager(MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT=flow.port, MS_TOPO_TIMEOUT=1800, **secret)
+        assert manager.wait() == 0
+        assert not fake.heard and not fake.links()
+    [line] = manager.text().splitlines()
+    assert f"start_taskd_manager: the scheduler at 127.0.0.1:{flow.port} does not require a join secret" in line
 
 
 def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:

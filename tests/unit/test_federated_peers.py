@@ -21,19 +21,20 @@ from covey.wire.frames import FRAME_MAX
 from covey.wire.link import UNREAD_MAX, Link, Listener
 
 LOG = bytes(range(256)) * (PIECE_MAX // 256) + b"rest"
+SECRET = Security("secret", None, None)
 
 
 @asynccontextmanager
-async def two() -> AsyncIterator[tuple[Peers, list[Copy]]]:
+async def two(keeper_guard: Security = SECRET, sender_guard: Security = SECRET) -> AsyncIterator[tuple[Peers, list[Copy]]]:
     """One that keeps copies and gives a log, and one that knows it."""
     kept: list[Copy] = []
 
     def give(what: str, round_number: int) -> Bytes | None:
         return LOG if what == "log0" else None
 
-    def peers() -> Peers:
+    def peers(guard: Security) -> Peers:
         return Peers(
-            Security("secret", None, None),
+            guard,
             heard=lambda node_id, message: None,
             reached=lambda node_id: None,
             give=give,
@@ -41,7 +42,7 @@ async def two() -> AsyncIterator[tuple[Peers, list[Copy]]]:
         )
 
     sock = socket.create_server(("127.0.0.1", 0))
-    keeper, sender = peers(), peers()
+    keeper, sender = peers(keeper_guard), peers(sender_guard)
     await keeper.open([sock])
     sender.follow("a", (Peer("a", 0), Peer("b", 1, f"127.0.0.1:{sock.getsockname()[1]}")))
     try:
@@ -82,6 +83,17 @@ def test_a_log_comes_in_pieces() -> None:
                 await sender.fetch("b", "log1", 1)
 
     asyncio.run(play())
+
+
+def test_server_refuses_a_peer_that_does_not_require_the_configured_secret(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        async with two(Security(), Security("secret", configured=True)) as (sender, _):
+            with pytest.raises(PeerError, match="server b cannot be reached"):
+                await sender.fetch("b", "log0", 1)
+
+    asyncio.run(play())
+    [said] = [record.getMessage() for record in caplog.records if "does not require a join secret" in record.getMessage()]
+    assert said.startswith("server b is not used as a peer: the server at 127.0.0.1:")
 
 
 def test_a_scheduler_that_was_never_there_is_called_again_whatever_patience_there_is_for_a_lost_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.store import secret
 from covey.wire import address
-from covey.wire.greeting import LINE_MAX, ClientGreeting, GreetingError, ServerGreeting
+from covey.wire.greeting import LINE_MAX, ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
 
 
 def greet(server: ServerGreeting, client: ClientGreeting) -> tuple[bytes, bytes | None]:
@@ -42,9 +42,15 @@ def test_a_wrong_secret_is_told_from_none(used: str, sentence: str) -> None:
     assert told.value.final
 
 
-def test_who_has_a_secret_of_its_own_enters_no_open_cluster_when_told_to_insist() -> None:
-    with pytest.raises(GreetingError, match="it may be another's scheduler"):
+def test_client_that_insists_refuses_a_scheduler_that_requires_no_secret() -> None:
+    with pytest.raises(SecretNotRequired, match="the scheduler does not require a join secret, but this process has one: "):
         greet(ServerGreeting(""), ClientGreeting("a secret", insist=True))
+
+
+def test_client_without_a_secret_has_nothing_to_insist_on() -> None:
+    client = ClientGreeting("")
+    client.insist()
+    greet(ServerGreeting(""), client)
 
 
 def test_a_scheduler_that_does_not_know_the_secret_is_found_out() -> None:

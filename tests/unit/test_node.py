@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.core.effects import Close, Connect, Deliver, Finish, Level, NodeEffect, Publish, Send, SendBeat
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, Ticked
+from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, SchedulerRefused, Ticked
 from covey.core.messages import (
     Formed,
     FromScheduler,
@@ -144,6 +144,13 @@ def test_a_refusal_is_the_end() -> None:
     said = "the scheduler at sched:8118 refused: one worker too many"
     assert made.step(Heard(Refused("one worker too many")), 0.0) == [Finish(ExitCode.REFUSED, said), Close()]
     assert made.stage is Stage.OVER and made.due == NEVER and made.step(LinkLost("x"), 1.0) == []
+
+
+def test_node_that_refuses_the_scheduler_ends() -> None:
+    made = node()
+    made.step(Ticked(), 0.0)
+    assert made.step(SchedulerRefused("it is open"), 0.0) == [Finish(ExitCode.REFUSED, "it is open"), Close()]
+    assert made.stage is Stage.OVER and made.due == NEVER
 
 
 def test_held_off_it_asks_again_over_the_same_link_and_says_so_once() -> None:

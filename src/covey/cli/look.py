@@ -71,7 +71,7 @@ def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> Do
         settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
     )
     guard = security.find(settings)
-    return Door(host, port, guard.secret, context=guard.client, others=others)
+    return Door(host, port, guard.secret, guard.configured, guard.client, others)
 
 
 def look(door: Door) -> ClusterView:

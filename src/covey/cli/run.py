@@ -239,13 +239,14 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
     secret = guard.secret
     if not secret and sockets is not None and plan.alone:
         secret = secrets.token_hex(16)  # for this run's own processes
-    if secret:
-        environ["COVEY_SECRET"] = secret
+    insist = bool(secret) and (guard.configured or (sockets is not None and not others))
+    if secret and (insist or sockets is not None or not address.is_loopback(host)):
+        environ["COVEY_SECRET"] = secret  # else it is the user's own, which a scheduler on loopback need not require
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
-    return Door(host, port, secret, context=guard.client, others=tuple(others)), environ, guard
+    return Door(host, port, secret, insist, guard.client, tuple(others)), environ, guard
 
 
 def given_by_options(loaded: Loaded) -> dict[str, str]:

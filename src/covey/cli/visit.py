@@ -14,6 +14,7 @@ from covey.core.story import Event
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node.runtime import Door
+from covey.wire.greeting import SecretNotRequired
 from covey.wire.link import Link, connect
 
 ANSWER_S: Final = 10.0
@@ -32,13 +33,17 @@ class Visit:
     async def __aenter__(self) -> Visit:
         """Where there are several addresses, the one that answers is the leader's: the others listen when they lead."""
         door, failures = self._door, []
+        refused: SecretNotRequired | None = None
         for host, port in door.addresses:
             try:
                 await self._reach(host, port)
             except PeerError as error:
                 failures.append(str(error))
+                refused = error if isinstance(error, SecretNotRequired) else refused
             else:
                 return self
+        if refused is not None:
+            raise refused
         if len(failures) == 1:
             raise PeerError(f"{door.name} cannot be asked: {failures[0]}", ExitCode.UNREACHABLE)
         said = "; ".join(dict.fromkeys(failures))
@@ -53,14 +58,15 @@ class Visit:
                 opened.set_result(None)
 
         def closed(link: Link, reason: str) -> None:
-            error = PeerError(reason, ExitCode.UNREACHABLE)
+            error = SecretNotRequired(reason) if link.refused else PeerError(reason, ExitCode.UNREACHABLE)
             if not opened.done():
                 opened.set_exception(error)
             elif link is self._link:
                 self._put(error)
 
         calls = {"on_open": open_, "on_message": lambda _, message: self._put(message), "on_close": closed}
-        self._link = await connect(host, port, self._door.secret, self._door.context, **calls)
+        door = self._door
+        self._link = await connect(host, port, door.secret, door.context, insist=door.insist, **calls)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await opened

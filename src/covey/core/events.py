@@ -26,6 +26,12 @@ class LinkLost(msgspec.Struct, frozen=True):
     link: int = 0
 
 
+class SchedulerRefused(msgspec.Struct, frozen=True):
+    """A node refuses what listens at the scheduler's address, and a retry would give the same result."""
+
+    reason: str
+
+
 class LinkMade(msgspec.Struct, frozen=True):
     """A node reached its scheduler and was greeted. One that has standbys lets itself be heard at least every `silence_s`."""
 
@@ -58,4 +64,4 @@ class LeaveAsked(msgspec.Struct, frozen=True):
 
 
 SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone
-NodeEvent = LinkMade | LinkLost | Heard | Ticked | LeaveAsked
+NodeEvent = LinkMade | LinkLost | SchedulerRefused | Heard | Ticked | LeaveAsked

@@ -20,7 +20,7 @@ from enum import StrEnum
 import msgspec
 
 from covey.core.effects import Close, Connect, Deliver, Finish, Level, NodeEffect, Publish, Send, SendBeat
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Ticked
+from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, SchedulerRefused, Ticked
 from covey.core.messages import (
     Formed,
     FromScheduler,
@@ -100,6 +100,8 @@ class NodeMachine:
             out = self._link_made(event.silence_s, now)
         elif isinstance(event, LinkLost):
             out = self._link_lost(event.reason, now)
+        elif isinstance(event, SchedulerRefused):
+            out = self._finish(self._leave_code() if self.stage is Stage.LEAVING else ExitCode.REFUSED, event.reason)
         elif isinstance(event, Heard):
             out = self._heard(event.message, now)
         elif isinstance(event, LeaveAsked):

@@ -13,6 +13,7 @@ import msgspec
 from covey.core.federation import BetweenServers, Copied, Copy, Fetch, Hello, Peer, Piece
 from covey.core.messages import Message
 from covey.errors import PeerError
+from covey.node.log import log
 from covey.node.security import Security
 from covey.wire import address
 from covey.wire.link import Link, Listener, connect
@@ -50,6 +51,7 @@ class Peers:
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._pieces: dict[tuple[str, str, int, int], asyncio.Future[Piece]] = {}
         self._copies: dict[int, asyncio.Future[None]] = {}
+        self._refused: dict[str, str] = {}  # by node id: why this server refuses to use that one; logged once
         self._listener: Listener | None = None
         self._serial = 0
         self._small = asyncio.Semaphore(COPIES_MAX)
@@ -178,6 +180,9 @@ class Peers:
         def closed(link: Link, reason: str) -> None:
             if not opened.done():
                 opened.set_exception(PeerError(reason))
+            if link.refused and self._refused.get(node_id) != reason:
+                self._refused[node_id] = reason
+                log.warning("server %s is not used as a peer: %s", node_id, reason)
             self._lost(node_id, link, reason)
 
         try:
@@ -186,6 +191,8 @@ class Peers:
                 port,
                 self._guard.secret,
                 self._guard.client,
+                insist=self._guard.configured,
+                role="server",
                 decoder=_decoder,
                 on_open=lambda link: None if opened.done() else opened.set_result(link),
                 on_message=lambda _, message: self._from_called(node_id, message),

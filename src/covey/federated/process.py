@@ -47,6 +47,7 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
     `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
     `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
+    context.ran()
     if ran := os.environ.get(RAN_VARIABLE):
         Path(ran).touch()
     try:
@@ -182,7 +183,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
     peer = address.listen(mine, 0, "fl_server_port")
     listens = security.find(settings, listens_at=mine)
     reaches = security.find(settings, reaches=scheduler_ip)
-    guard = security.Security(reaches.secret or listens.secret, listens.server, reaches.client)
+    guard = security.Security(reaches.secret or listens.secret, listens.server, reaches.client, reaches.configured)
     comes_back = context.recovery() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
     return_s = context.number("server_return_time_window") / 1000
     server = Server(

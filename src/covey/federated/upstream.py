@@ -72,8 +72,11 @@ class Upstream:
                 "on_close": lambda link, reason, over=over: over.done() or over.set_result(reason),
             }
             try:
-                link = await connect(host, port, self._guard.secret, self._guard.client, decoder=_decoder, **calls)
+                guard = self._guard
+                link = await connect(host, port, guard.secret, guard.client, insist=guard.configured, decoder=_decoder, **calls)
                 reason = await over
+                if link.refused:
+                    return self._end(ExitCode.REFUSED, reason)
                 if link.turned_away:
                     return self._end(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
                 wait = RECONNECT_S[0] if self._link is not None else wait

@@ -10,6 +10,7 @@ template    `template`, the process that workers are forked from, `keeper` at th
             `threads` and `learn` make of a fork what a fresh interpreter would have been
 worker      `worker` beside the training thread, `spare` until it has a place, `pserver` in place of a training; `runtime`
             runs a node's machine, `child_runtime` that of an agent's child; `ending` is how its process ends, `uncaught`
-            describes its exception, `supervise` what stays behind in a container, `stacks` a look into a stuck one
+            describes its exception, `supervise` what stays behind in a container, `stacks` a look into a stuck one,
+            `launchers` finds the rank that another launcher gave
 for all     `host`, `security`, `kernel`, `log` (our own lines), `report` (of the first failure), `faults` (for `covey chaos`)
 """

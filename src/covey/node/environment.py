@@ -77,6 +77,6 @@ def worker_environment(
     if assignment.role is Role.SPARE:
         for name in NAMELESS:
             found.pop(name, None)
-    if door.secret:
+    if door.insist:
         found["COVEY_SECRET"] = door.secret
     return found

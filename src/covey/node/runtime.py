@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, Ticked
+from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, SchedulerRefused, Ticked
 from covey.core.messages import Beat, Beats, FromScheduler, Message, Refused, Register, RegisterAgent
 from covey.core.model import ScriptError
 from covey.core.node import NodeMachine, NodeSettings
@@ -34,7 +34,7 @@ class Door(msgspec.Struct, frozen=True):
     host: str
     port: int
     secret: str = ""
-    insist: bool = False  # the secret was given, so a scheduler without one is not ours
+    insist: bool = False  # the secret was configured, or made for this run: a scheduler that does not require it is refused
     context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
     others: tuple[tuple[str, int], ...] = ()
     relay: str = ""  # the socket of this process's agent, through which it speaks
@@ -213,7 +213,9 @@ class NodeRuntime:
                 self._do(Heard(message))
 
     def _closed(self, link: Link, reason: str) -> None:
-        if link.turned_away:
+        if link.refused:
+            self._do(SchedulerRefused(reason))
+        elif link.turned_away:
             self._do(Heard(Refused(reason)))
         elif link is self._link or self._link is None:
             self._link = None

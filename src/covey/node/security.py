@@ -22,6 +22,7 @@ class Security(NamedTuple):
     secret: str = ""
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
+    configured: bool = False  # the secret comes from a setting, so a peer that does not require it is refused
 
     @property
     def encrypts(self) -> bool:
@@ -31,16 +32,17 @@ class Security(NamedTuple):
 def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Security:
     """For a scheduler that `listens_at` an address, or a node that `reaches` one.
 
-    Beyond loopback there must be a secret; whoever comes first makes it, so that the order of start does not matter.
+    Beyond loopback there must be a secret; whoever comes first makes it, so that the order of start does not matter. On
+    loopback a scheduler requires a secret if one is configured.
     """
     where = listens_at or reaches
     beyond = bool(where) and not is_loopback(where)
-    if listens_at and not beyond:
-        join_secret = settings.secret  # a loopback cluster asks for a secret only where one was given
-    else:
+    configured = bool(settings.secret or settings.secret_file)
+    join_secret = ""
+    if configured or beyond or not listens_at:
         join_secret = secret.find(settings.secret, settings.secret_file, make=beyond)
     if not settings.tls_config and not context.get_ps_context("enable_ssl"):
-        return Security(join_secret)
+        return Security(join_secret, configured=configured)
     config = settings.tls_config or str(context.get_ps_context("config_file_path"))
     files = tls.read_config(config)
     unused = {"client_cert_path": ""} if listens_at else {"server_cert_path": ""}  # a side needs only its own identity
@@ -58,4 +60,4 @@ def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Secu
         raise tls.bad_tls(f"{config} names no client_cert_path, and a node of a cluster with TLS needs one")
     if beyond and listens_at:
         log.warning("the control link is encrypted; the tensors that gloo exchanges between workers are not")
-    return Security(join_secret, contexts.server, contexts.client)
+    return Security(join_secret, contexts.server, contexts.client, configured)

@@ -416,7 +416,7 @@ def door(settings: Settings) -> Door:
     if relay and scheduler == found.name:
         return msgspec.structs.replace(found, relay=relay)
     guard = security.find(settings, reaches=where)
-    return msgspec.structs.replace(found, secret=guard.secret, insist=bool(settings.secret), context=guard.client)
+    return msgspec.structs.replace(found, secret=guard.secret, insist=guard.configured, context=guard.client)
 
 
 def _fingerprint(settings: Settings) -> dict[str, str]:

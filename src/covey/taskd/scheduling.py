@@ -27,6 +27,7 @@ from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.store import registry
 from covey.store.journal import has_journal
 from covey.taskd.config import Place, answers, at, clusters, count, journal_folder, judge, loaded, place, switch, text
+from covey.wire.greeting import SecretNotRequired
 from covey.wire.link import NobodyListens, connect
 
 CALL: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
@@ -133,6 +134,8 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
     while True:
         try:
             view = await _follow(_door(where, settings), turn, "" if where.given else settings.job, first=not heard)
+        except SecretNotRequired:
+            raise
         except PeerError as error:
             turn += 1
             left = has_journal(journal_folder(settings, os.environ), settings.job)
@@ -161,7 +164,7 @@ def _door(where: Place, settings: Settings) -> Door:
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
         )
     guard = security.find(settings, reaches=where.host)
-    return Door(where.host, where.port, guard.secret, context=guard.client, others=where.others)
+    return Door(where.host, where.port, guard.secret, guard.configured, guard.client, where.others)
 
 
 async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterView:
@@ -181,7 +184,11 @@ async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterVie
             seen[:] = [view]
 
     def end(link: Any, reason: str) -> None:
-        if not closed.done():
+        if closed.done():
+            return
+        if link.refused:
+            closed.set_exception(SecretNotRequired(reason))
+        else:
             closed.set_result(reason)
 
     await connect(
@@ -189,6 +196,7 @@ async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterVie
         port,
         door.secret,
         door.context,
+        insist=door.insist,
         on_open=lambda link: link.send(Ask(follow=True)),
         on_message=hear,
         on_close=end,

@@ -36,6 +36,10 @@ class GreetingError(PeerError):
         self.final = final
 
 
+class SecretNotRequired(GreetingError):
+    """The other side requires no join secret, but this side has one that it insists on."""
+
+
 class ServerGreeting:
     """The scheduler's side."""
 
@@ -75,11 +79,12 @@ class ServerGreeting:
 
 
 class ClientGreeting:
-    """A node's, an agent's or a visitor's side."""
+    """A node's, an agent's or a visitor's side. `where` names the other side in an error."""
 
-    def __init__(self, secret: str, *, insist: bool = False) -> None:
+    def __init__(self, secret: str, *, insist: bool = False, where: str = "the scheduler") -> None:
         self._secret = secret
-        self._insist = insist
+        self._insist = insist and bool(secret)
+        self._where = where
         self._nonce = secrets.token_hex(16)
         self._theirs = ""
         self._asked = False
@@ -88,6 +93,10 @@ class ClientGreeting:
         self.clock = 0.0  # the scheduler's wall clock, once greeted
         self.token = 0  # the scheduler's, as its leader
         self.silence_s = -1.0  # of the scheduler, after which another one is looked for
+
+    def insist(self) -> None:
+        """Refuse a peer that does not require the secret, if this side has one."""
+        self._insist = bool(self._secret)
 
     def opening(self) -> bytes:
         """What is said before anything is heard."""
@@ -120,8 +129,11 @@ class ClientGreeting:
             raise GreetingError(sentence, final=True)
         self._theirs, self._asked, self._said = words[1], words[2] == "secret", True
         if self._insist and not self._asked:
-            sentence = "the scheduler asks for no secret, but COVEY_SECRET is set here: it may be another's scheduler"
-            raise GreetingError(sentence, final=True)
+            sentence = (
+                f"{self._where} does not require a join secret, but this process has one: check the address, or start what "
+                "listens there with the same secret (COVEY_SECRET or COVEY_SECRET_FILE)"
+            )
+            raise SecretNotRequired(sentence, final=True)
         proof = _proof(self._secret, "node", self._theirs, self._nonce) if self._asked and self._secret else "-"
         return f"{self._nonce} {proof}\n".encode()
 

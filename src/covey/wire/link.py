@@ -23,10 +23,10 @@ import msgspec
 from covey.clock import wall
 from covey.core.messages import Message
 from covey.errors import PeerError
-from covey.wire import tls
+from covey.wire import address, tls
 from covey.wire.address import BACKLOG
 from covey.wire.frames import Frames, frame, from_agent, from_node, from_scheduler
-from covey.wire.greeting import ClientGreeting, GreetingError, ServerGreeting
+from covey.wire.greeting import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
 
 GREETING_S: Final = 10.0
 CONNECT_S: Final = 10.0
@@ -83,6 +83,7 @@ class Link(asyncio.Protocol):
         "on_open",
         "peer",
         "reason",
+        "refused",
         "silence_s",
         "silent",
         "token",
@@ -107,6 +108,7 @@ class Link(asyncio.Protocol):
         self.reason = ""
         self.misbehaved = False  # it sent what no peer sends
         self.turned_away = False  # the other side will not have us, now or later
+        self.refused = False  # this side refuses the other, which does not require the join secret
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
@@ -131,6 +133,8 @@ class Link(asyncio.Protocol):
             oldest.abort(CROWDED)
         self._limit = asyncio.get_running_loop().call_later(GREETING_S, self._too_late)
         assert self._greeting is not None
+        if isinstance(self._greeting, ClientGreeting) and isinstance(name, tuple) and not address.is_loopback(self.peer):
+            self._greeting.insist()  # every listener beyond loopback requires a secret, also if none was configured
         return self._write(self._greeting.opening())
 
     def _met_itself(self, sock: Any) -> None:
@@ -148,7 +152,7 @@ class Link(asyncio.Protocol):
         except PeerError as error:
             self.misbehaved = True
             if isinstance(error, GreetingError):
-                self.turned_away = error.final
+                self.turned_away, self.refused = error.final, isinstance(error, SecretNotRequired)
                 self._write(error.reply)
             self.close(str(error))
 
@@ -365,18 +369,22 @@ async def connect(
     context: ssl.SSLContext | None,
     *,
     insist: Any = False,
+    role: Any = "scheduler",
     decoder: Any = from_scheduler,
     **calls: Any,
 ) -> Link:
-    """Reach a scheduler once. Raises `PeerError` with a sentence; success means connected, not yet greeted.
+    """Reach a scheduler, or a peer of another `role`, once. Raises `PeerError` with a sentence; success means connected, not
+    yet greeted.
 
-    `insist`: a scheduler that asks for no secret is not the one that is meant.
+    `insist`: the secret was configured, so a peer that does not require it is refused. Beyond loopback it is refused as well if
+    the secret is the user's own file.
     """
     loop = asyncio.get_running_loop()
+    where = f"the {role} at {address.join(host, port)}"
     try:
         async with asyncio.timeout(CONNECT_S):
             _, link = await loop.create_connection(
-                lambda: Link(ClientGreeting(secret, insist=insist), decoder, **calls), host, port, ssl=context
+                lambda: Link(ClientGreeting(secret, insist=insist, where=where), decoder, **calls), host, port, ssl=context
             )
     except TimeoutError:
         raise PeerError(f"no answer within {CONNECT_S:g} s") from None
