@@ -1103,7 +1103,7 @@ def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() ->
 
 
 @pytest.mark.parametrize(
-    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run"), ("worker:0", "process 7 on")]
+    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run yet"), ("worker:0", "process 7 on")]
 )
 def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made = machine(2)
