@@ -49,6 +49,12 @@ class HostGone(msgspec.Struct, frozen=True):
     reason: str
 
 
+class SpokeMindSpore(msgspec.Struct, frozen=True):
+    """The process of this worker, or one of its children, speaks MindSpore's own protocol to the scheduler's port."""
+
+    worker: str  # "worker:0"
+
+
 class LeaveAsked(msgspec.Struct, frozen=True):
     """This node is to go: its program ended, or someone asked it to."""
 
@@ -56,5 +62,5 @@ class LeaveAsked(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone
+SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone | SpokeMindSpore
 NodeEvent = LinkMade | LinkLost | Heard | Ticked | LeaveAsked
