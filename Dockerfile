@@ -3,6 +3,8 @@ FROM python:3.11-slim AS base
 WORKDIR /covey
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
+# the wheel carries the digits, with which `covey federated simulate` trains
+COPY examples/data examples/data
 
 FROM base AS operator
 RUN pip install --no-cache-dir -c constraints.txt '.[k8s]'
@@ -12,8 +14,7 @@ CMD ["operator", "run"]
 
 FROM base AS training
 RUN pip install --no-cache-dir -c constraints.txt torch && pip install --no-cache-dir -c constraints.txt .
-# what a submitted example imports beside itself
+# what a submitted example imports beside itself; it reads the digits in examples/data
 COPY examples/digits.py examples/
-COPY examples/data examples/data
 ENV PYTHONPATH=/covey/examples
 WORKDIR /work

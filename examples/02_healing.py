@@ -1,6 +1,6 @@
 """A training that does not notice a death.
 
-covey run -n 4 examples/02_healing.py             # then kill -9 any worker, as often as you like: the last line stays the same.
+covey run -n 4 examples/02_healing.py             # then covey kill 2, as often as you like: the last line stays the same.
                                                   # It takes seconds: STEPS=100000 gives you time for that,
                                                   # and PAUSE=0.05, seconds in each step, leaves the processors to others
 covey run -n 4 examples/02_healing.py --kill 2    # rank 2 is killed in the middle, once

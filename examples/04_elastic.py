@@ -1,7 +1,7 @@
 """A training whose world changes while it runs: each sample of an epoch counts once all the same.
 
 covey run -n 3 --strategy retry,elastic-training,exit examples/04_elastic.py
-covey scale --workers 5      # meanwhile, in another terminal; or kill -9 a worker, and the others go on without it
+covey scale --workers 5      # meanwhile, in another terminal; or covey kill 1, and the others go on without it
 """
 
 import torch

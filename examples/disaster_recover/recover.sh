@@ -22,4 +22,5 @@ else
     export MS_ROLE=MS_WORKER            # Set the startup process to MS_WORKER role
     export MS_NODE_ID=$1                # Set the process id of the Worker that is gone
     python ./train.py >> device/worker_$1.log 2>&1 &     # Start training scripts
+    echo $! > device/worker_$1.pid
 fi

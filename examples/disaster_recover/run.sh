@@ -24,6 +24,7 @@ do
     export MS_ROLE=MS_WORKER        # Set the startup process to MS_WORKER role
     export MS_NODE_ID=$i            # Set the process id, optional
     python ./train.py > device/worker_$i.log 2>&1 &     # Start training scripts
+    echo $! > device/worker_$i.pid
 done
 
 # Start 1 Scheduler process

@@ -1,6 +1,6 @@
 """A script for Hugging Face Accelerate; the lines that changed are marked.
 
-covey run -n 4 examples/doors/accelerate_script.py     # then kill -9 any worker: the last line stays the same
+covey run -n 4 examples/doors/accelerate_script.py     # then covey kill 2: the last line stays the same
 """
 
 import sys

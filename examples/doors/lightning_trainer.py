@@ -1,6 +1,6 @@
 """A Lightning script; the lines that were added for covey are marked.
 
-covey run -n 4 examples/doors/lightning_trainer.py     # then kill -9 any worker: the last line stays the same
+covey run -n 4 examples/doors/lightning_trainer.py     # then covey kill 2: the last line stays the same
 """
 
 import sys

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process, free_port, until
+from tests.processes.healing import LADDER
 from tests.processes.network import Hosts, hosts_possible
 
 TALKS = """
@@ -76,7 +78,8 @@ def test_status(shell: Shell, named: bool) -> None:
 
 def test_nodes(shell: Shell) -> None:
     run = started(shell)
-    lines = shell.ask("nodes").text().splitlines()
+    header, *lines = shell.ask("nodes").text().splitlines()
+    assert header.split() == ["node", "rank", "role", "host", "state", "step", "doing", "beat", "restarts", "pid"]
     assert [line.split()[0] for line in lines] == ["scheduler:sched", "worker:0", "worker:1"]
     nodes = shell.nodes()
     assert [(n["role"], n["node_id"], n["rank"], n["alive"]) for n in nodes] == [
@@ -128,16 +131,85 @@ def test_stop(shell: Shell, words: list[str]) -> None:
     shell.nobody()
 
 
-@pytest.mark.parametrize("verb", ["status", "nodes", "logs", "stop"])
-def test_without_a_cluster(shell: Shell, verb: str) -> None:
-    asked = shell.ask(verb)
+def test_kill(shell: Shell) -> None:
+    """A rank, a node and the scheduler are killed, and each is replaced."""
+    run = started(shell, env={"COVEY_STRATEGY": LADDER})
+    scheduler, _, worker = shell.nodes()
+    asked = shell.ask("kill", "1")
+    said = f"process {worker['pid']} of worker:1 on {socket.gethostname()} is killed"
+    assert (asked.code, asked.text()) == (0, f"{said}\n")
+    shell.heard(1, "hello", count=2)
+    shell.heard("scheduler", f"worker:1 to be killed: asked by covey kill: {said}")
+    assert not psutil.pid_exists(worker["pid"]) and psutil.pid_exists(scheduler["pid"])
+
+    asked = shell.ask("kill", "worker:0", "--json", "--master", master(shell))
+    told = json.loads(asked.text())
+    assert asked.code == 0 and told["node"] == "worker:0" and f"process {told['pid']} of worker:0" in told["message"]
+    shell.heard(0, "hello", count=2)
+
+    asked = shell.ask("kill", "scheduler")
+    assert (asked.code, asked.text()) == (
+        0,
+        f"process {scheduler['pid']} of scheduler:sched on {socket.gethostname()} is killed\n",
+    )
+    until(lambda: not psutil.pid_exists(scheduler["pid"]), "the scheduler to be gone")
+    until(lambda: shell.ask("nodes").code == 0, "another scheduler to answer")
+    assert shell.nodes()[0]["pid"] != scheduler["pid"]
+
+    for wanted, sentence in (
+        ("2", "no rank 2: ranks go from 0 to 1"),
+        ("worker:9", "no node 'worker:9': covey nodes lists them"),
+    ):
+        asked = shell.ask("kill", wanted)
+        assert (asked.code, asked.text()) == (10, f"covey: there is {sentence}\n")
+    shell.release()
+    assert run.wait() == 0, run.tail()
+
+
+LEAVES = """
+import pathlib, sys, time
+import covey
+
+covey.init()
+print("hello from", covey.get_rank(), flush=True)
+while covey.get_rank() == 0 and not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
+
+
+def test_kill_of_a_rank_that_has_ended(shell: Shell) -> None:
+    shell.script(LEAVES, "talks.py")
+    run = started(shell)
+    until(lambda: not shell.nodes()[2]["alive"], "rank 1 to have left")
+    asked = shell.ask("kill", "1")
+    assert asked.code == 21
+    assert asked.text() == f"covey: the cluster at {master(shell)} kills nothing: worker:1 does not run: it is left\n"
+    shell.release()
+    assert run.wait() == 0
+
+
+def test_kill_of_a_worker_that_was_started_by_hand(shell: Shell) -> None:
+    scheduler, workers = shell.formed()
+    pid = workers[1].pid
+    asked = shell.ask("kill", "1", "--master", master(shell))
+    assert asked.code == 21 and workers[1].alive
+    assert asked.text() == (
+        f"covey: worker:1 was not started by covey run, so no agent can kill it: kill process {pid} on {socket.gethostname()}\n"
+    )
+    assert shell.ask("kill", "scheduler", "--master", master(shell)).code == 0
+    assert scheduler.wait() == 137
+
+
+@pytest.mark.parametrize("verb", [["status"], ["nodes"], ["logs"], ["stop"], ["kill", "0"]], ids=lambda verb: verb[0])
+def test_without_a_cluster(shell: Shell, verb: list[str]) -> None:
+    asked = shell.ask(*verb)
     assert asked.code == 22, asked.tail()
     assert asked.text().startswith("covey: no cluster of yours runs on this host, or nobody leads it now: give --master")
     assert asked.text().count("\n") == 1
-    away = shell.ask(verb, "--master", master(shell))
+    away = shell.ask(*verb, "--master", master(shell))
     assert away.code == 22 and f"{master(shell)} cannot be asked: nobody listens there" in away.text(), away.tail()
     assert away.text().count("\n") == 1
-    bad = shell.ask(verb, "--master", "127.0.0.1")
+    bad = shell.ask(*verb, "--master", "127.0.0.1")
     assert bad.code == 10 and "has no port: give HOST:PORT" in bad.text()
 
 
@@ -147,8 +219,8 @@ def test_several_clusters_are_listed(shell: Shell) -> None:
         shell.logs = shell.folder / name
         started(shell)
         ports.append(shell.port)
-    for verb in ("nodes", "logs", "stop"):
-        asked = shell.ask(verb)
+    for verb in (["nodes"], ["logs"], ["stop"], ["kill", "0"]):
+        asked = shell.ask(*verb)
         assert asked.code == 10, asked.tail()
         assert "several clusters of yours run on this host, choose one:" in asked.text()
         assert re.findall(r"--master 127\.0\.0\.1:(\d+) +(\S+)", asked.text()) == [(str(p), "talks.py") for p in ports]

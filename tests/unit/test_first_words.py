@@ -70,6 +70,11 @@ def test_a_scheduler_that_does_not_know_the_secret_is_found_out() -> None:
         (b"\x16\x03\x01", "it speaks TLS, and this side does not"),
         (b"GET / HTTP/1.1\r\n", "it speaks HTTP: the REST API has a port of its own"),
         (b"\x15\x03\x03", "it answers with a TLS alert"),
+        (
+            b"RPC0\0\0\0\1",
+            "it speaks MindSpore's own protocol, not covey's: start a MindSpore script with covey run --framework",
+        ),
+        (b"RPC1", "it is not a covey peer: its first bytes are b'RPC1'"),
         (b"SSH-2.0-OpenSSH", "it is not a covey peer: its first bytes are b'SSH-2.0-OpenSSH'"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from covey.core.board import Board
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, HostGone, LinkLost, Restored, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SpokeMindSpore, Ticked
 from covey.core.incidents import Incident, Outcome
 from covey.core.ledger import PHASES
 from covey.core.machine import Machine
@@ -1113,7 +1113,7 @@ def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() ->
 
 
 @pytest.mark.parametrize(
-    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run"), ("worker:0", "process 7 on")]
+    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run yet"), ("worker:0", "process 7 on")]
 )
 def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made = machine(2)
@@ -1121,6 +1121,20 @@ def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made.step(Heard(register("1"), 2), 0.0)
     effects = made.step(Heard(KillAsked(node), 9), 1.0)
     assert not sent(effects, Kill) and isinstance(made.answered, Refused) and why in made.answered.reason
+
+
+def test_a_worker_that_speaks_mindspores_protocol_ends_the_run() -> None:
+    made = ready_agents(max_restarts=3)
+    effects = made.step(SpokeMindSpore("worker:1"), 1.0)
+    reason = "worker:1 runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
+    assert set(sent(effects, Stop)) == {1, 2} and sent(effects, Stop)[1] == Stop(reason, ExitCode.BAD_SETTING)
+    assert phase(made) is Phase.ENDED and not made.step(SpokeMindSpore("worker:0"), 2.0)
+
+
+def test_a_worker_that_called_init_may_speak_mindspores_protocol() -> None:
+    made = ready_agents()
+    made.cluster.heals = True
+    assert not made.step(SpokeMindSpore("worker:1"), 2.0) and phase(made) is Phase.READY
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_counted() -> None:

@@ -16,9 +16,10 @@ from tests.http.serving import a_node, a_view
 
 from covey.cli import main as command
 from covey.cli.completion import SHELLS, script
+from covey.cli.kill import chosen
 from covey.cli.kubernetes import Wish, job_of
 from covey.cli.live import Show
-from covey.cli.look import draw
+from covey.cli.look import draw, node_lines
 from covey.cli.main import verbs
 from covey.cli.parts import unreadable
 from covey.cli.plan import RunPlan
@@ -70,6 +71,7 @@ def test_every_verb_that_prints_has_json() -> None:
         ("statsu", "covey: No such command 'statsu'. Did you mean 'status'?\n"),
         ("status --what", "covey: No such option '--what'.\n"),
         ("logs two", "covey: Invalid value for '[RANK]': 'two' is not a valid integer.\n"),
+        ("kill", "covey: Missing argument 'RANK|NODE'.\n"),
         ("scale", "covey: say how many there are to be: --workers N or --servers N\n"),
         ("scale --workers 2 --servers 2", "covey: one at a time: --workers N first, and --servers N once that is done\n"),
         ("chaos --rate ²/s", "covey: --rate '²/s' is no rate: say 1/3s, 20/m or 2/s\n"),
@@ -170,6 +172,43 @@ def test_names_from_the_wire_are_no_markup_and_move_no_cursor(capsys: pytest.Cap
     draw(msgspec.structs.replace(a_view(node), reason="\x1b]0;x"))
     said = capsys.readouterr().out
     assert r"[/bold]\x1b[2J" in said and r"a\nb" in said and r"\x1b]0;x" in said and "\x1b" not in said
+
+
+def test_nodes_have_a_header_and_a_dash_for_an_unknown_pid() -> None:
+    known = msgspec.structs.replace(a_node(Role.WORKER, 1), pid=4711)
+    header, *lines = node_lines(a_view(a_node(Role.WORKER, 0), known))
+    assert header.split() == ["node", "rank", "role", "host", "state", "step", "doing", "beat", "restarts", "pid"]
+    ends = [(line.split()[0], line.split()[-1]) for line in lines]
+    assert ends == [("scheduler:scheduler--1", "-"), ("worker:worker-0", "-"), ("worker:worker-1", "4711")]
+    assert {line.index("host-a") for line in lines} == {header.index("host")}
+
+
+def test_nodes_are_chosen_by_rank_or_name() -> None:
+    worker, server = a_node(Role.WORKER, 1), a_node(Role.PSERVER, 1)
+    view = a_view(a_node(Role.WORKER, 0), server, worker)
+    assert chosen(view, "1") == chosen(view, "worker:worker-1") == worker
+    assert chosen(view, "pserver:pserver-1") == server
+    assert chosen(view, "scheduler") == chosen(view, "scheduler:scheduler--1") == view.nodes[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ("2", "there is no rank 2: ranks go from 0 to 1"),
+        ("worker:7", "there is no node 'worker:7': covey nodes lists them"),
+        ("worker", "there is no node 'worker': covey nodes lists them"),
+        ("\u00b2", "there is no node '\u00b2': covey nodes lists them"),
+    ],
+)
+def test_a_node_that_is_not_there_is_not_chosen(wanted: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        chosen(a_view(a_node(Role.WORKER, 0), a_node(Role.WORKER, 1)), wanted)
+    assert (str(refused.value), refused.value.exit_code) == (sentence, ExitCode.BAD_SETTING)
+
+
+def test_no_rank_is_chosen_where_there_are_no_workers() -> None:
+    with pytest.raises(UsageError, match="there is no rank 0: the cluster has no workers"):
+        chosen(a_view(), "0")
 
 
 def test_covey_alone_shows_its_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

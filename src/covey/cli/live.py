@@ -214,7 +214,7 @@ def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
     from rich.text import Text
 
     made = Table(pad_edge=False, box=None)
-    for name in ("rank", "role", "host", "state", "step", "doing", "beat", "restarts"):
+    for name in COLUMNS:
         made.add_column(name, justify="right" if name in ("rank", "step", "beat", "restarts") else "left")
     nodes = sorted((n for n in view.nodes if n.role is not Role.SCHEDULER), key=lambda n: (n.alive, n.rank))
     shown = nodes[:rows]
@@ -225,11 +225,12 @@ def table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
     return made
 
 
+COLUMNS = ("rank", "role", "host", "state", "step", "doing", "beat", "restarts")
 STYLES = {"dead": "red", "suspect": "yellow", "waiting": "dim", "left": "dim"}
 
 
 def row(node: NodeView) -> list[str]:
-    """A node as cells of a table."""
+    """A node as cells of a table with these `COLUMNS`."""
     return [
         str(node.rank) if node.rank >= 0 else "-",
         node.role,

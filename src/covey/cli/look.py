@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from covey.cli.live import follow_file, heading, row, table
+from covey.cli.live import COLUMNS, follow_file, heading, row, table
 from covey.cli.patience import waiting
 from covey.cli.visit import Visit
 from covey.cli.visit import look as ask_view
@@ -118,8 +118,16 @@ def nodes(master: str, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(view.nodes).decode())
         return
-    for node in view.nodes:
-        click.echo("  ".join([one_line(node.name), *row(node), f"pid {node.pid}" if node.pid else ""]).rstrip())
+    for line in node_lines(view):
+        click.echo(line)
+
+
+def node_lines(view: ClusterView) -> list[str]:
+    """Return a header and one line per node. The first word is the node's name, the last one its pid, or "-" if unknown."""
+    rows = [["node", *COLUMNS, "pid"]]
+    rows += [[one_line(node.name), *row(node), str(node.pid or "-")] for node in view.nodes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
 def logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:

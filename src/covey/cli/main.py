@@ -96,6 +96,7 @@ def verbs() -> None:
     covey status                     the clusters of this user, or the one there is
     covey top                        the same, live
     covey logs 2 -f                  what rank 2 prints
+    covey kill 2                     kill rank 2, to see the cluster recover
     covey scale --workers 6          change the number of its workers (or of its --servers)
     covey stop                       end it in order
     covey submit train.py -n 4 --image IMAGE      the same on Kubernetes
@@ -132,7 +133,7 @@ def status(master: str, as_json: bool) -> None:
 @MASTER
 @JSON
 def nodes(master: str, as_json: bool) -> None:
-    """List the nodes, one line each."""
+    """List the nodes, one line each, below a header; the last column is the process's number, "-" if it is unknown."""
     from covey.cli import look
 
     look.nodes(master, as_json)
@@ -256,6 +257,18 @@ def stop(master: str, reason: str, as_json: bool) -> None:
     door = look.find(master)
     asyncio.run(ask_to_stop(door, reason))
     say(as_json, f"the cluster at {door.name} ends", address=door.name, reason=reason)
+
+
+@verbs.command(epilog=examples("covey kill 2", "covey kill pserver:0", "covey kill scheduler --json"))
+@MASTER
+@click.argument("node", metavar="RANK|NODE")
+@JSON
+def kill(master: str, node: str, as_json: bool) -> None:
+    """Kill one process (SIGKILL), to see the cluster recover: a rank, a node such as pserver:0, or the scheduler."""
+    from covey.cli.kill import kill as kill_node
+
+    killed, reason = kill_node(master, node)
+    say(as_json, reason, node=killed.name, pid=killed.pid)
 
 
 @verbs.command(epilog=examples("covey scale --workers 6", "covey scale --servers 3 --json"))

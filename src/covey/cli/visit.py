@@ -9,7 +9,20 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Ask, AskStory, Goodbye, Message, Refused, ScaleAsked, Scaling, StopAsked, StoryTold, Told
+from covey.core.messages import (
+    Agreed,
+    Ask,
+    AskStory,
+    Goodbye,
+    KillAsked,
+    Message,
+    Refused,
+    ScaleAsked,
+    Scaling,
+    StopAsked,
+    StoryTold,
+    Told,
+)
 from covey.core.story import Event
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
@@ -185,6 +198,17 @@ async def stop(door: Door, reason: str) -> None:
         answer = await visit.ask(StopAsked(reason))
         if not isinstance(answer, Goodbye):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
+
+
+async def kill(door: Door, node: str) -> str:
+    """Ask for a node's process to be killed; return what was decided."""
+    async with Visit(door) as visit:
+        answer = await visit.ask(KillAsked(node, "asked by covey kill"))
+        if isinstance(answer, Refused):
+            raise PeerError(f"the cluster at {door.name} kills nothing: {answer.reason}", ExitCode.REFUSED)
+        if not isinstance(answer, Agreed):
+            raise PeerError(f"{door.name} gave an answer that makes no sense")
+        return answer.reason
 
 
 async def scale(door: Door, workers: int, servers: int = -1) -> Scaling:

@@ -55,6 +55,12 @@ class HostGone(msgspec.Struct, frozen=True):
     reason: str
 
 
+class SpokeMindSpore(msgspec.Struct, frozen=True):
+    """The process of this worker, or one of its children, speaks MindSpore's own protocol to the scheduler's port."""
+
+    worker: str  # "worker:0"
+
+
 class LeaveAsked(msgspec.Struct, frozen=True):
     """This node is to go: its program ended, or someone asked it to."""
 
@@ -63,5 +69,5 @@ class LeaveAsked(msgspec.Struct, frozen=True):
     error: ScriptError | None = None  # the exception that ended the program
 
 
-SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone
+SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone | SpokeMindSpore
 NodeEvent = LinkMade | LinkLost | SchedulerRefused | Heard | Ticked | LeaveAsked

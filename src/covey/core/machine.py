@@ -20,7 +20,7 @@ import msgspec
 from covey.core import scaling
 from covey.core.asking import Askable
 from covey.core.effects import Level, SchedulerEffect
-from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, SpokeMindSpore, Ticked
 from covey.core.incidents import Outcome, Stage
 from covey.core.messages import (
     Ask,
@@ -98,6 +98,8 @@ class Machine(Askable):
             self._tick()
         elif isinstance(event, HostGone):
             self._host_gone(event)
+        elif isinstance(event, SpokeMindSpore):
+            self._spoke_mindspore(event.worker)
         elif isinstance(event, Restored):
             self._restore(event.records)
         out, self._out = self._out, []
@@ -106,6 +108,13 @@ class Machine(Askable):
     def heard_by(self) -> list[int]:
         """The links of all who are told what becomes of the cluster."""
         return list(self._speakers)
+
+    def _spoke_mindspore(self, worker: str) -> None:
+        """End the run of a MindSpore script: it would wait for a scheduler of MindSpore's for ever. Not if a worker has called
+        covey.init(): such a program trains here, and what else it connects to is its own affair."""
+        if not self.cluster.heals:
+            reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
+            self._end(ExitCode.BAD_SETTING, reason)
 
     # -- living ------------------------------------------------------------------------------------------------------
 

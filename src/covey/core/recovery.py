@@ -253,8 +253,10 @@ def victim(cluster: Cluster, name: str) -> tuple[Member | None, str]:
     if member is None:
         return None, f"there is no node {name[:100]!r}: GET /nodes lists them"
     agent = cluster.agents.get(member.agent)
-    if not member.present or not member.pid:
+    if not member.present:
         return None, f"{name} does not run: it is {member.state}"
+    if not member.pid:
+        return None, f"{name} does not run yet: its process is being started"
     if agent is None or not agent.link:
         where = f"process {member.pid} on {member.host.name}"
         return None, f"no agent keeps {name}, so nobody can kill it from here: it is {where}"

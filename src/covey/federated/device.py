@@ -158,7 +158,8 @@ class Device:
         self.fl_name = fl_name
         self._context = context
         self._patience_s = patience_s
-        self._at = random.randrange(len(self._servers))
+        self._random = random.Random()  # the module's generator belongs to the program, which trains in the same process
+        self._at = self._random.randrange(len(self._servers))
         self._connection: http.client.HTTPConnection | None = None
         self.compressor = Compressor()
         self._done = 0  # the last iteration in which an update of this device was counted
@@ -259,7 +260,7 @@ class Device:
                 self._move_on()
                 if time.monotonic() > limit:
                     raise PeerError(f"no server answered ({where[1]}:{where[2]}: {error})", ExitCode.UNREACHABLE) from None
-                time.sleep(random.uniform(0.02, 0.1))
+                time.sleep(self._random.uniform(0.02, 0.1))
 
     def _request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
         connection = self._connected()

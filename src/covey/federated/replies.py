@@ -25,6 +25,7 @@ class Replies:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._random = random.Random()
         self.refusals: Counter[str] = Counter()  # by the word for why
 
     def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False) -> None:
@@ -77,4 +78,4 @@ class Replies:
         """Until a device should ask again: less than a window, and not the same for all."""
         orders = self._server.orders
         window = orders.plan.update_window_s if orders is not None else 1.0
-        return int(1000 * min(window, 3.0) * (0.5 + random.random()))
+        return int(1000 * min(window, 3.0) * (0.5 + self._random.random()))

@@ -1,4 +1,4 @@
-"""What Python has no word for: who dies with whom, who inherits orphans, whose parent this is, what `ps` shows."""
+"""What Python has no word for: who dies with whom, who inherits orphans, whose parent or connection it is, what `ps` shows."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ def own_children() -> list[int]:
 def tasks(pid: int) -> list[int]:
     """The threads of a process, none if it is gone."""
     return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
+
+
+def holds_connection(pid: int, port: int, to: int) -> bool:
+    """Whether a process, or a descendant of it, has a TCP connection open from this port of its own to port `to`."""
+    import psutil  # here, since the template imports this file and pays for each import
+
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(pid)
+        for process in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                for found in process.net_connections("tcp"):
+                    if found.raddr and (found.laddr.port, found.raddr.port) == (port, to):
+                        return True
+    return False
 
 
 def show_command(argv: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from covey.core.effects import End
 from covey.core.model import ClusterSettings
 from covey.core.recovery import ladder
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.node import security
+from covey.node import host, security
 from covey.node.commits import RETRY_DISK_S, HandedOver, SteppedDown, Term
 from covey.node.leading import Leading, Over, end_predecessor
 from covey.node.log import log
@@ -202,6 +202,7 @@ class Office:
         place = Place(
             address=sockets.address,
             host=socket.gethostname(),
+            host_id=host.here(settings.host_id, "").id,
             node_id=settings.node_id or "sched",
             manage_port=sockets.manage_port,
             log_dir=kept.log_dir if kept is not None else "",

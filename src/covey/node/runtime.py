@@ -95,7 +95,8 @@ class NodeRuntime:
         self._connecting: asyncio.Task[None] | None = None
         self.address = wish.host.address  # by which others reach this node: MS_WORKER_IP, else that of the link
         self._fixed_address = bool(wish.host.address)
-        self._machine = NodeMachine(wish, settings, jitter=random.random, now=self._loop.time())
+        # The module's generator belongs to the program, which draws from it in the same process.
+        self._machine = NodeMachine(wish, settings, jitter=random.Random().random, now=self._loop.time())
         self._do(Ticked())
 
     @property

@@ -22,7 +22,7 @@ import msgspec
 
 from covey.clock import wall
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, Ticked
+from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, SpokeMindSpore, Ticked
 from covey.core.incidents import Incident
 from covey.core.machine import Machine
 from covey.core.messages import (
@@ -46,6 +46,7 @@ from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
+from covey.node import kernel
 from covey.node.commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
 from covey.node.followers import Followers
 from covey.node.lines import Lines
@@ -59,6 +60,7 @@ from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
 WAITING_EFFECTS_MAX: Final = 1_000_000
+OWNER_EVERY_S: Final = 1.0  # at most so often it is looked up whose a connection is: that takes milliseconds
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
 PULSES: Final = 4  # in the silence after which nodes look for another leader
@@ -70,6 +72,7 @@ class Place(msgspec.Struct, frozen=True):
 
     address: str
     host: str
+    host_id: str = ""
     node_id: str = "sched"
     manage_port: int = 0
     log_dir: str = ""
@@ -108,6 +111,7 @@ class Scheduler:
         self._turn: asyncio.Task[None] | None = None
         self._told = (Phase.FORMING, 0)
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
+        self._owner_asked_at = -OWNER_EVERY_S
         self._started_at = wall()
         self._ended: asyncio.Future[End] | None = None
         self._machine: Machine | None = None
@@ -126,7 +130,12 @@ class Scheduler:
         self._teller.story.take_over(self._journal.story() if self._journal is not None else ())
         self._step(Restored(records))
         self.cluster_id = self._machine.cluster.cluster_id
-        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls = {
+            "on_open": self._opened,
+            "on_message": self._heard,
+            "on_close": self._closed,
+            "on_mindspore": self._heard_mindspore,
+        }
         token, silence_s = self._term.token, self._term.silence_s
         listener = Listener(sockets, self._secret, self._context, token=token, silence_s=silence_s, **calls)
         await listener.open()
@@ -379,6 +388,24 @@ class Scheduler:
             await self._commits.write([told])
         except StoreError as error:
             log.warning("%s", error)
+
+    def _heard_mindspore(self, link: Link) -> None:
+        """Find out whether a worker of this cluster speaks MindSpore's protocol to this port, and tell the machine.
+
+        Anyone who reaches the port can send these bytes, so they alone end nothing. They count if the other end of the
+        connection is open in a process of a worker that an agent started on this host, or in a child of it: only the run
+        itself, or a user who could kill it, can bring that about. Workers on other hosts cannot be looked at from here, but
+        those on this one run the same script.
+        """
+        now = time.monotonic()
+        if link.local_address() != link.peer or now - self._owner_asked_at < OWNER_EVERY_S:
+            return
+        self._owner_asked_at = now
+        for member in self.machine.cluster.of(Role.WORKER):
+            here = member.agent and member.present and member.pid and member.host.id == self.place.host_id
+            if here and kernel.holds_connection(member.pid, link.port, link.local_port()):
+                self._step(SpokeMindSpore(member.name))
+                return
 
     def _stranger(self, link: Link, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""

@@ -60,6 +60,7 @@ class Reflector:
         self.listeners = [on_change] if on_change is not None else []
         self._things: dict[Key, Thing] = {}
         self._version = ""
+        self._random = random.Random()
 
     def __iter__(self) -> Iterator[Thing]:
         return iter(self._things.values())
@@ -105,7 +106,7 @@ class Reflector:
             except (msgspec.DecodeError, KeyError, TypeError) as error:
                 log.warning("%s: not understood (%s), listing again", self.kind.plural, error)
                 self._version = ""
-            await asyncio.sleep(wait * random.uniform(0.8, 1.2))
+            await asyncio.sleep(wait * self._random.uniform(0.8, 1.2))
             wait = min(wait * 2, BACKOFF_MAX_S)
 
     async def _list(self) -> None:

@@ -128,6 +128,7 @@ class Data:
         """Every micro-batch of a share from a step to the end of its epoch: as with torch, loader workers see in each epoch
         what the program has made of its data set (`set_epoch`). Those that are to stay alive go on to the last."""
         torch = torch_module()
+        # torch's loader draws its base seed from the program's generator, which `Walk.take` seeds before the program draws.
         numbers = Numbers(share, first, all_epochs=self.lasting)
         return iter(torch.utils.data.DataLoader(Seeded(self.dataset, share), batch_sampler=numbers, **self.options))
 

@@ -1,13 +1,15 @@
 """The first lines of a connection: who speaks, which protocol, and the proof of a shared secret. No I/O.
 
-    both at once:   covey/1                     the node
+    first:          covey/1                     the node
                     covey/1 NONCE secret        the scheduler ("open" instead of "secret" where none is asked for)
     then the node:  NONCE PROOF
     the scheduler:  ok PROOF CLOCK TOKEN SILENCE    or: no SENTENCE
 
 A proof is an HMAC over both nonces; the secret itself is never sent, and both sides prove that they know it. The lines are
-text, so that `telnet HOST PORT` shows what answers there, and both sides speak first, so that a peer that expected TLS or
-something else altogether is known at once. Frames follow.
+text, so that `telnet HOST PORT` shows what answers there, and a node does not wait for the scheduler's line, so that a peer
+that expected TLS or something else altogether is known at once. The scheduler's line follows the peer's first bytes, or a
+second of silence, because a node of MindSpore's closes a connection over which it is greeted before it has said what it is.
+Frames follow.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from covey.errors import ExitCode, PeerError
 
 LINE_MAX: Final = 2048  # bytes; a peer that sends more before its first newline is not covey
 _MAGIC: Final = b"covey/"
+_MINDSPORE: Final = b"RPC0"  # begins every message between MindSpore's own processes
 _HTTP: Final = (b"GET ", b"POST ", b"PUT ", b"HEAD ", b"OPTIONS ", b"DELETE ", b"PATCH ", b"CONNECT ", b"TRACE ", b"HTTP/")
+
+SPEAKS_MINDSPORE: Final = (
+    "it speaks MindSpore's own protocol, not covey's: start a MindSpore script with covey run --framework mindspore"
+)
 
 
 class GreetingError(PeerError):
@@ -154,6 +161,11 @@ class ClientGreeting:
             raise GreetingError("the scheduler's answer to the greeting makes no sense") from None
 
 
+def is_mindspore(heard: bytes) -> bool:
+    """Whether these first bytes are those of a node of MindSpore's."""
+    return heard.startswith(_MINDSPORE)
+
+
 def _proof(secret: str, speaker: str, server_nonce: str, client_nonce: str) -> str:
     text = f"covey/{PROTOCOL}|{speaker}|{server_nonce}|{client_nonce}"
     return hmac.digest(secret.encode(), text.encode("utf-8", "replace"), "sha256").hex()
@@ -169,6 +181,8 @@ def _refuse_strangers(heard: bytes) -> None:
         if b"\n" not in heard[:LINE_MAX] and len(heard) > LINE_MAX:
             raise GreetingError("its greeting has no end")
         return
+    if is_mindspore(heard):
+        raise GreetingError(SPEAKS_MINDSPORE)
     if heard[:1] == b"\x16" and (len(heard) < 2 or heard[1:2] == b"\x03"):
         raise GreetingError("it speaks TLS, and this side does not: give both sides the same TLS settings")
     if heard.startswith(_HTTP):

@@ -26,9 +26,10 @@ from covey.errors import PeerError
 from covey.wire import address, tls
 from covey.wire.address import BACKLOG
 from covey.wire.frames import Frames, frame, from_agent, from_node, from_scheduler
-from covey.wire.greeting import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
+from covey.wire.greeting import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting, is_mindspore
 
 GREETING_S: Final = 10.0
+HOLD_S: Final = 1.0  # for a caller's first bytes, after which it is greeted all the same; covey's nodes send theirs at once
 CONNECT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
 SILENT_MAX: Final = 2 * BACKLOG  # a whole queue of the kernel's is accepted before anybody's first word is read
@@ -68,11 +69,13 @@ class NobodyListens(PeerError):
 
 
 class Link(asyncio.Protocol):
-    """Both ends. `on_open`, `on_message` and `on_close` are called in the loop, in that order."""
+    """Both ends. `on_open`, `on_message` and `on_close` are called in the loop, in that order. `on_mindspore` is called for a
+    peer that speaks MindSpore's protocol, while the connection is still open."""
 
     __slots__ = (
         "_frames",
         "_greeting",
+        "_held",
         "_limit",
         "_transport",
         "clock",
@@ -80,8 +83,10 @@ class Link(asyncio.Protocol):
         "misbehaved",
         "on_close",
         "on_message",
+        "on_mindspore",
         "on_open",
         "peer",
+        "port",
         "reason",
         "refused",
         "silence_s",
@@ -98,12 +103,14 @@ class Link(asyncio.Protocol):
         on_open: Callable[[Link], None],
         on_message: Callable[[Link, Any], None],
         on_close: Callable[[Link, str], None],
+        on_mindspore: Callable[[Link], None] = lambda link: None,
     ) -> None:
         self.id = 0
         self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
         self.token = 0  # at a node: the scheduler's, as its leader
         self.silence_s = -1.0  # at a node: of the scheduler, after which another one is looked for
         self.peer = ""
+        self.port = 0  # of the other side
         self.silent: Silent[Link] = Silent(0)  # at a listener: all that never said a word
         self.reason = ""
         self.misbehaved = False  # it sent what no peer sends
@@ -112,10 +119,12 @@ class Link(asyncio.Protocol):
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
+        self.on_mindspore = on_mindspore
         self._greeting: ServerGreeting | ClientGreeting | None = greeting
         self._frames = Frames(decoder)
         self._transport: asyncio.Transport | None = None
         self._limit: asyncio.TimerHandle | None = None
+        self._held: asyncio.TimerHandle | None = None  # at a listener: its greeting, for `HOLD_S` or until the caller speaks
 
     @property
     def greeted(self) -> bool:
@@ -127,15 +136,24 @@ class Link(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         if name and name == transport.get_extra_info("sockname"):
             return self._met_itself(transport.get_extra_info("socket"))
-        self.peer = name[0] if isinstance(name, tuple) else str(name or "?")
+        self.peer, self.port = name[:2] if isinstance(name, tuple) else (str(name or "?"), 0)
         tune(transport.get_extra_info("socket"))
         if (oldest := self.silent.join(self)) is not None:
             oldest.abort(CROWDED)
-        self._limit = asyncio.get_running_loop().call_later(GREETING_S, self._too_late)
+        loop = asyncio.get_running_loop()
+        self._limit = loop.call_later(GREETING_S, self._too_late)
+        self._held = loop.call_later(HOLD_S, self._open) if isinstance(self._greeting, ServerGreeting) else None
+        return self._open() if self._held is None else None
+
+    def _open(self) -> None:
+        """Send the greeting's first line."""
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
         assert self._greeting is not None
-        if isinstance(self._greeting, ClientGreeting) and isinstance(name, tuple) and not address.is_loopback(self.peer):
+        if isinstance(self._greeting, ClientGreeting) and self.port and not address.is_loopback(self.peer):
             self._greeting.insist()  # every listener beyond loopback requires a secret, also if none was configured
-        return self._write(self._greeting.opening())
+        self._write(self._greeting.opening())
 
     def _met_itself(self, sock: Any) -> None:
         """A call to a free port of the outgoing range can be answered by its own socket, and must not keep the port busy."""
@@ -158,8 +176,9 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.silent.leave(self)
-        if self._limit is not None:
-            self._limit.cancel()
+        for timer in (self._limit, self._held):
+            if timer is not None:
+                timer.cancel()
         reason = self.reason or self._why(exc)
         self._transport = None
         self.on_close(self, reason)
@@ -200,9 +219,18 @@ class Link(asyncio.Protocol):
         assert self._transport is not None
         return str(self._transport.get_extra_info("sockname")[0])
 
+    def local_port(self) -> int:
+        """The port at this side."""
+        assert self._transport is not None
+        return int(self._transport.get_extra_info("sockname")[1])
+
     def _greet(self, data: bytes) -> bytes:
         greeting = self._greeting
         if isinstance(greeting, ServerGreeting):
+            if is_mindspore(data):
+                self.on_mindspore(self)
+            elif self._held is not None:
+                self._open()
             done = greeting.feed(data, wall())
             if done is None:
                 return b""

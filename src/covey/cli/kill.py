@@ -1,0 +1,60 @@
+"""The verb `kill`: SIGKILL for one process of a cluster, as a fault would end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from covey.cli import look
+from covey.cli.visit import kill as ask_to_kill
+from covey.core.model import Role
+from covey.core.view import ClusterView, NodeView
+from covey.errors import ExitCode, PeerError, UsageError
+from covey.node.log import one_line
+from covey.store import registry
+
+
+def kill(master: str, wanted: str) -> tuple[NodeView, str]:
+    """Kill the process of a rank, of a node such as pserver:0, or of the scheduler; return the node and what was done."""
+    door = look.find(master)
+    view = look.look(door)
+    node = chosen(view, wanted)
+    if node.role is Role.SCHEDULER:
+        return node, _kill_scheduler(view, node)
+    if not node.agent:
+        sentence = f"{node.name} was not started by covey run, so no agent can kill it: kill process {node.pid} on {node.host}"
+        raise PeerError(one_line(sentence), ExitCode.REFUSED)
+    return node, asyncio.run(ask_to_kill(door, node.name))
+
+
+def chosen(view: ClusterView, wanted: str) -> NodeView:
+    """Return the node that a rank or a name stands for."""
+    if wanted.isdecimal():
+        workers = {node.rank: node for node in view.nodes if node.role is Role.WORKER}
+        if int(wanted) not in workers:
+            ranks = f"ranks go from 0 to {max(workers)}" if workers else "the cluster has no workers"
+            raise UsageError(f"there is no rank {wanted}: {ranks}")
+        return workers[int(wanted)]
+    for node in view.nodes:
+        if wanted == node.name or (wanted == "scheduler" and node.role is Role.SCHEDULER):
+            return node
+    raise UsageError(f"there is no node {wanted[:100]!r}: covey nodes lists them")
+
+
+def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
+    """No agent holds a scheduler. It is killed from here if it is a process of this user on this host."""
+
+    def is_ours() -> bool:
+        return any((entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in registry.running())
+
+    try:
+        process = os.pidfd_open(node.pid)
+    except OSError:
+        process = -1
+    if process < 0 or not is_ours():  # asked after it was opened: what is killed is the process that the registry names
+        sentence = f"the scheduler is process {node.pid} on {node.host}, and none of yours on this host: kill it there"
+        raise PeerError(one_line(sentence), ExitCode.REFUSED)
+    signal.pidfd_send_signal(process, signal.SIGKILL)
+    os.close(process)
+    return f"process {node.pid} of {node.name} on {one_line(node.host)} is killed"
