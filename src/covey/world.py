@@ -22,6 +22,7 @@ from covey.settings import load, require_raw, suspects
 from covey.train.group import Group
 
 SEED_MAX: Final = 2**32 - 1
+FL_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
 
 
 class _World:
@@ -47,6 +48,8 @@ def init() -> None:
         return
     say_plainly()
     try:
+        if sentence := _federated():
+            raise UsageError(sentence)
         loaded = load(os.environ)
         settings = loaded.settings
         if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
@@ -59,8 +62,8 @@ def init() -> None:
                 _stay_behind()
             role = Role.SPARE if is_spare() else settings.role
             configure(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
-            for sentence in suspects(os.environ):
-                log.warning("%s", sentence)
+            for remark in suspects(os.environ):
+                log.warning("%s", remark)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
             node = Node(settings, door(settings))
@@ -167,7 +170,18 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _federated() -> str:
+    """Return why this process has no rank: it is one of a federated cluster. Return "" if it is none."""
+    if "covey.federated.context" not in sys.modules and FL_VARIABLE not in os.environ:
+        return ""  # the import needs numpy
+    from covey.federated import context
+
+    return context.needs_run() if context.enabled() else ""
+
+
 def _joined() -> _World:
     if not _world.ready:
+        if sentence := _federated():
+            raise UsageError(sentence)
         raise UsageError("call covey.init() first: before it this process has no rank")
     return _world

@@ -42,7 +42,9 @@ def test_every_key_has_its_documented_default_and_takes_it() -> None:
     covey.set_fl_context(**DOCUMENTED)
 
 
-def test_the_seeds_call() -> None:
+def test_the_seeds_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{}")
     covey.set_fl_context(
         enable_fl=True, server_mode="FEDERATED_LEARNING", ms_role="MS_SERVER", server_num=4, scheduler_ip="192.168.216.124",
         scheduler_port=6667, fl_server_port=6668, fl_name="LeNet", scheduler_manage_port=11202,
@@ -73,6 +75,12 @@ def test_the_seeds_call() -> None:
         ("server_mode", "HYBRID_TRAINING", "not built yet"),
         ("worker_num", 1, "HYBRID_TRAINING"),
         ("server_num", 129, "up to 128"),
+        ("server_num", 0, "server_num must be a whole number from 1 to 128, not 0"),
+        (
+            "config_file_path",
+            "./no/config.json",
+            "config_file_path=./no/config.json is not a file: give the path of config.json",
+        ),
         ("enable_fl_client", True, "covey.federated.Device"),
         ("download_compress_type", "TOP_K", "NO_COMPRESS or QUANT"),
         ("durability", "cloud", "none, process, host, disk"),

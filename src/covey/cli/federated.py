@@ -19,7 +19,7 @@ from covey.cli.simulate import simulate
 from covey.cli.visit import stop as ask_to_stop
 from covey.core.words import many
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated.context import Value, check, from_text
+from covey.federated.context import Value, check, check_file, from_text
 from covey.federated.updates import DURABILITIES
 from covey.settings import shown
 from covey.store import registry
@@ -116,6 +116,7 @@ def up(
     }
     for key, value in shared.items():
         check(key, value)
+    check_file(shared)
     start = f"{os.getpid()}_" if join else ""
     roles = [] if join else [Role("scheduler", "20", {**shared, "ms_role": "MS_SCHED"})]
     for number in range(servers):

@@ -7,11 +7,13 @@ replaced in silence.
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import functools
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from covey.errors import UsageError
 from covey.federated import compress
 from covey.federated.updates import DURABILITIES
 
-VARIABLE = "COVEY_FL_CONTEXT"
+VARIABLE = "COVEY_FL_CONTEXT"  # `covey.world` knows it too
 HOST_MAX = 100
 PORT_MAX = 65535
 NUMBER_MAX = 2**53  # which every language can be told
@@ -149,6 +151,8 @@ class _Context:
 
     def __init__(self) -> None:
         self.chosen: dict[str, Value] = {}
+        self.answered = False  # `covey.federated.run` was called, or an error was raised
+        self.watched = False  # the end of the process checks `answered`
 
     def __repr__(self) -> str:
         shown = (f"{key}={'***' if key in PASSWORDS else repr(value)}" for key, value in self.chosen.items())
@@ -159,11 +163,51 @@ _context = _Context()
 
 
 def set_fl_context(**kwargs: Value) -> None:
-    """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.federated.run`."""
+    """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.federated.run`.
+
+    A `config_file_path` that is not a file, and a `server_num` of 0 unless the call has enable_fl=False, are not allowed.
+    """
     if RECONSTRUCT_MISSPELLED in kwargs:
         kwargs["reconstruct_secrets_threshold"] = kwargs.pop(RECONSTRUCT_MISSPELLED)
     checked = {key: check(key, value) for key, value in kwargs.items()}
+    check_file(checked)
+    if checked.get("server_num") == 0 and checked.get("enable_fl") is not False:
+        raise _refused(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
     _context.chosen.update(checked)
+    if enabled() and not _context.watched:
+        _context.watched = True
+        atexit.register(_say_unanswered)
+
+
+def _refused(sentence: str) -> UsageError:
+    """Return the error for a bad key or value. The script prints it, so its end says nothing more."""
+    _context.answered = True
+    return UsageError(sentence)
+
+
+def enabled() -> bool:
+    """Return whether the script or `covey federated up` made this process a scheduler or server of a federated cluster."""
+    return bool(_context.chosen.get("enable_fl")) or bool(os.environ.get(VARIABLE))
+
+
+def needs_run() -> str:
+    """Return the sentence for a script that calls something else than `covey.federated.run`."""
+    _context.answered = True
+    return (
+        f"set_fl_context(enable_fl=True) makes this process a federated {text('ms_role')}: call covey.federated.run(model), "
+        "which takes the place of covey.init() and of the training (docs/federated.md)"
+    )
+
+
+def ran() -> None:
+    """Note that `covey.federated.run` was called."""
+    _context.answered = True
+
+
+def _say_unanswered() -> None:
+    """At the end of the process. An error that ended the script was printed already."""
+    if enabled() and not _context.answered and not hasattr(sys, "last_type"):
+        print(f"covey: the script ended without a federated cluster: {needs_run()}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def get_fl_context(key: str) -> Value:
@@ -189,7 +233,7 @@ def _key(key: str) -> Key:
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
-        raise UsageError(f"fl_context has no key {key}: {hint}")
+        raise _refused(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 
@@ -201,14 +245,23 @@ def check(key: str, value: object) -> Value:
     shown = type(value).__name__ if key in PASSWORDS else repr(value)
     if type(value) is not wanted:  # exactly: True is an int to Python, and no port
         word = {bool: _FLAG, int: "a whole number", float: "a number", str: _TEXT}[wanted]
-        raise UsageError(f"set_fl_context: {key} must be {word}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be {word}, not {shown}")
     if (isinstance(value, float) and not math.isfinite(value)) or not found.fits(value):
-        raise UsageError(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if isinstance(value, int) and value > NUMBER_MAX:
-        raise UsageError(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
     if value in found.later:
-        raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
+        raise _refused(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
+
+
+def check_file(values: Mapping[str, Value]) -> None:
+    """Raise `UsageError` if `config_file_path` is given and is not a file."""
+    path = str(values.get("config_file_path", ""))
+    if path and not Path(path).is_file():
+        raise _refused(
+            f"set_fl_context: config_file_path={path} is not a file: give the path of config.json, or leave the key out"
+        )
 
 
 def from_text(key: str, text: str) -> Value:
