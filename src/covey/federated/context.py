@@ -151,7 +151,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.chosen: dict[str, Value] = {}
-        self.answered = False  # `covey.federated.run` was called, or a sentence said that it is needed
+        self.answered = False  # `covey.federated.run` was called, or an error was raised
         self.watched = False  # the end of the process checks `answered`
 
     def __repr__(self) -> str:
@@ -172,11 +172,17 @@ def set_fl_context(**kwargs: Value) -> None:
     checked = {key: check(key, value) for key, value in kwargs.items()}
     check_file(checked)
     if checked.get("server_num") == 0 and checked.get("enable_fl") is not False:
-        raise UsageError(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
+        raise _refused(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
     _context.chosen.update(checked)
     if enabled() and not _context.watched:
         _context.watched = True
         atexit.register(_say_unanswered)
+
+
+def _refused(sentence: str) -> UsageError:
+    """Return the error for a bad key or value. The script prints it, so its end says nothing more."""
+    _context.answered = True
+    return UsageError(sentence)
 
 
 def enabled() -> bool:
@@ -227,7 +233,7 @@ def _key(key: str) -> Key:
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
-        raise UsageError(f"fl_context has no key {key}: {hint}")
+        raise _refused(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 
@@ -239,13 +245,13 @@ def check(key: str, value: object) -> Value:
     shown = type(value).__name__ if key in PASSWORDS else repr(value)
     if type(value) is not wanted:  # exactly: True is an int to Python, and no port
         word = {bool: _FLAG, int: "a whole number", float: "a number", str: _TEXT}[wanted]
-        raise UsageError(f"set_fl_context: {key} must be {word}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be {word}, not {shown}")
     if (isinstance(value, float) and not math.isfinite(value)) or not found.fits(value):
-        raise UsageError(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if isinstance(value, int) and value > NUMBER_MAX:
-        raise UsageError(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
     if value in found.later:
-        raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
+        raise _refused(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
 
 
@@ -253,7 +259,7 @@ def check_file(values: Mapping[str, Value]) -> None:
     """Raise `UsageError` if `config_file_path` is given and is not a file."""
     path = str(values.get("config_file_path", ""))
     if path and not Path(path).is_file():
-        raise UsageError(
+        raise _refused(
             f"set_fl_context: config_file_path={path} is not a file: give the path of config.json, or leave the key out"
         )
 
