@@ -57,6 +57,32 @@ bench: $(STAMP)
 peers: $(STAMP)
 	$(BIN)/python -m bench.peers
 
+# -- the newest torch: what `pip install torch` brings, a CUDA build on Linux; the pin is in constraints-newest.txt --------
+
+NEWEST := .venv-newest
+NEWEST_STAMP := $(NEWEST)/.installed
+NEWEST_GB := 10
+TRAINING := $(addprefix tests/unit/test_,$(addsuffix .py,checkpoint child course doors_parts embedding_calls following keeping \
+	model sharded_parts state stream_parts transfer)) $(addprefix tests/processes/test_,$(addsuffix .py,template healing sharded \
+	spares elastic growing doors torchrun_scripts stream run))
+.PHONY: test-newest-torch run-newest-torch
+
+$(NEWEST_STAMP): pyproject.toml constraints-newest.txt | $(STAMP)
+	@$(PYTHON) -m venv --clear --without-pip $(NEWEST)
+	@echo "installing $$(grep ^torch constraints-newest.txt), covey and its tools into $(NEWEST) ..."
+	@$(BIN)/python -m pip --python $(NEWEST)/bin/python install --quiet --disable-pip-version-check -c constraints-newest.txt -e '.[dev]'
+	@touch $@
+
+# the training tests; a failure is not run again
+test-newest-torch:
+	@free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); \
+	if [ ! -e $(NEWEST_STAMP) ] && [ "$$free" -lt $(NEWEST_GB) ]; then \
+		echo "make test-newest-torch is skipped: $(NEWEST) needs $(NEWEST_GB) GB of free disk, and $$free GB are free here"; \
+	else $(MAKE) --no-print-directory run-newest-torch; fi
+
+run-newest-torch: $(NEWEST_STAMP)
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist worksteal --durations 10 $(TRAINING)
+
 # -- proof: docs/proof.md says what these have found -----------------------------------------------------------------
 
 # Each part takes MINUTES. FROM is the first seed of the simulation.
@@ -120,4 +146,4 @@ manifests: $(STAMP)
 	$(BIN)/python -m covey.operator.manifests > deploy/v1/covey-operator.yaml
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage mutants
+	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage mutants

@@ -238,6 +238,26 @@ def torch_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]
     nursery.close()
 
 
+def test_child_with_an_optimizer_prints_what_python_prints(torch_nursery: Nursery) -> None:
+    """torch's first optimizer imports triton in a CUDA build, and triton checks for leaks at the interpreter's end."""
+    script = torch_nursery.script(
+        """
+        import os, torch
+
+        class Held:
+            def __del__(self, write=os.write):
+                write(2, b"destroyed\\n")
+
+        held = Held()
+        torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()).step()
+        print("stepped")
+        """,
+        "optimizer.py",
+    )
+    result = torch_nursery.run("optimizer", script)
+    assert (result.exit.code, result.said) == (0, "stepped\ndestroyed\n")
+
+
 def test_eight_torch_children_at_once(torch_nursery: Nursery) -> None:
     """Each with random numbers of its own and the threads it would have had alone, in a template that never computed."""
     script = torch_nursery.script(

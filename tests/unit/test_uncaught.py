@@ -61,6 +61,8 @@ def test_exit_and_interrupt_are_not_described(source: str) -> None:
 def test_error_of_covey_is_described_in_one_sentence() -> None:
     found = uncaught.describe(UsageError("--n 0 is invalid: expected 1 or more"), None)
     assert found is not None and found.traceback == "covey: --n 0 is invalid: expected 1 or more"
+    large = uncaught.describe(UsageError("begin" + "x" * 1_000_000), None)
+    assert large is not None and large.traceback.startswith("covey: begin")
 
 
 def test_large_exception_keeps_its_kind_frames_and_beginning() -> None:

@@ -36,7 +36,7 @@ def describe(error: BaseException, trace: TracebackType | None, step: int = -1, 
         return None
     text = _text(error)
     if isinstance(error, CoveyError):
-        printed = f"covey: {text}"
+        printed = f"covey: {text[:PART_MAX]}"
     else:
         parts = traceback.TracebackException(type(error), error, trace).format()
         printed = "".join(part if len(part) <= PART_MAX else part[:PART_MAX] + "...\n" for part in parts)
