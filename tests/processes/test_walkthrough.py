@@ -29,7 +29,8 @@ import psutil
 import pytest
 from tests.documents import PAGES, ROOT, blocks
 from tests.processes.harness import Processes, until
-from tests.processes.network import Hosts, hosts_possible
+from tests.processes.network import Hosts
+from tests.requirements import CURL, HOSTS, require
 
 DEADLINE_S = 240.0  # for any one command: some start nine interpreters that import torch
 PAUSE_S = 0.03
@@ -126,14 +127,13 @@ class Terminal:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if not hosts_possible():
-        pytest.skip("network namespaces need root")
+    require(*HOSTS)
     with Hosts(f"walk{os.getpid()}", network="10.0.0") as made:
         yield made
 
 
 def cloned(home: Path) -> Path:
-    """What lies in a clone after `make install`: .venv is that of the tests."""
+    """What lies in a clone after `make run`: .venv is that of the tests."""
     home.mkdir()
     for name in CLONED:
         here = ROOT / name
@@ -151,6 +151,8 @@ TYPED = {str(page.relative_to(ROOT)): typed for page in PAGES if (typed := comma
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", TYPED)
 def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> None:
+    if any("curl " in command.typed for command in TYPED[page]):
+        require(CURL)
     processes, terminals = Processes(tmp_path), dict[str, Terminal]()
     clones = [cloned(tmp_path / f"host_{number}") for number in (1, 2)]
 
