@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
 from hypothesis import settings
 from tests.requirements import require
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # a test must not pass only if the caller exports it
 settings.register_profile("patient", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("patient")
 
