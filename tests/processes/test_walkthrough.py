@@ -178,27 +178,25 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> No
         processes.end()
 
 
-# What the first script of a page takes as given.
-GIVEN = {
-    "README.md": """
-import torch
-def batches_of(rank, world):
-    return [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(3)]
-""",
-    "docs/healing.md": """
-import torch
-dataset = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
-""",
-}
-
-
-@pytest.mark.parametrize("page", GIVEN)
-def test_the_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
+def run_first_script(page: str, folder: Path, *words: str) -> str:
+    """Run the first Python block of a page, exactly as it is printed, with these words in front; return its output."""
     script = next(block.text for block in blocks(ROOT / page) if block.language == "python")
-    (tmp_path / "train.py").write_text(GIVEN[page] + script)
-    processes = Processes(tmp_path)
+    (folder / "train.py").write_text(script)
+    processes = Processes(folder)
     try:
-        process = processes.start([sys.executable, "train.py"])
+        process = processes.start([*words, "train.py"])
         assert process.wait(DEADLINE_S) == 0, process.tail()
+        return process.text()
     finally:
         processes.end()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/healing.md"])
+def test_the_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
+    run_first_script(page, tmp_path, sys.executable)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/healing.md"])
+def test_the_first_script_of_a_page_runs_with_four_workers(page: str, tmp_path: Path) -> None:
+    text = run_first_script(page, tmp_path, "covey", "run", "-n", "4", "--log-dir", "logs")
+    assert "covey: all 4 workers finished" in text

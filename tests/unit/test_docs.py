@@ -36,6 +36,11 @@ def test_every_room_names_its_files_on_its_first_page() -> None:
     assert files and [str(path) for path in files if f"`{path.stem}`" not in maps[path.parent]] == []
 
 
+def test_contributing_lists_every_make_target() -> None:
+    targets = re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.MULTILINE)
+    assert targets and [name for name in targets if f"| `make {name}" not in text("CONTRIBUTING.md")] == []
+
+
 def test_every_exit_code_is_documented() -> None:
     assert [code for code in ExitCode if f"| {int(code)} |" not in text("docs/errors.md")] == []
 
