@@ -44,7 +44,7 @@ test: $(STAMP)
 
 # The parts that start no cluster of processes, and the first seeds of the simulation.
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/scenarios tests/simulation/test_seeds.py --seeds 40
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/scenarios tests/simulation/test_seeds.py::test_world --seeds 40
 
 # On new machines, made with debootstrap: needs root. The file says what SUITES, USERS, COMMANDS and KEEP choose.
 test-fresh:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
+import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -81,7 +84,8 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "line"), commands(), ids=lambda text: text)
-def test_a_command_of_the_documents_can_be_typed(name: str, line: str) -> None:
+def test_a_command_of_the_documents_can_be_typed(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as in an activated .venv
     words = shlex.split(line)[1:]
     if words[0] == "run":
         parse(words[1:], {}, cpu_count=2, gpu_count=0)
