@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import psutil
 from tests.operator.cluster import Kubernetes, replica
 from tests.operator.cluster import job as msjob_of
-from tests.operator.server import HOW, Server, binaries, start
+from tests.operator.server import Server, start
+from tests.requirements import API_SERVER
 
 from bench import peers
 from bench.process import take_along
@@ -296,8 +297,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="a fifth of the jobs, once: to see that it works")
     quick = parser.parse_args().quick
-    if binaries() is None:  # no failure: the other benchmarks go on
-        print(f"the operator's benchmark is left out: {HOW}", file=sys.stderr)
+    if not API_SERVER.available:  # no failure: the other benchmarks go on
+        print(f"the operator's benchmark is left out: {API_SERVER.reason}", file=sys.stderr)
         return
     about = machine()
     with tempfile.TemporaryDirectory() as folder:

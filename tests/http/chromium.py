@@ -8,20 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from playwright.sync_api import sync_playwright
 from tests.processes.harness import until
+from tests.requirements import CHROMIUM, require
 
-CHROMIUM = shutil.which("chromium") or ""
 WAIT_MS = 60_000
 
 
 def browsers() -> Iterator[Any]:
     """The body of a fixture."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM:
-        pytest.skip("chromium is not installed here")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    require(CHROMIUM)
+    with sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         yield chromium
         chromium.close()
 

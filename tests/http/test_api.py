@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import TOKEN, Shown, a_node, a_view, client, dial, read_to_end, serving
+from tests.requirements import CURL, needs
 
 from covey.console.api import BODY_MAX
 from covey.console.replies import ASKED, REASON_MAX
@@ -88,6 +89,7 @@ def test_state_is_told_in_the_seeds_words(source: Shown, http: httpx2.Client, ph
     }
 
 
+@needs(CURL)
 def test_the_seeds_curl_line_works_as_it_stands(port: int) -> None:
     command = ["curl", "-i", "-s", "--noproxy", "*", "-X", "GET", f"http://127.0.0.1:{port}/nodes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

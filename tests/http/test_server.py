@@ -21,6 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
+from tests.requirements import IPV6, needs
 
 from covey.console import standby
 from covey.console.server import Limits, Server
@@ -220,12 +221,9 @@ def test_stopping_what_never_started_and_stopping_twice_are_fine() -> None:
     asyncio.run(life())
 
 
+@needs(IPV6)
 def test_it_serves_on_ipv6() -> None:
-    try:
-        sock = bound("::1")
-    except OSError:
-        pytest.skip("this machine has no ::1")
-    with serving(Shown(a_view()), sock=sock) as port, client(port, "[::1]") as http:
+    with serving(Shown(a_view()), sock=bound("::1")) as port, client(port, "[::1]") as http:
         assert http.get("/nodes").status_code == 200
 
 

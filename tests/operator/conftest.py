@@ -11,12 +11,12 @@ import pytest
 from tests.operator import server as servers
 from tests.operator.cluster import Kubernetes, running
 from tests.operator.server import Server
+from tests.requirements import API_SERVER, require
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
-    if servers.binaries() is None:
-        pytest.skip(servers.HOW)
+    require(API_SERVER)
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     base = tmp_path_factory.getbasetemp()
     return servers.shared(base.parent if worker else base, os.getppid() if worker else os.getpid())

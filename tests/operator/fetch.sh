@@ -70,8 +70,8 @@ build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two repairs it ne
     work=$cache/build tree=$cache/build/gopath/src/k8s.io/kubernetes
     mkdir -p "$work/apt/lists/partial" "$work/apt/archives/partial" "$work/gopath/src/k8s.io"
     mirror=$(apt-cache policy | sed -n 's/^ *[0-9]* \(http[^ ]*\) .*/\1/p' | grep -v security | head -1)
-    echo "deb-src ${mirror:-http://deb.debian.org/debian} bookworm main" >"$work/apt/sources.list"
-    echo "deb ${mirror:-http://deb.debian.org/debian} bookworm main" >>"$work/apt/sources.list"
+    [ -n "$mirror" ] || { echo "apt has no Debian archive among its sources: add one, then run apt-get update" >&2; exit 2; }
+    printf 'deb-src %s bookworm main\ndeb %s bookworm main\n' "$mirror" "$mirror" >"$work/apt/sources.list"
     local apt=(apt-get -qq -o "Dir::Etc::sourcelist=$work/apt/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::lists=$work/apt/lists")
     "${apt[@]}" update
     (cd "$work" && "${apt[@]}" source --download-only kubernetes && rm -rf "$tree" && dpkg-source -x --no-check ./*.dsc "$tree")

@@ -22,7 +22,8 @@ import tarfile
 from functools import partial
 from pathlib import Path
 
-from tests.operator.server import CACHE, ROOT, Server
+from tests.operator.server import Server
+from tests.requirements import KUBERNETES, ROOT
 
 from covey.operator.api import NODE, SERVICE, Api, ApiError, Kind, Thing
 
@@ -75,7 +76,7 @@ def image(path: Path) -> None:
             link = tarfile.TarInfo(name)
             link.type, link.linkname = tarfile.SYMTYPE, f"usr/{name}"
             tar.addfile(link)
-        tar.add(CACHE / "busybox", "busybox")
+        tar.add(KUBERNETES / "busybox", "busybox")
         tar.add("/etc/passwd", "etc/passwd")
     variables = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
@@ -143,22 +144,22 @@ class Node:
                 await asyncio.sleep(0.1)
 
     def _containers(self) -> None:
-        spec = json.loads(subprocess.run([CACHE / "ctr", "oci", "spec"], check=True, capture_output=True).stdout)
+        spec = json.loads(subprocess.run([KUBERNETES / "ctr", "oci", "spec"], check=True, capture_output=True).stdout)
         for path in dict.fromkeys(("/usr", sys.base_prefix, sys.prefix, str(ROOT))):
             spec["mounts"].append({"destination": path, "type": "bind", "source": path, "options": ["rbind", "ro"]})
         (self._folder / "base.json").write_text(json.dumps(spec))
         (self._folder / "net").mkdir()
         (self._folder / "net" / "covey.conflist").write_text(json.dumps(NETWORK))
-        (self._folder / "containerd.toml").write_text(CONTAINERD.format(folder=self._folder, cache=CACHE))
+        (self._folder / "containerd.toml").write_text(CONTAINERD.format(folder=self._folder, cache=KUBERNETES))
         image(self._folder / "image.tar")
         self._start("containerd", f"--config={self._folder}/containerd.toml")
-        ctr = f"{CACHE}/ctr --connect-timeout=60s --address={self._folder}/containerd.sock --namespace=k8s.io"
+        ctr = f"{KUBERNETES}/ctr --connect-timeout=60s --address={self._folder}/containerd.sock --namespace=k8s.io"
         subprocess.run([*ctr.split(), "images", "import", str(self._folder / "image.tar")], check=True, timeout=READY_S)
 
     def _start(self, name: str, *options: str) -> None:
-        environment = {**os.environ, "PATH": f"{CACHE}:{os.environ['PATH']}"}
+        environment = {**os.environ, "PATH": f"{KUBERNETES}:{os.environ['PATH']}"}
         with (self._folder / f"{name}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen([CACHE / name, *options], stdout=log, stderr=log, env=environment))
+            self._processes.append(subprocess.Popen([KUBERNETES / name, *options], stdout=log, stderr=log, env=environment))
 
     async def _ready(self) -> bool:
         """Ready, and the taint of a new node taken off."""

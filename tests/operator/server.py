@@ -1,7 +1,7 @@
 """A real etcd and kube-apiserver for tests: one pair for all workers of a test run.
 
 The first worker that needs it starts a keeper, a process of its own that starts both and ends them, with their folder, when the
-test run itself is over, however it ended. Without the binaries the tests are skipped with one line that says how to get them.
+test run itself is over, however it ended. Without the binaries (tests/requirements.py) the tests are skipped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.processes.harness import free_port, until
+from tests.requirements import API_SERVER, ROOT, kubernetes_binaries
 
-ROOT = Path(__file__).resolve().parents[2]
-CACHE = ROOT / ".kubernetes"
-HOW = "no Kubernetes to test on: `make kubernetes` brings etcd and kube-apiserver into .kubernetes/"
 READY_S = 100.0
 
 
@@ -59,15 +57,6 @@ class Server(NamedTuple):
         return path
 
 
-def binaries() -> dict[str, Path] | None:
-    """etcd and kube-apiserver, from $KUBEBUILDER_ASSETS or the cache; None where they are not."""
-    for folder in (os.environ.get("KUBEBUILDER_ASSETS", ""), str(CACHE)):
-        found = {name: Path(folder) / name for name in ("etcd", "kube-apiserver")}
-        if folder and all(path.exists() for path in found.values()):
-            return found
-    return None
-
-
 def shared(folder: Path, run: int) -> Server:
     """The server of the test run with that process id; the first caller starts it."""
     state = folder / "kubernetes.json"
@@ -84,8 +73,8 @@ def shared(folder: Path, run: int) -> Server:
 
 def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
     """Start both and wait until the API server is ready."""
-    found = binaries()
-    assert found is not None, HOW
+    found = kubernetes_binaries()
+    assert found is not None, API_SERVER.reason
     folder.mkdir(parents=True)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     plain = serialization.NoEncryption()

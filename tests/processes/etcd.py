@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-import pytest
 from tests.processes.harness import Process, Processes, free_port, until
-
-ROOT = Path(__file__).parents[2]
-HOW = "no etcd to test on: `make kubernetes` brings it into .kubernetes/, or install Debian's etcd-server"
+from tests.requirements import ETCD, program, require
 
 
 class Etcd:
     """Its process, and its address."""
 
     def __init__(self, processes: Processes) -> None:
-        folders = [os.environ.get("KUBEBUILDER_ASSETS", ""), str(ROOT / ".kubernetes"), os.environ.get("PATH", "")]
-        found = shutil.which("etcd", path=os.pathsep.join(filter(None, folders)))
-        if found is None:
-            pytest.skip(HOW)
+        require(ETCD)
+        found = str(program("etcd"))
         self.address = f"127.0.0.1:{free_port()}"
         url, peers = f"http://{self.address}", f"http://127.0.0.1:{free_port()}"
         self._processes, self._data = processes, Path(processes.folder) / "etcd"

@@ -5,14 +5,14 @@ All of them have this machine's one host name, and both kinds of addresses; `hos
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 
 class Hosts:
-    """So many hosts. Everything is in namespaces of its own, so that nothing of this machine changes."""
+    """So many hosts. Everything is in namespaces of its own, so that nothing of this machine changes. Tests that make them are
+    marked `needs(*HOSTS)`, or their fixture calls `require(*HOSTS)`: see tests/requirements.py."""
 
     def __init__(self, name: str, count: int = 2, network: str = "10.91.7") -> None:
         self._names = [f"{name}-{index}" for index in range(count)]
@@ -95,11 +95,6 @@ class Hosts:
     def on(self, index: int) -> list[str]:
         """The words in front of a command that runs on that host."""
         return ["ip", "netns", "exec", self._names[index]]
-
-
-def hosts_possible() -> bool:
-    """Namespaces need root."""
-    return os.geteuid() == 0
 
 
 def _ip(*words: str) -> None:

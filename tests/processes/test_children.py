@@ -199,8 +199,7 @@ def test_nothing_written_is_lost(nursery: Nursery) -> None:
     assert not Path((nursery.folder / "kept").read_text()).exists()
 
 
-def test_lines_are_in_the_log_before_the_child_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+def test_lines_are_in_the_log_before_the_child_ends(tmp_path: Path) -> None:
     nursery = Nursery(tmp_path, fork=True, preload=[])
     script = nursery.script("""
         import os, signal, sys

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from tests.documents import PAGES, blocks
 from tests.processes.harness import Process, Processes, until
-from tests.processes.network import hosts_possible
+from tests.requirements import HOSTS, needs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINED_S = 240.0  # for up to eight interpreters that import torch and train, beside other tests
@@ -79,9 +79,8 @@ def test_digits_with_four_workers(examples: Examples) -> None:
     assert [(examples.folder / f"logs/worker_{rank}.log").read_text() for rank in (1, 2, 3)] == ["", "", ""]
 
 
+@needs(*HOSTS)
 def test_two_hosts_in_namespaces(examples: Examples) -> None:
-    if not hosts_possible():
-        pytest.skip("network namespaces need root")
     text = examples.said("bash", examples.home / "03_two_hosts.sh", LOGS=str(examples.folder / "logs"))
     assert accuracy(text) > 0.9 and text.count("covey: all 4 workers finished") == 2
     logs = sorted(str(path.relative_to(examples.folder / "logs")) for path in (examples.folder / "logs").glob("*/worker_*"))

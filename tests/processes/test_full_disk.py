@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.processes import healing
 from tests.processes.command import Shell, shells
+from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
 from covey.node.faults import full_disk
@@ -18,14 +19,13 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
+@needs(FILE_SYSTEMS)
 @pytest.mark.timeout(300)
 def test_a_training_outlasts_a_full_disk(shell: Shell, undisturbed: str) -> None:
     talkative = healing.SCRIPT.replace("seen.append(loop.step)\n", 'seen.append(loop.step); print("step" * 2000)\n')
     begins, ends = "0:7:forward:hold", "0:12:forward:hold"
     (shell.folder / "marks").mkdir()
-    with small_disk(shell.logs) as one, small_disk(shell.folder / "marks") as other:
-        if not (one and other):
-            pytest.skip("a file system of its own needs root")
+    with small_disk(shell.logs), small_disk(shell.folder / "marks"):
         run = healing.start(shell, script=talkative, FAULTS=f"{begins} {ends}")
         healing.reached(shell, begins)
         with full_disk(shell.logs), full_disk(shell.folder / "marks"):

@@ -12,6 +12,7 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.federation import Crowd, Federation, expected, update
 from tests.processes.harness import until
+from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
 from covey.federated.device import Refused
@@ -23,12 +24,11 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
+@needs(FILE_SYSTEMS)
 @pytest.mark.timeout(300)
 def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
     state = shell.folder / "state"
-    with small_disk(state, megabytes=16) as mounted:
-        if not mounted:
-            pytest.skip("a file system of its own needs root")
+    with small_disk(state, megabytes=16):
         federation = Federation(shell, 2, 4, update_model_time_window=600_000)
         devices = [federation.device(number, number + 1) for number in range(4)]
         tasks = [task for task in (device.join() for device in devices) if task is not None]

@@ -11,12 +11,10 @@ from tests.processes import elastic
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
 from tests.processes.healing import LONG_S, outcome, reached, release, start
-from tests.processes.network import Hosts, hosts_possible
+from tests.processes.network import Hosts
+from tests.requirements import HOSTS, needs
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not hosts_possible(), reason="network namespaces need root"),
-]
+pytestmark = [pytest.mark.timeout(300), needs(*HOSTS)]
 SILENCE_S = "3"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +16,7 @@ from typing import Any
 import pytest
 from tests.processes.harness import Process, until
 from tests.processes.recovering import TRAIN, Recovering, membership, recovering
-
-UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
-needs_mounts = pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"]).returncode != 0,
-    reason="this user may not mount, not even in a namespace of their own",
-)
+from tests.requirements import MOUNTS, OWN_MOUNTS, needs
 
 
 @pytest.fixture
@@ -178,10 +172,10 @@ def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Rec
 
 def in_mounts_of_its_own(command: str) -> list[str]:
     """Words before a command: it runs in a mount namespace of its own, after `command`."""
-    return [*UNSHARE, "sh", "-c", f'{command} && exec "$@"', "sh"]
+    return [*OWN_MOUNTS, "sh", "-c", f'{command} && exec "$@"', "sh"]
 
 
-@needs_mounts
+@needs(MOUNTS)
 @pytest.mark.parametrize("used_before", [False, True])
 def test_a_read_only_disk_is_one_sentence(cluster: Recovering, used_before: bool) -> None:
     cluster.journal.mkdir()
@@ -199,7 +193,7 @@ def test_a_read_only_disk_is_one_sentence(cluster: Recovering, used_before: bool
         cluster.trains_on(0, 1)
 
 
-@needs_mounts
+@needs(MOUNTS)
 def test_a_disk_that_is_full_from_the_start_is_one_sentence(cluster: Recovering) -> None:
     cluster.journal.mkdir()
     disk = f"mount -t tmpfs -o size=64k none {cluster.journal} && (head -c 1m /dev/zero > {cluster.journal}/fill 2>&- || true)"
@@ -209,7 +203,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(cluster: Recovering)
     assert "Traceback" not in scheduler.text()
 
 
-@needs_mounts
+@needs(MOUNTS)
 def test_a_disk_that_fills_up_stops_promises_and_not_the_training(cluster: Recovering) -> None:
     cluster.journal.mkdir()
     disk = f"mount -t tmpfs -o size=2m none {cluster.journal}"
@@ -235,7 +229,7 @@ def test_a_disk_that_fills_up_stops_promises_and_not_the_training(cluster: Recov
     assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
 
 
-@needs_mounts
+@needs(MOUNTS)
 def test_a_disk_that_is_full_at_the_end_does_not_hold_the_cluster_for_ever(cluster: Recovering) -> None:
     """The end cannot be written down: the workers finish all the same, and the scheduler says what is in its way."""
     cluster.journal.mkdir()

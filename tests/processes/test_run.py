@@ -13,6 +13,7 @@ import psutil
 import pytest
 from tests.processes.command import SAY, Shell, Terminal, shells
 from tests.processes.harness import free_port, until
+from tests.requirements import CORES, MOUNTS, OWN_MOUNTS, needs
 
 DETACHED_S = 15.0  # the end of what runs in the background is no event for its starter
 PLACE = "[covey.get_rank(), covey.get_group_size(), covey.get_local_rank(), covey.get_local_rank_size()]"
@@ -170,10 +171,9 @@ def test_preloaded_modules_are_there_before_the_first_line(shell: Shell) -> None
     assert "no_such_module" in run.text()
 
 
+@needs(CORES)
 def test_cores_are_bound(shell: Shell) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("one core cannot be shared out")
     shell.script("import os\n" + SAY.format("sorted(os.sched_getaffinity(0))"), "t.py")
     run = shell.ask("run", "-n", "2", "--bind_core", "True", "t.py")
     assert run.code == 0, run.tail()
@@ -296,16 +296,20 @@ def test_what_cannot_be_is_one_sentence(shell: Shell, words: list[str], code: in
 
 
 @pytest.mark.parametrize(
-    ("before", "sentence"),
+    ("around", "before", "sentence"),
     [
-        ("mount -t tmpfs -o ro none logs", "logs cannot be written to: name another with --log-dir"),
-        ("mkdir gone; cd gone; rmdir ../gone", "the folder this command runs in was removed"),
+        pytest.param(
+            *(OWN_MOUNTS, "mount -t tmpfs -o ro none logs", "logs cannot be written to: name another with --log-dir"),
+            marks=needs(MOUNTS),
+            id="read-only",
+        ),
+        pytest.param([], "mkdir gone; cd gone; rmdir ../gone", "the folder this command runs in was removed", id="removed"),
     ],
 )
-def test_where_it_cannot_run_is_one_sentence(shell: Shell, before: str, sentence: str) -> None:
+def test_where_it_cannot_run_is_one_sentence(shell: Shell, around: list[str], before: str, sentence: str) -> None:
     shell.script("raise SystemExit(77)", "t.py")
     shell.logs.mkdir(exist_ok=True)
-    run = shell.ask("run", shell.folder / "t.py", before=["unshare", "-m", "sh", "-c", f'{before}; exec "$@"', "-"])
+    run = shell.ask("run", shell.folder / "t.py", before=[*around, "sh", "-c", f'{before}; exec "$@"', "-"])
     assert run.code == 10 and sentence in run.text(), run.tail()
     assert run.text().startswith("covey: ") and run.text().count("\n") == 1, run.text()
 

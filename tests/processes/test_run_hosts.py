@@ -14,7 +14,8 @@ import psutil
 import pytest
 from tests.processes.command import SAY, Shell, shells
 from tests.processes.harness import Process
-from tests.processes.network import Hosts, hosts_possible
+from tests.processes.network import Hosts
+from tests.requirements import HOSTS, require
 
 SAY_PLACE = SAY.format('{"place": place, "env": dict(os.environ), "pid": os.getpid()}')
 SOON_S = 60.0  # much less than the half hour for which a cluster may form
@@ -40,8 +41,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if not hosts_possible():
-        pytest.skip("network namespaces need root")
+    require(*HOSTS)
     with Hosts(f"cov{uuid.uuid4().hex[:6]}") as hosts:
         yield hosts
 

@@ -13,7 +13,8 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import Process, free_port
-from tests.processes.network import Hosts, hosts_possible
+from tests.processes.network import Hosts
+from tests.requirements import HOSTS, needs
 
 SECRET = "mellon"
 PATIENT: dict[str, str] = {"MS_TOPO_TIMEOUT": "1800", "MS_NODE_TIMEOUT": "1800"}  # no timeout may explain the end of a process
@@ -172,10 +173,9 @@ def test_automatic_secret_joins_an_open_scheduler_on_loopback(shell: Shell) -> N
     assert agent.wait() == 0, agent.tail()
 
 
+@needs(*HOSTS)
 def test_automatic_secret_is_insisted_on_beyond_loopback(shell: Shell) -> None:
     """A covey scheduler that listens beyond loopback always requires a secret: one that does not is another program."""
-    if not hosts_possible():
-        pytest.skip("network namespaces need root")
     user_secret(shell)
     with Hosts(f"cov{uuid.uuid4().hex[:6]}") as hosts:
         master = f"{hosts.addresses[0]}:{shell.port}"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from tests.processes.nursery import HOME, Nursery, fifo, python, read_line
 
 from covey.errors import CoveyError
@@ -221,7 +222,6 @@ def test_a_start_that_is_overtaken_by_the_end_says_so(tmp_path: Path, monkeypatc
 
 
 def test_uvloop_hears_of_deaths_too(tmp_path: Path) -> None:
-    uvloop = pytest.importorskip("uvloop")
     nursery = Nursery(tmp_path, fork=True, preload=[], loop=uvloop.new_event_loop)
     nursery.start_all(*(nursery.spec(f"worker:{n}", nursery.script(f"raise SystemExit({n})", f"{n}.py")) for n in range(8)))
     assert [nursery.result(f"worker:{n}").exit.code for n in range(8)] == list(range(8))

@@ -18,7 +18,8 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process, free_port, until
 from tests.processes.healing import LADDER
-from tests.processes.network import Hosts, hosts_possible
+from tests.processes.network import Hosts
+from tests.requirements import HOSTS, needs
 
 TALKS = """
 import pathlib, sys, time
@@ -429,9 +430,8 @@ def test_the_rest_port_can_be_chosen_or_off(shell: Shell) -> None:
 ASK = "import httpx2, sys\nprint(httpx2.get(sys.argv[1], headers=eval(sys.argv[2]), trust_env=False).status_code)"
 
 
+@needs(*HOSTS)
 def test_beyond_loopback_the_token_is_needed(shell: Shell) -> None:
-    if not hosts_possible():
-        pytest.skip("network namespaces need root")
     with Hosts(f"cov{uuid.uuid4().hex[:6]}") as hosts:
         env = {"COVEY_SECRET": "s", "COVEY_TOKEN": "the-token"}
         manage = free_port()

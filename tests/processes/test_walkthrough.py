@@ -29,7 +29,8 @@ import psutil
 import pytest
 from tests.documents import PAGES, ROOT, blocks
 from tests.processes.harness import Processes, until
-from tests.processes.network import Hosts, hosts_possible
+from tests.processes.network import Hosts
+from tests.requirements import CURL, HOSTS, require
 
 DEADLINE_S = 240.0  # for any one command: some start nine interpreters that import torch
 PAUSE_S = 0.03
@@ -126,14 +127,13 @@ class Terminal:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if not hosts_possible():
-        pytest.skip("network namespaces need root")
+    require(*HOSTS)
     with Hosts(f"walk{os.getpid()}", network="10.0.0") as made:
         yield made
 
 
 def cloned(home: Path) -> Path:
-    """What lies in a clone after `make install`: .venv is that of the tests."""
+    """What lies in a clone after `make run`: .venv is that of the tests."""
     home.mkdir()
     for name in CLONED:
         here = ROOT / name
@@ -151,6 +151,8 @@ TYPED = {str(page.relative_to(ROOT)): typed for page in PAGES if (typed := comma
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", TYPED)
 def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> None:
+    if any("curl " in command.typed for command in TYPED[page]):
+        require(CURL)
     processes, terminals = Processes(tmp_path), dict[str, Terminal]()
     clones = [cloned(tmp_path / f"host_{number}") for number in (1, 2)]
 
@@ -176,27 +178,25 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> No
         processes.end()
 
 
-# What the first script of a page takes as given.
-GIVEN = {
-    "README.md": """
-import torch
-def batches_of(rank, world):
-    return [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(3)]
-""",
-    "docs/healing.md": """
-import torch
-dataset = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
-""",
-}
-
-
-@pytest.mark.parametrize("page", GIVEN)
-def test_the_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
+def run_first_script(page: str, folder: Path, *words: str) -> str:
+    """Run the first Python block of a page, exactly as it is printed, with these words in front; return its output."""
     script = next(block.text for block in blocks(ROOT / page) if block.language == "python")
-    (tmp_path / "train.py").write_text(GIVEN[page] + script)
-    processes = Processes(tmp_path)
+    (folder / "train.py").write_text(script)
+    processes = Processes(folder)
     try:
-        process = processes.start([sys.executable, "train.py"])
+        process = processes.start([*words, "train.py"])
         assert process.wait(DEADLINE_S) == 0, process.tail()
+        return process.text()
     finally:
         processes.end()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/healing.md"])
+def test_the_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
+    run_first_script(page, tmp_path, sys.executable)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/healing.md"])
+def test_the_first_script_of_a_page_runs_with_four_workers(page: str, tmp_path: Path) -> None:
+    text = run_first_script(page, tmp_path, "covey", "run", "-n", "4", "--log-dir", "logs")
+    assert "covey: all 4 workers finished" in text

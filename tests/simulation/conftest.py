@@ -9,9 +9,11 @@ SEEDS = 200
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay this seed of the simulation, and no other")
+    parser.addoption("--seeds", type=int, default=SEEDS, help="run so many seeds of the simulation")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         one = metafunc.config.getoption("--seed", default=None)
-        metafunc.parametrize("seed", range(SEEDS) if one is None else [one])
+        count = metafunc.config.getoption("--seeds", default=SEEDS)
+        metafunc.parametrize("seed", range(count) if one is None else [one])

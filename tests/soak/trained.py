@@ -45,7 +45,7 @@ assert SCRIPT != healing.SCRIPT
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
-    """A file system of its own for what a run writes; False where none can be mounted."""
+    """Mount a file system for what a run writes; yield False, and mount none, if this user may not."""
     folder.mkdir(exist_ok=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0

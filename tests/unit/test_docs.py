@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -36,6 +38,11 @@ def test_every_room_names_its_files_on_its_first_page() -> None:
     maps = {page.parent: page.read_text() for page in pages}
     files = [path for room in maps for path in room.glob("*.py") if not path.stem.startswith("__")]
     assert files and [str(path) for path in files if f"`{path.stem}`" not in maps[path.parent]] == []
+
+
+def test_contributing_lists_every_make_target() -> None:
+    targets = re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.MULTILINE)
+    assert targets and [name for name in targets if f"| `make {name}" not in text("CONTRIBUTING.md")] == []
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -81,7 +88,8 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "line"), commands(), ids=lambda text: text)
-def test_a_command_of_the_documents_can_be_typed(name: str, line: str) -> None:
+def test_a_command_of_the_documents_can_be_typed(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as in an activated .venv
     words = shlex.split(line)[1:]
     if words[0] == "run":
         parse(words[1:], {}, cpu_count=2, gpu_count=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import dp_accounting as peer
 import msgspec
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from covey.federated.privacy import noise
 
 def test_epsilon_is_what_a_peer_says() -> None:
     """`dp-accounting`: its numeric accountant agrees, and its RDP bound is above."""
-    peer = pytest.importorskip("dp_accounting")
     for z, rounds, delta in ((1.0, 1, 1e-5), (4.0, 50, 1e-5), (5.0, 10, 1e-2)):
         event = peer.SelfComposedDpEvent(peer.GaussianDpEvent(z), rounds)
         ours = dp.epsilon(math.sqrt(rounds) / z, delta)

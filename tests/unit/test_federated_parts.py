@@ -428,7 +428,8 @@ def test_wrong_strategies() -> None:
 
 
 def test_a_torch_module_learns_as_the_plan_says() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     sent: dict[str, object] = {}
 
     class Recording(Device):

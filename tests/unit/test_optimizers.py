@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from covey.errors import UsageError
 from covey.params.optimizers import FTRL, SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule, update, update_rows
 
-torch = pytest.importorskip("torch")
 STEPS, ROWS, WIDTH = 12, 40, 3
 
 PAIRS: dict[str, tuple[Rule, Callable[[Any], Any]]] = {

@@ -65,6 +65,7 @@ def serve(agent: socket.socket) -> ChildSpec | None:
         reply: Reply | ChildSpec
         if isinstance(order, Import):
             reply = import_all(order.names)
+            _flush()  # the agent logs the output of the imports when it has the reply
         else:
             reply = fork(agent, fds)
         if isinstance(reply, ChildSpec):
@@ -116,8 +117,7 @@ def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | Child
     spec = decode_spec(os.pread(data, size, 0))
     gc.collect()
     gc.freeze()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     inbox, outbox = os.pipe()
     try:
         between = os.fork()
@@ -135,6 +135,11 @@ def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | Child
     if len(said) == PID_SIZE:
         return Forked(int.from_bytes(said, "little"))
     return NotForked(said.decode(errors="replace").strip() or "the child was killed at birth")
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _leave_template(agent: socket.socket, inbox: int, outbox: int, data: int, line: int, outputs: Sequence[int]) -> None:

@@ -1,4 +1,7 @@
-"""Real MindSpore scripts under `covey run --framework mindspore`, where MindSpore is installed: it takes 2.8 GB."""
+"""Real MindSpore scripts under `covey run --framework mindspore`. `make test` does not collect this file: MindSpore has 2.8 GB.
+
+python -m bench.peers mindspore && pytest tests/processes/real_mindspore.py
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ import pytest
 from bench.peers import FOLDER
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
+from tests.requirements import Requirement, needs
 
 ROOT = Path(__file__).parents[2]
 PEER = FOLDER / "mindspore"
 PYTHON = os.environ.get("MINDSPORE_PYTHON") or (str(PEER / "bin" / "python") if (PEER / "installed").exists() else "")
-WHY = "MindSpore is not installed: python -m bench.peers mindspore brings it, or MINDSPORE_PYTHON names a Python that has it"
+MINDSPORE = Requirement(
+    "MindSpore is not installed", "python -m bench.peers mindspore, or set MINDSPORE_PYTHON", lambda: bool(PYTHON)
+)
 END_S = 240.0  # it imports for 2 CPU-seconds in each process, and forms for 7 to 9 s
 
-pytestmark = [pytest.mark.skipif(not PYTHON, reason=WHY), pytest.mark.timeout(600)]
+pytestmark = [needs(MINDSPORE), pytest.mark.timeout(600)]
 
 # Reduces until it is ended.
 REDUCES = """
