@@ -169,4 +169,26 @@ manifests: $(STAMP)
 	$(BIN)/python -m covey.operator.manifests > deploy/v1/covey-operator.yaml
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage mutants
+	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage .traces mutants
+
+# -- the record of today's behaviour: docs/compatibility.md ----------------------------------------------------------
+
+.PHONY: snapshots traces traces-check bench-record bench-check
+
+# Write the names and fields that users rely on into tests/snapshots/.
+snapshots: $(STAMP)
+	$(BIN)/python -m tests.snapshots
+
+# Record the effects of the state machines in the simulations. An interrupted run is resumed.
+traces: $(STAMP)
+	$(BIN)/python -m tests.traces record
+
+traces-check: $(STAMP)
+	$(BIN)/python -m tests.traces check
+
+# On a quiet machine: five runs of the quick benchmarks become the record.
+bench-record: $(STAMP)
+	$(BIN)/python -m bench.check --record
+
+bench-check: $(STAMP)
+	$(BIN)/python -m bench.check

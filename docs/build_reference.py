@@ -139,8 +139,8 @@ def exit_codes() -> str:
     return f"# Exit codes\n\n{MADE}\n" + table(("code", "family", "meaning"), rows)
 
 
-def numbers() -> str:
-    """Every metric, from views that have something of everything."""
+def metric_texts() -> dict[str, bytes]:
+    """Return what each port's `/metrics` answers, from views in which every metric has a value."""
     worker = NodeView(Role.WORKER, "0", 0, "host", "127.0.0.1", "alive", True, step=1, beat_age_s=1.0, straggles=2.0)
     total = Total("recover", Outcome.RESUMED, 1, dict.fromkeys(Stage, 0.1))
     counted = {"federated_rounds", "federated_missed"}
@@ -150,13 +150,17 @@ def numbers() -> str:
         counters=dict.fromkeys(counted, 1.0),
         gauges={name: 1.0 for name in metrics.OTHERS if name.startswith("federated") and name not in counted},
     )
-    texts = {
+    return {
         "The scheduler of a training": metrics.render(training, "1"),
         "The scheduler of a federation": metrics.render(federated, "1"),
         "The operator": Metrics().text(),
     }
+
+
+def numbers() -> str:
+    """Every metric, from views that have something of everything."""
     parts = [f"# Metrics\n\n{MADE}\nAt `GET /metrics`. `deploy/grafana/covey.json` is a dashboard of them.\n"]
-    for heading, text in texts.items():
+    for heading, text in metric_texts().items():
         rows = (
             (f"`{_named(family)}`", family.type, ", ".join(_labels(family)), family.documentation)
             for family in text_string_to_metric_families(text.decode())

@@ -362,7 +362,7 @@ class SimServer:
             model=self.model,
             digest=str(self.model),
             adopted=adopted,
-            unable=tuple(self.unable),
+            unable=tuple(sorted(self.unable)),  # the order of a set differs from process to process
             drained=self.drained,
             devices=tuple(self.mine()) if self.sealed and self.world.plan.secure else (),
         )

@@ -1,0 +1,42 @@
+"""The state machines whose calls are recorded: the only module of `tests/traces` that names classes and methods of covey.
+
+A change that moves or renames a machine changes this table and `renames.json`, not the record.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from covey.core.claims import Claims
+from covey.core.machine import Machine
+from covey.core.managed import Managed
+from covey.core.node import NodeMachine
+
+
+class Recorded(NamedTuple):
+    """A class, the word that stands for it in a trace, and its recorded methods: present name to the name in the trace."""
+
+    kind: type
+    word: str
+    methods: dict[str, str]
+
+
+def same(*names: str) -> dict[str, str]:
+    """Methods that still have the name they have in the record."""
+    return {name: name for name in names}
+
+
+MACHINES = (
+    Recorded(Machine, "scheduler", same("step")),
+    Recorded(NodeMachine, "node", same("step")),
+    Recorded(
+        Managed,
+        "federated scheduler",
+        same("step", "restore", "scale_out", "roll_back", "scale_in", "new_instance", "set_enabled"),
+    ),
+    Recorded(
+        Claims,
+        "federated server",
+        same("restore", "follow", "greet", "came", "logged", "dropped", "failed", "tick", "heard"),
+    ),
+)

@@ -1,0 +1,35 @@
+"""The versions in docs/compatibility.md are those of the code."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from tests.documents import ROOT
+
+from covey.cli.notify import Notice
+from covey.core.job import spec
+from covey.core.messages import PROTOCOL
+from covey.federated import updates
+from covey.params import files
+from covey.store import journal
+from covey.train import checkpoint_files
+
+SECTION = re.compile(r"^\| what \| version \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
+
+
+def test_versions_in_the_document_are_those_of_the_code() -> None:
+    found = SECTION.search((ROOT / "docs/compatibility.md").read_text())
+    assert found is not None
+    written = {cells[1]: cells[2] for cells in ([cell.strip() for cell in line.split("|")] for line in found[1].splitlines())}
+    schema = next(field.default for field in msgspec.structs.fields(Notice) if field.name == "schema")
+    assert written == {
+        "wire protocol, between all processes of a cluster": str(PROTOCOL),
+        "journal of a scheduler": str(journal.FORMAT),
+        "checkpoint of `covey.Loop`": str(checkpoint_files.FORMAT),
+        "rows of parameter servers in a checkpoint": str(files.FORMAT),
+        "update log of a federated server": updates._MAGIC.decode(),
+        "record and models of a federated cluster": "none",
+        "`MSJob`, custom resource": spec.VERSION,
+        "document of `--on-event`": str(schema),
+    }
