@@ -219,7 +219,7 @@ def as_user(suite: str, root: Path, user: str, commands: list[str]) -> list[tupl
             *mounts,
             "--",
         ]
-        typed = f"cd {home}/covey && {command}"
+        typed = f"cd {home}/covey && {command}; exit $?"  # bash stays the first process, which reaps orphans
         become = ["chroot", f"--userspec={ids}", "--groups=", "/", "env", "-i", *(f"{k}={v}" for k, v in environment.items())]
         print(f"-- {suite}, as {user}: {command}", flush=True)
         start = time.monotonic()
@@ -253,7 +253,7 @@ def clone_to(clone: Path, ids: str) -> None:
 def run(words: list[str], log: Path) -> tuple[int, str]:
     """Run a command, copy its output to the terminal and to a file; return its exit code and its output."""
     with (
-        log.open("w") as file,
+        log.open("w", buffering=1) as file,
         subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process,

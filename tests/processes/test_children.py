@@ -256,8 +256,11 @@ def test_plain_processes_when_asked_for(plain: Nursery) -> None:
 def test_where_few_files_may_be_open_a_child_is_tied_all_the_same(nursery: Nursery) -> None:
     """The descriptor of its lifeline lies above those that shells use, where there is such a number."""
     script = nursery.script("print('tied')")
+    nursery.run("worker:0", script)  # waits for the template: without one its pid is 0, and prlimit would change this process
+    template = nursery.children.template_pid
+    assert template
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.prlimit(nursery.children.template_pid, resource.RLIMIT_NOFILE, (48, hard))
+    resource.prlimit(template, resource.RLIMIT_NOFILE, (48, hard))
     assert nursery.run("worker:0", script).said == "tied\n"
 
 

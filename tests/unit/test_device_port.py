@@ -75,7 +75,7 @@ def test_a_silent_connection_is_closed_after_its_time() -> None:
         port = Port()
         reader, writer = await port.open()
         connection = await port.connection(0)
-        connection.sweep(connection.since + IDLE_S)
+        connection.sweep(connection.since + IDLE_S - 1)
         assert not connection._transport.is_closing()
         connection.sweep(connection.since + IDLE_S + 1)
         async with asyncio.timeout(WAIT_S):

@@ -144,8 +144,8 @@ def test_what_the_system_refuses_is_one_sentence(
     ("name", "log_dir", "why"),
     [
         (os.fsdecode(b"\xff"), "", "has no name in UTF-8: name another with --log-dir"),
-        ("here", "circle", "circle cannot be made: Symlink loop"),
-        ("here", "circle/x", "circle/x cannot be made: Symlink loop"),
+        ("here", "circle", "circle cannot be made: Too many levels of symbolic links"),
+        ("here", "circle/x", "circle/x cannot be made: Too many levels of symbolic links"),
     ],
 )
 def test_a_log_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log_dir: str, why: str) -> None:

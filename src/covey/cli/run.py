@@ -71,11 +71,13 @@ def run(argv: list[str]) -> int:
 
 def log_folder(plan: RunPlan) -> Path:
     try:
-        log_dir = Path(plan.log_dir or ".").resolve()
+        log_dir = Path(plan.log_dir or ".")
+        with contextlib.suppress(FileNotFoundError):
+            log_dir.stat()  # fails if symbolic links form a loop; resolve() fails, or not, by the version of Python
+        log_dir = log_dir.resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"the log folder {shown(plan.log_dir)} cannot be made: {why}") from None
+    except OSError as error:
+        raise UsageError(f"the log folder {shown(plan.log_dir)} cannot be made: {error.strerror}") from None
     if not os.access(log_dir, os.W_OK | os.X_OK):
         raise UsageError(f"the log folder {shown(str(log_dir))} cannot be written to: name another with --log-dir")
     if not is_text(str(log_dir)):
