@@ -492,13 +492,13 @@ def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go
     made.step(Heard(Put("met", b"", made.cluster.generation), 12), 1.0)
     serve(made, 0)
     made.step(Heard(Resumed(made.cluster.generation, 0), 20), 2.0)
-    assert outcomes(made) == [Outcome.OPEN] * 2, "the worker has not gone on"
+    assert outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN], "the only worker has not resumed"
     made.step(Heard(Resumed(made.cluster.generation, 6), 12), 3.0)
-    assert outcomes(made) == [Outcome.RESUMED] * 2
+    assert outcomes(made) == [Outcome.RESTARTED, Outcome.RESUMED]
     made.step(Heard(Exited("1", 1, 137, "killed", role=Role.PSERVER), 1), 4.0)
     serve(made, 1)
     effects = made.step(Heard(Resumed(made.cluster.generation, 0), 21), 5.0)
-    assert outcomes(made) == [Outcome.RESUMED] * 3, "no worker was replaced with it"
+    assert outcomes(made) == [Outcome.RESTARTED, *[Outcome.RESUMED] * 2], "no worker was replaced with it"
     assert Stage.RESTORED in made.incidents.kept[-1].ms and sum("cluster recovery: " in line for line in told(effects)) == 1
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from covey.cli.echo import HEAD, Once
+from covey.cli.echo import TracebackFilter
 from covey.core.model import ScriptError
 
+HEAD = "Traceback (most recent call last):"
 LINES = [HEAD, '  File "train.py", line 4, in <module>', "    main()", "ValueError: bad"]
 
 
@@ -12,27 +13,38 @@ def error(lines: list[str], place: str = "train.py:4") -> ScriptError:
     return ScriptError("ValueError", "bad", place, "\n".join(lines) + "\n")
 
 
-def passed(once: Once, lines: list[str]) -> list[str]:
-    return [shown for line in lines for shown in once(line)]
+def passed(once: TracebackFilter, lines: list[str]) -> list[str]:
+    return [shown for line in lines for shown in once.feed(line)]
 
 
 def test_traceback_is_printed_once() -> None:
     printed: set[tuple[str, str]] = set()
-    once = Once(lambda: error(LINES), printed)
+    once = TracebackFilter(lambda: error(LINES), printed)
     assert passed(once, ["a", *LINES, "b"]) == ["a", *LINES, "b"]
     assert printed == {("ValueError", "train.py:4")}
     assert passed(once, ["c", *LINES, "d"]) == ["c", "d"]
     other = [HEAD, *LINES[1:3], "ValueError: another text"]
-    assert passed(Once(lambda: error(other), printed), other) == [], "the same cause, in another log"
+    assert passed(TracebackFilter(lambda: error(other), printed), other) == [], "the same cause, in another log"
 
 
 def test_tracebacks_that_the_script_prints_are_all_printed() -> None:
     caught = [HEAD, LINES[1], "    retry()", "ValueError: bad"]
-    once = Once(lambda: error(LINES), {("ValueError", "train.py:4")})
+    once = TracebackFilter(lambda: error(LINES), {("ValueError", "train.py:4")})
     assert passed(once, [*caught, *caught, HEAD, *caught]) == [*caught, *caught, HEAD, *caught]
-    assert passed(Once(lambda: None, set()), [*LINES, *LINES]) == [*LINES, *LINES]
+    assert passed(TracebackFilter(lambda: None, set()), [*LINES, *LINES]) == [*LINES, *LINES]
 
 
 def test_traceback_after_the_beginning_of_another_one() -> None:
     printed = {("ValueError", "train.py:4")}
-    assert passed(Once(lambda: error(LINES), printed), [*LINES[:2], *LINES, "after"]) == [*LINES[:2], "after"]
+    assert passed(TracebackFilter(lambda: error(LINES), printed), [*LINES[:2], *LINES, "after"]) == [*LINES[:2], "after"]
+
+
+def test_lines_of_an_unfinished_traceback_are_printed_at_the_end() -> None:
+    once = TracebackFilter(lambda: error(LINES), {("ValueError", "train.py:4")})
+    assert passed(once, LINES[:3]) == [] and once.flush() == LINES[:3] and once.flush() == []
+
+
+def test_syntax_error_is_printed_once() -> None:
+    lines = ['  File "train.py", line 1', "    def", "       ^", "SyntaxError: invalid syntax"]
+    once = TracebackFilter(lambda: error(lines), set())
+    assert passed(once, [*lines, *lines, "after"]) == [*lines, "after"]

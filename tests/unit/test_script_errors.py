@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.test_machine import BOX, OTHER, Effects, ended, register, training
+from tests.unit.test_machine import BOX, OTHER, Effects, ended, machine, register, training
 from tests.unit.test_machine_tells import noted, warnings
 
+from covey.core import recovery
+from covey.core.cluster import Cluster
 from covey.core.events import Heard
 from covey.core.incidents import Outcome
 from covey.core.machine import Machine
-from covey.core.messages import Beat, Exited, Number, Put, Report, Resumed
-from covey.core.model import FullRestart, Phase, Progress, Role, ScriptError
+from covey.core.messages import Beat, Exited, Number, Put, RegisterAgent, Report, Resumed
+from covey.core.model import ClusterSettings, FullRestart, Member, NodeState, Phase, Progress, Role, ScriptError
 from covey.core.recovery import ladder
 
 IN_PLACE = ladder(("recover-in-place",))
-ERROR = ScriptError("NameError", "name 'los' is not defined", "train.py:4", "Traceback ...", step=5)
+ERROR = ScriptError("NameError", "name 'los' is not defined", "train.py:4", "Traceback ...", step=5, loop=True)
 
 
 def raises(made: Machine, node_id: str, error: ScriptError | None = ERROR) -> Effects:
@@ -41,13 +43,31 @@ def test_exception_that_a_rank_raises_again_without_a_step_ends_the_run() -> Non
 
 @pytest.mark.parametrize(
     "second",
-    [changed(ERROR, completed=1), changed(ERROR, place="train.py:5"), changed(ERROR, kind="OSError"), None],
+    [changed(ERROR, completed=1, step=6), changed(ERROR, place="train.py:5"), changed(ERROR, kind="OSError"), None],
     ids=["after a step", "another place", "another kind", "killed"],
 )
 def test_other_failure_of_the_same_rank_is_recovered(second: ScriptError | None) -> None:
     made = training(strategies=IN_PLACE)
     for error in (ERROR, second):
         assert not ended(raises(made, "1", error))
+
+
+def test_replacement_that_repeats_earlier_steps_makes_no_progress_by_them() -> None:
+    """A script without a loop runs from its beginning, with the results that other ranks kept."""
+    made = training(strategies=IN_PLACE)
+    raises(made, "1", changed(ERROR, loop=False))
+    resume(made)
+    link = made.cluster.members[(Role.WORKER, "1")].link
+    made.step(Heard(Beat(Progress(3, steps=3)), link), 3.0)
+    end = ended(raises(made, "1", changed(ERROR, completed=5, loop=False)))
+    assert end is not None and "NameError at train.py:4, last reported step 5: " in end.reason
+
+
+def test_error_of_a_parameter_server_is_none_of_the_script() -> None:
+    made = Cluster("c", ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
+    server = Member(Role.PSERVER, "0", "life", BOX, rank=0, agent="a", state=NodeState.DEAD, error=ERROR)
+    made.add(server)
+    assert "correct the script" not in recovery.decide(made, server, 1, ERROR)[1]
 
 
 def test_exception_of_all_ranks_ends_the_run() -> None:
@@ -139,6 +159,15 @@ def test_full_restart_reports_cause_and_step_and_is_part_of_the_end() -> None:
     assert end is not None and end.reason == f"all 3 workers finished; {told}"
 
 
+def test_death_of_the_only_rank_is_a_full_restart() -> None:
+    made = machine(workers=1, strategies=IN_PLACE)
+    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
+    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+    made.step(Heard(Exited("0", 1, 137, "killed"), 1), 1.0)
+    assert made.cluster.full_restart == FullRestart(1, "worker:0 died: killed")
+    assert noted(made)[0][-1] is Outcome.RESTARTED
+
+
 def test_death_during_a_full_restart_is_not_another_one() -> None:
     made = training(max_restarts=2)
     made.cluster.heals = False
@@ -147,6 +176,5 @@ def test_death_during_a_full_restart_is_not_another_one() -> None:
     for member in made.cluster.of(Role.WORKER):
         made.step(Heard(Report(made.cluster.generation, Number(0, 0), needs_state=True), member.link), 2.0)
     assert made.cluster.full_restart is not None and made.cluster.full_restart.count == 1
-    assert (
-        str(FullRestart(2, "x", 0)) == "full restart 2: all ranks started from step 0, because there is no checkpoint; cause: x"
-    )
+    started = "all ranks started from step 0, because no checkpoint could be used"
+    assert str(FullRestart(2, "x", 0)) == f"full restart 2: {started}; cause: x"

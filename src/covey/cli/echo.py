@@ -15,7 +15,8 @@ from covey.node.agent import Agent
 
 STDOUT: Final = 1
 STDERR: Final = 2
-HEAD: Final = "Traceback (most recent call last):"
+# the first lines of tracebacks, of syntax errors, and of groups of exceptions
+BEGINNINGS: Final = ("Traceback (most recent call last):", '  File "', "  + Exception Group Traceback")
 
 
 class Echo:
@@ -45,33 +46,40 @@ class Echo:
         paths += [agent.error_log_path(number)] if stream & STDERR and agent.separates_stderr else []
         for path in paths:
             first = Path(path).stat().st_size if number in self._known and Path(path).exists() else 0
-            self._show.tail(path, rank, prefix, first, Once(partial(agent.newest_error, number), self.causes))
+            self._show.tail(path, rank, prefix, first, TracebackFilter(partial(agent.newest_error, number), self.causes))
 
 
-class Once:
+class TracebackFilter:
     """Passes the lines of one log on, except the traceback of an uncaught exception whose cause is in `printed` already.
 
     A script that fails again, or on every rank, prints the same traceback each time. `newest` returns the exception of the
     log's newest process, which describes it before it prints it: a traceback that the script itself prints is never dropped.
+    A traceback that is longer than its description (`ERROR_TRACE_MAX`) is not recognised, and printed each time.
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
         self._newest, self._printed = newest, printed
         self._held: list[str] = []  # lines that may be the beginning of such a traceback
 
-    def __call__(self, line: str) -> list[str]:
-        if not self._held and line != HEAD:
+    def feed(self, line: str) -> list[str]:
+        """Take one line; return the lines to print now."""
+        if not self._held and not line.startswith(BEGINNINGS):
             return [line]
         error = self._newest()
         expected = error.traceback.rstrip("\n").split("\n") if error is not None else []
         held = [*self._held, line]
         if error is None or held != expected[: len(held)]:
-            self._held = [line] if line == HEAD and len(held) > 1 else []
-            return held[: len(held) - len(self._held)]
+            self._held = []
+            return held if len(held) == 1 else [*held[:-1], *self.feed(line)]
         self._held = held if len(held) < len(expected) else []
         if self._held or error.cause in self._printed:
             return []
         self._printed.add(error.cause)
+        return held
+
+    def flush(self) -> list[str]:
+        """Return the lines that are held, because the log has ended."""
+        held, self._held = self._held, []
         return held
 
 

@@ -9,13 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 import msgspec
 
 from covey.cli.visit import Visit
 from covey.core.incidents import Outcome
-from covey.core.model import FullRestart, NodeState, Phase, Role
+from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
 from covey.node.log import one_line
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.1  # how often logs are looked at for new lines
 ROWS_MAX: Final = 32
 PIECE_MAX: Final = 1 << 20
-Choose = Callable[[str], Iterable[str]]
+
+
+class LineFilter(Protocol):
+    """Decides which lines of a log are printed."""
+
+    def feed(self, line: str) -> list[str]: ...
+    def flush(self) -> list[str]: ...
 
 
 class Show:
@@ -44,7 +50,7 @@ class Show:
         self._tails: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
         self._recovery = 0  # the newest that was told
-        self._full_restart: FullRestart | None = None  # the newest that was printed
+        self._full_restart = ""  # the newest that was printed
         self._phase: tuple[str, int, float] = ("", 0, 0)
         self._closing = False
 
@@ -101,16 +107,19 @@ class Show:
             hush(sys.stdout)
         return None
 
-    def tail(self, path: str, rank: int, prefix: str, first: int, choose: Choose) -> None:
-        """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice. `choose` is given each
-        line and returns those to print now."""
+    def tail(self, path: str, rank: int, prefix: str, first: int, chosen: LineFilter) -> None:
+        """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice."""
 
-        def echo(line: str) -> None:
-            for chosen in choose(line):
-                self._echo(rank, prefix, chosen)
+        def echo(lines: list[str]) -> None:
+            for line in lines:
+                self._echo(rank, prefix, line)
+
+        async def follow() -> None:
+            await follow_file(path, lambda line: echo(chosen.feed(line)), lambda: self._closing, first)
+            echo(chosen.flush())
 
         if path not in self._tails:
-            self._tails[path] = asyncio.create_task(follow_file(path, echo, lambda: self._closing, first))
+            self._tails[path] = asyncio.create_task(follow())
 
     async def _follow(self) -> None:
         """Until the cluster has ended. A scheduler that is starting, or away, is looked for again."""
@@ -141,10 +150,10 @@ class Show:
             again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
             self._phase = (view.phase, view.generation, refused)
             yield f"{view.phase}: {view.reason}{again}"
-        if view.full_restart is not None and view.full_restart != self._full_restart:
-            self._full_restart = view.full_restart
+        if view.full_restart is not None and str(view.full_restart) != self._full_restart:
+            self._full_restart = str(view.full_restart)
             if view.phase is not Phase.ENDED:  # the end's reason includes it
-                yield str(view.full_restart)
+                yield self._full_restart
         for incident in view.recoveries:
             if incident.outcome is not Outcome.OPEN and incident.number > self._recovery:
                 self._recovery = incident.number
@@ -170,8 +179,8 @@ class Aside:
     def say(self, text: str) -> None:
         self._loop.call_soon_threadsafe(self._show.say, text)
 
-    def tail(self, path: str, rank: int, prefix: str, first: int, choose: Choose) -> None:
-        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix, first, choose)
+    def tail(self, path: str, rank: int, prefix: str, first: int, chosen: LineFilter) -> None:
+        self._loop.call_soon_threadsafe(self._show.tail, path, rank, prefix, first, chosen)
 
     async def close(self) -> None:
         """Once everything is printed."""

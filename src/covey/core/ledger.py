@@ -88,7 +88,6 @@ class Ledger:
         self._rolled_back_at = -2  # what had been reached at the last return to a checkpoint
         self._retries = 0  # since all ranks last went on
         self._replacing = False  # a rank was started again, and not all ranks have gone on since
-        self._restarting = False  # all ranks start again from a checkpoint or step 0, and have not resumed since
         self._grouped = False  # a group has met: only then will ranks say that they have gone on
         self._settled: set[int] = set()  # parameter servers where all is in its place, by the sharing of now
         self._layout: formation.Layout | None = None
@@ -214,11 +213,15 @@ class Ledger:
         if all(member.error is None for member in self.cluster.of(Role.WORKER)):
             self._close_incidents(Outcome.RESUMED)
 
-    def _note_full_restart(self, reason: str) -> None:
+    def _note_full_restart(self, cause: str) -> None:
         """Count a start of all ranks from a checkpoint or from step 0. The caller persists the cluster."""
-        self._restarting = True
         before = self.cluster.full_restart
-        self.cluster.full_restart = FullRestart(before.count + 1 if before else 1, reason[:CAUSE_MAX])
+        self.cluster.full_restart = FullRestart(before.count + 1 if before else 1, cause[:CAUSE_MAX])
+
+    @property
+    def _restarting(self) -> bool:
+        """Whether not all ranks have resumed since the newest full restart."""
+        return self.cluster.full_restart is not None and not self.cluster.full_restart.resumed
 
     def _end(self, code: int, reason: str, failure: Failure | None = None) -> None:
         if self.cluster.full_restart is not None:

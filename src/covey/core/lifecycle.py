@@ -170,7 +170,7 @@ class Lifecycle(Spared):
             self._shrink(member, _gone(member, failure), reason)
         elif after is recovery.After.RESTART_ALL:
             self.cluster.reason = f"{member.name} died ({failure.reason}), {reason}"
-            self._restart_all(_gone(member, failure), self.cluster.reason)
+            self._restart_all(_gone(member, failure))
         elif not self._host_leaves(member):
             self.first_failure = failure
             why = f"; not recovered: {reason}" if recovery.replaces(self.cluster) else ""
@@ -235,6 +235,10 @@ class Lifecycle(Spared):
                 self._dismiss(member, reason)
                 self._house(member, agent)
         sentence = _gone(member, failure)
+        if member.role is Role.WORKER and self.cluster.size(Role.WORKER) == 1:  # no other rank has the state
+            self._note_full_restart(sentence)
+            self._publish("cluster", "state lost", str(self.cluster.full_restart), Level.WARNING)
+            self._close_incidents(Outcome.RESTARTED)
         self._next_life(member)
         if spare is None:
             self._regroup(sentence, member)
@@ -298,8 +302,8 @@ class Lifecycle(Spared):
             failure = self.first_failure
             self._give_up(failure.code if failure else ExitCode.PEER_FAILED, f"{limit}, and {reason}", failure)
 
-    def _restart_all(self, reason: str, why: str) -> None:
-        self._note_full_restart(why)
+    def _restart_all(self, reason: str, cause: str = "") -> None:
+        self._note_full_restart(cause or reason)
         self.cluster.restarts += 1
         self._count("restarts")
         self._close_incidents(Outcome.RESTARTED)
@@ -419,7 +423,7 @@ class Lifecycle(Spared):
         """A parameter server has its rows back: if no worker is being replaced too, that was all."""
         if not self._replacing:
             self.incidents.mark(Stage.RESTORED, self._now)
-            self._close_incidents(Outcome.RESUMED)
+            self._close_if_resumed()
 
 
 def _gone(member: Member, failure: Failure) -> str:

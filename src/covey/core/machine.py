@@ -132,8 +132,8 @@ class Machine(Askable):
             if beat.progress.loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:
                 self.cluster.trains = True
                 self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death first
-            self._place_full_restart(beat.progress.first)
-            if speaker.error is not None and beat.progress.steps > 0:
+            self._note_restart_step(beat.progress.first)
+            if speaker.error is not None and beat.progress.steps > 0 and beat.progress.step > speaker.error.step:
                 speaker.error = None
                 if self.cluster.phase is Phase.READY:
                     self._close_if_resumed()
@@ -142,7 +142,7 @@ class Machine(Askable):
                 self._publish(speaker.name, "heard again", "its beat came late")
                 self._settle("every member is heard again")
 
-    def _place_full_restart(self, step: int) -> None:
+    def _note_restart_step(self, step: int) -> None:
         """Report the step at which the loops started after a full restart."""
         restart = self.cluster.full_restart
         if restart is not None and restart.step < 0 <= step:
@@ -198,8 +198,7 @@ class Machine(Askable):
         begun = gathering.resumed or gathering.done or self._restarting
         if not begun and all(r.needs_state for r in gathering.reports.values()):
             self.cluster.trains = False
-            reason = "no rank holds the training state any more"
-            self._note_full_restart(reason)
+            self._note_full_restart("no rank holds the training state any more")
             self._publish("cluster", "state lost", str(self.cluster.full_restart), Level.WARNING)
             self._persist(self.cluster.record())
             self._close_incidents(Outcome.RESTARTED)

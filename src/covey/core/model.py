@@ -141,8 +141,9 @@ class ScriptError(msgspec.Struct, frozen=True):
     text: Annotated[str, Meta(max_length=ERROR_TEXT_MAX)]  # str() of the exception, its beginning
     place: Annotated[str, Meta(max_length=ERROR_PLACE_MAX)]  # "file:line" of the innermost frame of the script's own code
     traceback: Annotated[str, Meta(max_length=ERROR_TRACE_MAX)]  # as Python prints it, its end
-    step: int = -1  # in which it was raised; -1: the script has reported none
+    step: int = -1  # in which it was raised, or which was reported last; -1: none was
     completed: int = 0  # steps that this process completed before
+    loop: bool = False  # a covey.Loop told the step
 
     @property
     def cause(self) -> tuple[str, str]:
@@ -151,7 +152,7 @@ class ScriptError(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         at = f" at {self.place}" if self.place else ""
-        step = f", step {self.step}" if self.step >= 0 else ""
+        step = f", {'step' if self.loop else 'last reported step'} {self.step}" if self.step >= 0 else ""
         text = " ".join(self.text.split())[:ERROR_LINE_MAX]
         return f"{self.kind}{at}{step}" + (f": {text}" if text else "")
 
@@ -175,17 +176,18 @@ class FullRestart(msgspec.Struct, frozen=True):
     """The newest start of all ranks from a checkpoint or from step 0, after which no rank has the state it had before."""
 
     count: int  # full restarts so far
-    reason: Annotated[str, Meta(max_length=8192)]
+    cause: Annotated[str, Meta(max_length=8192)]
     step: int = -1  # at which covey.Loop started again; -1: not known yet, or the script has no loop
+    resumed: bool = False  # all ranks have resumed since
 
     def __str__(self) -> str:
         if self.step < 0:
             started = "all ranks restart from the newest checkpoint, or from the beginning if there is none"
         elif self.step == 0:
-            started = "all ranks started from step 0, because there is no checkpoint"
+            started = "all ranks started from step 0, because no checkpoint could be used"
         else:
             started = f"all ranks started from step {self.step}, the newest checkpoint"
-        return f"full restart {self.count}: {started}; cause: {self.reason}"
+        return f"full restart {self.count}: {started}; cause: {self.cause}"
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -272,6 +274,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     since: int = 1
     lives: int = 0
     process: str = ""
+    error: ScriptError | None = None
 
     @classmethod
     def of(cls, member: Member) -> MemberRecord:

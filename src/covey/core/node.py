@@ -98,7 +98,7 @@ class NodeMachine:
             return []
         if isinstance(event, LinkMade):
             out = self._link_made(event.silence_s, now)
-        elif isinstance(event, LinkLost):
+        elif isinstance(event, LinkLost) or (isinstance(event, SchedulerRefused) and self._was_member):
             out = self._link_lost(event.reason, now)
         elif isinstance(event, SchedulerRefused):
             out = self._finish(self._leave_code() if self.stage is Stage.LEAVING else ExitCode.REFUSED, event.reason)

@@ -74,9 +74,9 @@ def _fails_again(cluster: Cluster, dead: Member, error: ScriptError | None) -> s
     Without covey.init() no rank is replaced, and --max-restarts alone says how often all are restarted. A process that a
     person starts again (no agent) may have been repaired meanwhile.
     """
-    if error is None or not cluster.heals or not dead.agent:
+    if error is None or not cluster.heals or not dead.agent or dead.role is not Role.WORKER:
         return ""
-    if dead.error is not None and dead.error.cause == error.cause and error.completed == 0:
+    if dead.error is not None and dead.error.cause == error.cause and (not error.completed or error.step <= dead.error.step):
         return f"{dead.name} raised {error.kind} at the same place again without completing a step: correct the script"
     workers = cluster.of(Role.WORKER)
     errors = [error if member is dead else member.error for member in workers]
@@ -267,6 +267,7 @@ def report(
     cluster: Cluster, dead: Member, code: int, reason: str, tail: list[str], log: str, error: ScriptError | None = None
 ) -> Failure:
     """How one member ended, and what the others of its role were doing."""
+    said = reason or f"exit code {code}"
     others = sorted((m for m in cluster.of(dead.role) if m is not dead), key=lambda m: m.rank)
     return Failure(
         role=dead.role,
@@ -274,7 +275,7 @@ def report(
         rank=dead.rank,
         host=dead.host.name,
         code=code,
-        reason=f"{reason or f'exit code {code}'}, {error}" if error is not None else reason or f"exit code {code}",
+        reason=f"{said}, {error}" if error is not None else said,
         tail=tail,
         others=[_doing(member) for member in others[:OTHERS_MAX]],
         log=log,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from covey.core import formation, healing, recovery, scaling
 from covey.core.effects import Level
 from covey.core.ledger import NEVER
@@ -125,7 +127,9 @@ class Watch(Lifecycle):
         """A rank goes on after a change; if it was the last one, the change is over."""
         if self._all_resumed():
             self._retries = 0
-            self._restarting = False
+            if (restart := self.cluster.full_restart) is not None and not restart.resumed:
+                self.cluster.full_restart = msgspec.structs.replace(restart, resumed=True)
+                self._persist(self.cluster.record())
             for member in self.cluster.of(Role.WORKER):
                 if member.error is not None and member.error.step < 0:  # a script without steps shows progress by collectives
                     member.error = None

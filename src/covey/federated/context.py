@@ -151,8 +151,8 @@ class _Context:
 
     def __init__(self) -> None:
         self.chosen: dict[str, Value] = {}
-        self.answered = False  # `covey.federated.run` was called, or an error was raised
-        self.watched = False  # the end of the process checks `answered`
+        self.explained = False  # `covey.federated.run` was called, or an error named it
+        self.exit_check_registered = False  # the end of the process checks `explained`
 
     def __repr__(self) -> str:
         shown = (f"{key}={'***' if key in PASSWORDS else repr(value)}" for key, value in self.chosen.items())
@@ -172,17 +172,11 @@ def set_fl_context(**kwargs: Value) -> None:
     checked = {key: check(key, value) for key, value in kwargs.items()}
     check_file(checked)
     if checked.get("server_num") == 0 and checked.get("enable_fl") is not False:
-        raise _refused(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
+        raise UsageError(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
     _context.chosen.update(checked)
-    if enabled() and not _context.watched:
-        _context.watched = True
-        atexit.register(_say_unanswered)
-
-
-def _refused(sentence: str) -> UsageError:
-    """Return the error for a bad key or value. The script prints it, so its end says nothing more."""
-    _context.answered = True
-    return UsageError(sentence)
+    if enabled() and not _context.exit_check_registered:
+        _context.exit_check_registered = True
+        atexit.register(_explain_at_exit)
 
 
 def enabled() -> bool:
@@ -192,21 +186,22 @@ def enabled() -> bool:
 
 def needs_run() -> str:
     """Return the sentence for a script that calls something else than `covey.federated.run`."""
-    _context.answered = True
+    _context.explained = True
+    origin = "set_fl_context(enable_fl=True)" if _context.chosen.get("enable_fl") else f"the variable {VARIABLE}"
     return (
-        f"set_fl_context(enable_fl=True) makes this process a federated {text('ms_role')}: call covey.federated.run(model), "
+        f"{origin} makes this process a federated {text('ms_role')}: call covey.federated.run(model), "
         "which takes the place of covey.init() and of the training (docs/federated.md)"
     )
 
 
-def ran() -> None:
+def note_run() -> None:
     """Note that `covey.federated.run` was called."""
-    _context.answered = True
+    _context.explained = True
 
 
-def _say_unanswered() -> None:
+def _explain_at_exit() -> None:
     """At the end of the process. An error that ended the script was printed already."""
-    if enabled() and not _context.answered and not hasattr(sys, "last_type"):
+    if enabled() and not _context.explained and not hasattr(sys, "last_type"):
         print(f"covey: the script ended without a federated cluster: {needs_run()}", file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -233,7 +228,7 @@ def _key(key: str) -> Key:
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
-        raise _refused(f"fl_context has no key {key}: {hint}")
+        raise UsageError(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 
@@ -245,13 +240,13 @@ def check(key: str, value: object) -> Value:
     shown = type(value).__name__ if key in PASSWORDS else repr(value)
     if type(value) is not wanted:  # exactly: True is an int to Python, and no port
         word = {bool: _FLAG, int: "a whole number", float: "a number", str: _TEXT}[wanted]
-        raise _refused(f"set_fl_context: {key} must be {word}, not {shown}")
+        raise UsageError(f"set_fl_context: {key} must be {word}, not {shown}")
     if (isinstance(value, float) and not math.isfinite(value)) or not found.fits(value):
-        raise _refused(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
+        raise UsageError(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if isinstance(value, int) and value > NUMBER_MAX:
-        raise _refused(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
+        raise UsageError(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
     if value in found.later:
-        raise _refused(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
+        raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
 
 
@@ -259,7 +254,7 @@ def check_file(values: Mapping[str, Value]) -> None:
     """Raise `UsageError` if `config_file_path` is given and is not a file."""
     path = str(values.get("config_file_path", ""))
     if path and not Path(path).is_file():
-        raise _refused(
+        raise UsageError(
             f"set_fl_context: config_file_path={path} is not a file: give the path of config.json, or leave the key out"
         )
 

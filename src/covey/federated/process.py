@@ -47,7 +47,7 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
     `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
     `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
-    context.ran()
+    context.note_run()
     if ran := os.environ.get(RAN_VARIABLE):
         Path(ran).touch()
     try:

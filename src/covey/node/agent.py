@@ -107,7 +107,7 @@ class Agent:
         self._relay = Relay()
         self._notes = Path(self._folder.name) / "imports"
         self._pids: dict[str, int] = {}  # by the process's name, as in _running; the newest of each
-        self._errors: dict[int, ScriptError] = {}  # by a child's number: the newest uncaught exception of those that exited
+        self._errors: dict[int, ScriptError] = {}  # by a worker's number: the newest uncaught exception of those that exited
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
         self._wanted: Start | None = None  # the newest: what should run is a level, an older one is no news
@@ -421,19 +421,23 @@ class Agent:
 
     def _child_exited(self, ended: Exit) -> None:
         error = uncaught.read(self._folder.name, ended.pid)
-        if error is not None and ended.name in self._running:
-            self._errors[self._running[ended.name].number] = error  # before the file is removed
+        known = self._running.get(ended.name)
+        if error is not None and known is not None and known.role is Role.WORKER:
+            self._errors[known.number] = error  # before the file is removed
         uncaught.remove(self._folder.name, ended.pid)
-        if ended.name not in self._running:
+        self._pids.pop(ended.name, None)
+        if known is None:
             return  # of a generation that is over
         child, failed = self._running.pop(ended.name), ended.code != 0
         self._end_life(child, ended.code, ended.reason if failed else "", error if failed else None)
 
     def newest_error(self, number: int) -> ScriptError | None:
-        """Return the newest uncaught exception of the child with this number. Called from the thread that shows logs."""
-        processes = [p for name, p in list(self._pids.items()) if (c := self._running.get(name)) and c.number == number]
-        errors = [error for pid in processes if (error := uncaught.read(self._folder.name, pid)) is not None]
-        return errors[-1] if errors else self._errors.get(number)
+        """Return the newest uncaught exception of the worker with this number. Called from the thread that shows logs."""
+        for name, pid in list(self._pids.items()):
+            child = self._running.get(name)
+            if child is not None and (child.role, child.number) == (Role.WORKER, number):
+                return uncaught.read(self._folder.name, pid) or self._errors.get(number)
+        return self._errors.get(number)
 
     def _end_life(self, child: Assignment, code: int, reason: str, error: ScriptError | None = None) -> None:
         path = self.log_path(child.number, child.role)

@@ -97,7 +97,7 @@ class Ending:
 
     def describe(self, error: BaseException, trace: TracebackType | None) -> ScriptError | None:
         """Return the description of the exception that ends the program, with the step it was raised in."""
-        return uncaught.describe(error, trace, self._node.progress.step, self._node.progress.steps)
+        return uncaught.describe(error, trace, self._node.progress, loop=self._node.finishes_steps)
 
     def _note_error(self, error: ScriptError | None) -> None:
         """Hand the exception over: to the agent in a file, else to the scheduler with the goodbye."""

@@ -7,8 +7,8 @@ before `covey.init()`, it becomes a small supervisor that starts the script anew
 
 A life that ends well, or with one of our own codes (the cluster is over, or refused it), is the last; so is one that was asked
 to go. Any other is followed by the next one, which takes its place under the same id; not more than `FRUITLESS_MAX` in a row
-that finish no step. An exception that a life raises at the same place as the life before it, without a step of its own, is an
-error of the script: it ends the last one.
+that finish no step. If a process raises the same exception at the same place as the one before it, without completing a step,
+the script is in error and the supervisor starts no further process.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.model import ERROR_KIND_MAX, ERROR_PLACE_MAX, ERROR_TEXT_MAX, ERROR_TRACE_MAX, ScriptError
+from covey.core.model import ERROR_KIND_MAX, ERROR_PLACE_MAX, ERROR_TEXT_MAX, ERROR_TRACE_MAX, Progress, ScriptError
 from covey.errors import CoveyError
 
 PART_MAX: Final = 2000  # characters of one frame, or of the exception's text, in the traceback
@@ -26,11 +26,13 @@ COVEY: Final = str(Path(__file__).parents[1]) + os.sep
 INSTALLED: Final = {"site-packages", "dist-packages"}
 
 
-def describe(error: BaseException, trace: TracebackType | None, step: int = -1, completed: int = 0) -> ScriptError | None:
+def describe(
+    error: BaseException, trace: TracebackType | None, progress: Progress | None = None, *, loop: bool = False
+) -> ScriptError | None:
     """Return the description of an exception that ends the script; None for `SystemExit` and Ctrl-C, which are no errors of it.
 
-    An error of covey is described in its one sentence. `step` is the script's step, -1 if it has reported none, and
-    `completed` the number of steps that this process has completed.
+    An error of covey is described in its one sentence. `progress` is what the script reported last, `loop`
+    whether a covey.Loop did so.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return None
@@ -47,8 +49,9 @@ def describe(error: BaseException, trace: TracebackType | None, step: int = -1, 
         text=text[:ERROR_TEXT_MAX],
         place=encodable(_place(error, trace))[-ERROR_PLACE_MAX:],
         traceback=encodable(printed),
-        step=step,
-        completed=completed,
+        step=progress.step if progress is not None else -1,
+        completed=progress.steps if progress is not None else 0,
+        loop=loop,
     )
 
 
@@ -58,7 +61,7 @@ def encodable(text: str) -> str:
 
 
 def write(folder: str | Path, error: ScriptError) -> None:
-    """Write the description for the agent. The first one counts; without a place for it, the agent shows the log's end."""
+    """Write the description for the agent; the first one counts. If it cannot be written, the agent reports the log's end."""
     with contextlib.suppress(OSError), (Path(folder) / _name(os.getpid())).open("xb") as file:
         file.write(msgspec.json.encode(error))
 
@@ -74,7 +77,8 @@ def read(folder: str | Path, pid: int) -> ScriptError | None:
 
 def remove(folder: str | Path, pid: int) -> None:
     """Remove what process `pid` wrote, because another process may get its number."""
-    (Path(folder) / _name(pid)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (Path(folder) / _name(pid)).unlink(missing_ok=True)
 
 
 def _name(pid: int) -> str:

@@ -192,7 +192,8 @@ class Node:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
         if self._first_step < 0:
             self._first_step = progress.step
-        progress = msgspec.structs.replace(progress, steps=max(0, progress.step - self._first_step))
+        steps = max(self._progress.steps, progress.step - self._first_step, 0)  # numbers may begin again in each epoch
+        progress = msgspec.structs.replace(progress, steps=steps)
         if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
             progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         supervise.note(progress.step)
@@ -205,9 +206,10 @@ class Node:
                 self._show(msgspec.structs.replace(self._progress, step=step))
 
     def _show(self, progress: Progress) -> None:
+        begins = progress.loop and not self._progress.loop  # from then on a death has other consequences
         self._progress = progress
         now = time.monotonic()
-        if now - self._told_at > pace_s(self.world):
+        if begins or now - self._told_at > pace_s(self.world):
             self._told_at = now
             self._say(Beat(progress))
 
