@@ -3,13 +3,15 @@
 Every figure is a ratio against a peer, or against another way, in the same run (`RATIOS`). The record has the median, lowest
 and highest of several trials. A ratio is worse if its median lies beyond the recorded worst by more than half the recorded
 spread, and if further trials of that benchmark confirm it. A better one is printed and changes nothing: a new record is
-committed by itself, with the reason.
+committed by itself, with the reason. A ratio that was not measured fails too, unless its benchmark needs a peer (`BRINGS`).
+A check ends after `CHECK_LIMIT_S` at the latest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,6 +29,7 @@ TRIALS = 5  # of a record
 CONFIRM = 3  # further trials of a benchmark that seems worse
 LEAST = 0.05  # the least distance that counts, as a part of the median: few trials may lie closer together than they should
 LIMIT_S = 600.0  # of one trial of one benchmark
+CHECK_LIMIT_S = 900.0  # of a whole check, with the trials that confirm
 QUIET = 0.5  # load per core below which a machine counts as quiet
 Data = Mapping[str, Any]
 
@@ -40,6 +43,7 @@ class Verdict(StrEnum):
     SAME = "same"
     BETTER = "better"
     WORSE = "WORSE"
+    MISSING = "MISSING"
 
 
 class Ratio(NamedTuple):
@@ -208,15 +212,21 @@ def values(benchmark: str, data: Data) -> dict[str, float]:
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
-def run(benchmark: str) -> dict[str, float]:
-    """Run a quick benchmark; return its ratios. What it prints is shown only if it fails."""
+def run(benchmark: str, deadline: float = math.inf) -> dict[str, float]:
+    """Run a quick benchmark, at most until `deadline`; return its ratios. What it prints is shown only if it fails."""
     path = QUICK / f"{benchmark}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"bench.{benchmark}", "--quick"]
     began = time.monotonic()
+    limit = max(min(LIMIT_S, deadline - began), 0.0)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=Path(__file__).parents[1])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=Path(__file__).parents[1])
     except subprocess.TimeoutExpired:
+        if limit < LIMIT_S:
+            raise SystemExit(
+                f"the check did not end within {CHECK_LIMIT_S / 60:g} minutes and was stopped in bench.{benchmark}: "
+                "run it on a quiet machine, or a part of it with --only"
+            ) from None
         raise SystemExit(f"bench.{benchmark} --quick did not end within {LIMIT_S:g} s: run it alone to see why") from None
     if done.returncode:
         raise SystemExit(f"bench.{benchmark} --quick failed with code {done.returncode}:\n{done.stderr[-2000:]}")
@@ -252,7 +262,7 @@ def record(chosen: list[str], trials: int, cores: int) -> int:
                 kept[ratio.name] = spread(measured)._asdict()
                 print(f"  {ratio.name}: {spread(measured).show('', 3)}", flush=True)
             elif ratio.benchmark == benchmark:
-                print(f"  {ratio.name}: not measured; it needs: {BRINGS.get(benchmark, 'nothing more')}", flush=True)
+                print(f"  {ratio.name}: not measured; it needs: {BRINGS.get(benchmark, 'nothing else')}", flush=True)
     ordered = {ratio.name: kept[ratio.name] for ratio in RATIOS if ratio.name in kept}
     load = [round(before, 1), round(os.getloadavg()[0], 1)]
     RECORD.write_text(json.dumps({"cores": cores, "load": load, "ratios": ordered}, indent=2) + "\n")
@@ -260,7 +270,8 @@ def record(chosen: list[str], trials: int, cores: int) -> int:
 
 
 def check(chosen: list[str], trials: int, cores: int) -> int:
-    """Compare with the record; a ratio that seems worse is measured again. Return 1 if one is worse."""
+    """Compare with the record; a ratio that seems worse is measured again. Return 1 if one is worse or missing."""
+    deadline = time.monotonic() + CHECK_LIMIT_S
     if not RECORD.exists():
         raise SystemExit(f"{RECORD.name} is missing: `make bench-record` writes it, on a quiet machine")
     known = json.loads(RECORD.read_text())
@@ -269,26 +280,32 @@ def check(chosen: list[str], trials: int, cores: int) -> int:
     recorded = {name: Spread(**fields) for name, fields in known["ratios"].items()}
     failed = False
     for benchmark in chosen:
-        found = [run(benchmark) for _ in range(trials)]
+        found = [run(benchmark, deadline) for _ in range(trials)]
         verdicts = judged(benchmark, recorded, found)
         if Verdict.WORSE in verdicts.values():
-            again = judged(benchmark, recorded, [run(benchmark) for _ in range(CONFIRM)])
+            again = judged(benchmark, recorded, [run(benchmark, deadline) for _ in range(CONFIRM)])
             verdicts = {name: confirmed(verdict, again.get(name)) for name, verdict in verdicts.items()}
-        failed |= Verdict.WORSE in verdicts.values()
+        failed |= not {Verdict.WORSE, Verdict.MISSING}.isdisjoint(verdicts.values())
         _print(benchmark, recorded, found, verdicts)
     return 1 if failed else 0
 
 
 def judged(benchmark: str, recorded: Mapping[str, Spread], found: list[dict[str, float]]) -> dict[str, Verdict]:
-    """Return the verdict on each ratio that was measured now and for the record."""
+    """Return the verdict on each recorded ratio, without those not measured of a benchmark that needs a peer."""
     ratios = [ratio for ratio in RATIOS if ratio.benchmark == benchmark and ratio.name in recorded]
     measured = {ratio: [one[ratio.name] for one in found if ratio.name in one] for ratio in ratios}
-    return {ratio.name: judge(recorded[ratio.name], some, ratio.better) for ratio, some in measured.items() if some}
+    return {
+        ratio.name: judge(recorded[ratio.name], some, ratio.better) if some else Verdict.MISSING
+        for ratio, some in measured.items()
+        if some or benchmark not in BRINGS
+    }
 
 
 def confirmed(first: Verdict, again: Verdict | None) -> Verdict:
-    """Return WORSE only if both measurements say so."""
-    return Verdict.SAME if first is Verdict.WORSE and again is not Verdict.WORSE else first
+    """Return WORSE only if both measurements say so, MISSING if the second one has not measured the ratio."""
+    if first is not Verdict.WORSE:
+        return first
+    return again if again in (Verdict.WORSE, Verdict.MISSING) else Verdict.SAME
 
 
 def _print(benchmark: str, recorded: Mapping[str, Spread], found: list[dict[str, float]], verdicts: dict[str, Verdict]) -> None:
@@ -297,7 +314,12 @@ def _print(benchmark: str, recorded: Mapping[str, Spread], found: list[dict[str,
             continue
         measured = [one[ratio.name] for one in found if ratio.name in one]
         if not measured:
-            said = f"skipped: not measured; it needs: {BRINGS.get(benchmark, 'nothing more')}"
+            needed = BRINGS.get(benchmark)
+            said = (
+                f"skipped: not measured; it needs: {needed}"
+                if needed
+                else f"not measured: {verdicts.get(ratio.name, 'not in the record')}"
+            )
         elif ratio.name not in recorded:
             said = f"{statistics.median(measured):.3f}, not in the record"
         else:

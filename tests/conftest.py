@@ -43,9 +43,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not found:
         return
     failed = config.getoption("--no-skips")
-    title = (
-        "skipped, which --no-skips forbids" if failed else "skipped: what this machine lacks, and the command that brings it"
-    )
+    title = "skipped, which --no-skips forbids" if failed else "skipped: missing parts and the commands that install them"
     terminalreporter.section(title, red=failed, yellow=not failed)
     for reason, count in found.most_common():
         terminalreporter.line(f"{count:4} test{'s' if count > 1 else ' '}  {reason}")

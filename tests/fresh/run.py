@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -43,6 +43,7 @@ FALSE_ERRORS = re.compile(r"not created successfully|ensurepip is not|^ERROR|Tra
 # The old root is left with pivot_root: in a chroot the kernel refuses user namespaces, which a real machine may have.
 ENTER = """
 root=$1; shift
+PATH=$PATH:/usr/sbin:/sbin
 mount --make-rprivate /
 mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
@@ -220,11 +221,11 @@ def as_user(suite: str, root: Path, user: str, commands: list[str]) -> list[tupl
             "--",
         ]
         typed = f"cd {home}/covey && {command}; exit $?"  # bash stays the first process, which reaps orphans
-        become = ["chroot", f"--userspec={ids}", "--groups=", "/", "env", "-i", *(f"{k}={v}" for k, v in environment.items())]
+        become = ["chroot", f"--userspec={ids}", "--groups=", "/", "env", f"PATH={environment['PATH']}"]
         print(f"-- {suite}, as {user}: {command}", flush=True)
         start = time.monotonic()
         log = FOLDER / f"{suite}-{user}-{re.sub(r'[^a-z0-9]+', '-', command.lower())[:40]}.log"
-        code, text = run([*enter, *become, "bash", "-c", typed], log)
+        code, text = run([*enter, *become, "bash", "-c", typed], log, environment)
         wrong = FALSE_ERRORS.search(text) if command == "make run" else None
         minutes = (time.monotonic() - start) / 60
         result = f"printed {wrong[0]!r}" if wrong else "passed" if code == 0 else f"failed with {code}"
@@ -250,12 +251,21 @@ def clone_to(clone: Path, ids: str) -> None:
     subprocess.run(["chown", "-R", "--no-dereference", ids, str(clone)], check=True)
 
 
-def run(words: list[str], log: Path) -> tuple[int, str]:
-    """Run a command, copy its output to the terminal and to a file; return its exit code and its output."""
+def run(words: list[str], log: Path, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a command with an environment, copy its output to the terminal and to a file; return its exit code and its output.
+
+    The values may have passwords, so they are in no command line: all users can read those.
+    """
     with (
         log.open("w", buffering=1) as file,
         subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         ) as process,
     ):
         assert process.stdout

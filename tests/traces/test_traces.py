@@ -16,7 +16,7 @@ from tests.traces.recorder import Call
 from tests.traces.rendering import Renames, Rendering, full, plain
 from tests.traces.versions import explain
 
-PART = {"cluster": 100, "resizing": 100, "servers": 100, "federation": 250, "messages": 100, "scenarios": 1}  # every so-manieth
+PART = {"cluster": 100, "resizing": 100, "servers": 100, "federation": 250, "messages": 100, "scenarios": 1}  # every n-th seed
 ROOT = Path(__file__).parents[2]
 
 

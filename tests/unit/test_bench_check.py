@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from bench import check
@@ -36,14 +37,39 @@ def test_record_without_spread_still_allows_five_percent() -> None:
 def test_worse_needs_a_confirmation() -> None:
     assert confirmed(Verdict.WORSE, Verdict.WORSE) is Verdict.WORSE
     assert confirmed(Verdict.WORSE, Verdict.SAME) is confirmed(Verdict.WORSE, None) is Verdict.SAME
+    assert confirmed(Verdict.WORSE, Verdict.MISSING) is Verdict.MISSING
     assert confirmed(Verdict.BETTER, Verdict.WORSE) is Verdict.BETTER
 
 
-def test_ratio_that_one_side_has_not_measured_is_not_judged() -> None:
+def test_ratio_that_is_not_in_the_record_is_not_judged() -> None:
     ratio = next(one for one in RATIOS if one.benchmark == "scale")
     assert judged("scale", {}, [{ratio.name: 1.0}]) == {}
-    assert judged("scale", {ratio.name: spread([1.0])}, [{}]) == {}
     assert judged("scale", {ratio.name: spread([1.0])}, [{ratio.name: 3.0}]) == {ratio.name: Verdict.WORSE}
+
+
+def write_record(benchmark: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a record with the first ratio of a benchmark, for `check` to read."""
+    name = next(one.name for one in RATIOS if one.benchmark == benchmark)
+    path.write_text(json.dumps({"cores": 2, "load": [0, 0], "ratios": {name: spread([1.0])._asdict()}}))
+    monkeypatch.setattr(check, "RECORD", path)
+
+
+@pytest.mark.parametrize(("benchmark", "code", "said"), [("scale", 1, "MISSING"), ("mindspore", 0, "bench.peers mindspore")])
+def test_ratio_that_is_not_measured_fails_unless_it_needs_a_peer(
+    benchmark: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(benchmark, tmp_path / "record.json", monkeypatch)
+    monkeypatch.setattr(check, "run", lambda *_: {})
+    assert check.check([benchmark], trials=1, cores=2) == code
+    assert said in capsys.readouterr().out
+
+
+def test_check_ends_at_its_deadline_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record("scale", tmp_path / "record.json", monkeypatch)
+    monkeypatch.setattr(check, "QUICK", tmp_path)
+    monkeypatch.setattr(check, "CHECK_LIMIT_S", 0.0)
+    with pytest.raises(SystemExit, match=r"the check did not end within .* stopped in bench\.scale"):
+        check.check(["scale"], trials=1, cores=2)
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

@@ -26,7 +26,8 @@ from covey.node.output import outlast_full_disks
 from covey.node.threads import restore_threads
 
 GROUP_END_S = 0.1
-NANOBIND = "__nb_internals"  # by a name that begins so, nanobind's extensions find each other in the interpreter
+NANOBIND = "__nb_internals_v17_system_libstdcpp_"  # the key of nanobind's internal data in the interpreter, with their version
+LEAK_WARNINGS = 0x1F8  # where the flag print_leak_warnings is in that version of nanobind's nb_internals
 _imported: list[str] = []  # by the template, before this child was forked
 
 
@@ -117,16 +118,19 @@ def set_imports_aside() -> None:
 def silence_leak_checks() -> None:
     """Keep nanobind from reporting the objects set aside as leaks (27 lines for triton, which torch's CUDA build imports).
 
-    Freeing them instead costs each worker 1.1 s of computing. nanobind has no switch that Python can reach, and checks after
-    the interpreter's end. It prints to C's `stderr` stream, so that stream alone is directed to nowhere: the descriptor stays
-    open, for Python's `sys.stderr`, `std::cerr` and libc's own messages.
+    Freeing them instead costs each worker 1.1 s of computing. nanobind checks after the interpreter's end unless a flag in its
+    internal data is false. Only C++ has a function that sets it, so it is set in memory here. Internal data of another version
+    are left alone: then the report is printed. All other output to stderr is unchanged.
     """
-    api, libc = ctypes.pythonapi, ctypes.CDLL(None)
-    api.PyInterpreterState_Get.restype = libc.fopen.restype = ctypes.c_void_p
+    api = ctypes.pythonapi
+    api.PyInterpreterState_Get.restype = api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.restype = ctypes.py_object
     extensions = api.PyInterpreterState_GetDict(ctypes.c_void_p(api.PyInterpreterState_Get()))
-    if any(str(name).startswith(NANOBIND) for name in extensions) and (nowhere := libc.fopen(os.devnull.encode(), b"w")):
-        ctypes.c_void_p.in_dll(libc, "stderr").value = nowhere
+    for capsule in [value for name, value in extensions.items() if str(name).startswith(NANOBIND)]:
+        internals = api.PyCapsule_GetPointer(ctypes.py_object(capsule), b"nb_internals")
+        flags = (ctypes.c_uint8 * 2).from_address(internals + LEAK_WARNINGS)
+        if bytes(flags) == b"\1\1":  # print_leak_warnings and its neighbour, which is true by default too
+            flags[0] = 0
 
 
 def begin_at_users_line(error: BaseException) -> TracebackType | None:
