@@ -108,6 +108,7 @@ MOUNTS = Requirement(
     "run as root",
     lambda: _succeeds(*OWN_MOUNTS, "mount", "-t", "tmpfs", "none", "/mnt"),
 )
+OTHER_USERS = Requirement("this user may not start processes of another user", "run as root", lambda: BY_ROOT)
 FILE_SYSTEMS = Requirement("this user may not mount file systems", "run as root", _mounts_here)
 CURL = Requirement("curl is not installed", "apt-get install curl", _installed("curl"))
 CHROMIUM = Requirement("Chromium is not installed", "apt-get install chromium", _installed("chromium"))

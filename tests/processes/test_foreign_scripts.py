@@ -74,12 +74,16 @@ def test_a_stranger_with_mindspores_bytes_ends_nothing(shell: Shell, covey: bool
     head = "import covey\ncovey.init()\n" if covey else ""
     script = shell.script(head + STAYS)
     shell.port = free_port()
-    run = shell.covey("run", "-n", "2", "--master", f"127.0.0.1:{shell.port}", script, shell.go, env=PATIENT)
+    env = {**PATIENT, "GLOG_v": 0}  # the debug log has a line for each lookup
+    run = shell.covey("run", "-n", "2", "--master", f"127.0.0.1:{shell.port}", script, shell.go, env=env)
     shell.heard(0, "up")
     shell.heard(1, "up")
-    for _ in range(3):
+
+    def looked_up() -> bool:
         stranger(shell.port)
-        until(lambda: shell.ask("status").code == 0, "the scheduler to answer")  # each takes longer than it looks away
+        return shell.log("scheduler").count("owner looked up: none of 2 local workers") >= 2
+
+    until(looked_up, "the scheduler to have looked up the owners of two connections", story=lambda: shell.log("scheduler"))
     shell.heard("scheduler", "turned away: it speaks MindSpore's own protocol, not covey's")
     shell.release()
     assert run.wait() == 0, run.tail()

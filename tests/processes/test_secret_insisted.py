@@ -110,6 +110,7 @@ CALLERS: dict[str, Callable[[Shell, dict[str, str]], Process]] = {
     "top": verb("top", *MASTER),
     "scale": verb("scale", "--workers", "3", *MASTER),
     "stop": verb("stop", *MASTER),
+    "kill": verb("kill", "0", *MASTER),
     "chaos": verb("chaos", *MASTER, "--times", "1"),
     "check": verb("check", "127.0.0.1:{port}"),
 }

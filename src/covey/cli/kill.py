@@ -23,7 +23,8 @@ def kill(master: str, wanted: str) -> tuple[NodeView, str]:
     if node.role is Role.SCHEDULER:
         return node, _kill_scheduler(view, node)
     if not node.agent:
-        sentence = f"{node.name} was not started by covey run, so no agent can kill it: kill process {node.pid} on {node.host}"
+        process = f"process {node.pid}" if node.pid else "its process"
+        sentence = f"{node.name} was not started by covey run, so no agent can kill it: kill {process} on {node.host}"
         raise PeerError(one_line(sentence), ExitCode.REFUSED)
     return node, asyncio.run(ask_to_kill(door, node.name))
 
@@ -48,13 +49,16 @@ def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
     def is_ours() -> bool:
         return any((entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in registry.running())
 
+    sentence = f"the scheduler is process {node.pid} on {node.host}, and none of yours on this host: kill it there"
+    refusal = PeerError(one_line(sentence), ExitCode.REFUSED)
     try:
         process = os.pidfd_open(node.pid)
     except OSError:
-        process = -1
-    if process < 0 or not is_ours():  # asked after it was opened: what is killed is the process that the registry names
-        sentence = f"the scheduler is process {node.pid} on {node.host}, and none of yours on this host: kill it there"
-        raise PeerError(one_line(sentence), ExitCode.REFUSED)
-    signal.pidfd_send_signal(process, signal.SIGKILL)
-    os.close(process)
+        raise refusal from None
+    try:
+        if not is_ours():  # asked after it was opened: what is killed is the process that the registry names
+            raise refusal
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    finally:
+        os.close(process)
     return f"process {node.pid} of {node.name} on {one_line(node.host)} is killed"

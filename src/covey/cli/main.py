@@ -268,7 +268,7 @@ def kill(master: str, node: str, as_json: bool) -> None:
     from covey.cli.kill import kill as kill_node
 
     killed, reason = kill_node(master, node)
-    say(as_json, reason, node=killed.name, pid=killed.pid)
+    say(as_json, reason, node=killed.name)
 
 
 @verbs.command(epilog=examples("covey scale --workers 6", "covey scale --servers 3 --json"))

@@ -110,8 +110,10 @@ class Machine(Askable):
         return list(self._speakers)
 
     def _spoke_mindspore(self, worker: str) -> None:
-        """End the run of a MindSpore script: it would wait for a scheduler of MindSpore's for ever. Not if a worker has called
-        covey.init(): such a program trains here, and what else it connects to is its own affair."""
+        """End the run of a MindSpore script, because its workers would wait for a MindSpore scheduler that does not exist.
+
+        Do nothing if a worker has called covey.init(), because that script trains with covey's scheduler.
+        """
         if not self.cluster.heals:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
             self._end(ExitCode.BAD_SETTING, reason)

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Sequence
+import socket
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from covey.errors import CoveyError
@@ -14,6 +16,9 @@ from covey.errors import CoveyError
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 _ARG_START = 47  # of /proc/self/stat, counted from 0; the next field is the end
+_UID, _INODE = 7, 9  # of a line of /proc/net/tcp, counted from 0
+_IPV4_BYTES = 4
+_MAPPED = bytes(10) + b"\xff\xff"  # in front of an IPv4 address in an IPv6 socket
 
 
 def _prctl(option: int, value: int) -> None:
@@ -54,17 +59,64 @@ def tasks(pid: int) -> list[int]:
     return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
 
 
-def holds_connection(pid: int, port: int, to: int) -> bool:
-    """Whether a process, or a descendant of it, has a TCP connection open from this port of its own to port `to`."""
-    import psutil  # here, since the template imports this file and pays for each import
+def connection_owner(client: tuple[str, int], server: tuple[str, int], workers: Collection[int]) -> int:
+    """Return the pid in `workers` whose process, or a descendant of it, holds the client's end of a local TCP connection.
 
-    with contextlib.suppress(psutil.Error):
-        first = psutil.Process(pid)
-        for process in (first, *first.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                for found in process.net_connections("tcp"):
-                    if found.raddr and (found.laddr.port, found.raddr.port) == (port, to):
-                        return True
+    Return 0 if none does, or if the client's socket belongs to another user. That is checked first, from one file. Otherwise
+    this function reads the parent of each process of the host once, and the descriptors of the workers' processes and their
+    descendants. It takes milliseconds or more: call it in a thread, while the connection is open.
+    """
+    socket_name = _own_socket(client, server)
+    children = _children() if socket_name else {}
+    for worker in workers if socket_name else ():
+        family = [worker]
+        for pid in family:  # grows meanwhile
+            if _holds(pid, socket_name):
+                return worker
+            family += children.pop(pid, ())
+    return 0
+
+
+def _own_socket(local: tuple[str, int], remote: tuple[str, int]) -> str:
+    """Return the name below /proc/PID/fd of the TCP socket with these ends; "" if there is none, or it is another user's."""
+    for path, mapped in (("/proc/net/tcp", b""), ("/proc/net/tcp6", _MAPPED)):
+        ends = " ".join(_as_in_proc(*end, mapped) for end in (local, remote))
+        with contextlib.suppress(FileNotFoundError), Path(path).open() as lines:  # a kernel without IPv6 has no tcp6
+            for line in lines:
+                if ends in line:
+                    fields = line.split()
+                    return f"socket:[{fields[_INODE]}]" if int(fields[_UID]) == os.geteuid() else ""
+    return ""
+
+
+def _as_in_proc(address: str, port: int, mapped: bytes) -> str:
+    """Return one end of a connection as /proc/net/tcp writes it: 32-bit words in the byte order of the host, then the port."""
+    if ":" in address:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).removeprefix(_MAPPED)
+    else:
+        packed = socket.inet_pton(socket.AF_INET, address)
+    packed = mapped + packed if len(packed) == _IPV4_BYTES else packed
+    words = (int.from_bytes(packed[n : n + 4], sys.byteorder) for n in range(0, len(packed), 4))
+    return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
+
+
+def _children() -> dict[int, list[int]]:
+    """Return the pids of the children of each process of the host."""
+    found: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            parent = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            found.setdefault(parent, []).append(int(folder.name))
+    return found
+
+
+def _holds(pid: int, socket_name: str) -> bool:
+    """Return whether a process has this socket open; False if it is gone or may not be read."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if str(descriptor.readlink()) == socket_name:
+                    return True
     return False
 
 

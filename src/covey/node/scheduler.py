@@ -60,7 +60,7 @@ from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25
 WAITING_EFFECTS_MAX: Final = 1_000_000
-OWNER_EVERY_S: Final = 1.0  # at most so often it is looked up whose a connection is: that takes milliseconds
+OWNER_EVERY_S: Final = 1.0  # seconds between two lookups of a connection's owner
 STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
 GOODBYE_S: Final = 5.0
 PULSES: Final = 4  # in the silence after which nodes look for another leader
@@ -112,6 +112,7 @@ class Scheduler:
         self._told = (Phase.FORMING, 0)
         self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
         self._owner_asked_at = -OWNER_EVERY_S
+        self._lookup: asyncio.Task[None] | None = None  # of a connection's owner
         self._started_at = wall()
         self._ended: asyncio.Future[End] | None = None
         self._machine: Machine | None = None
@@ -148,6 +149,8 @@ class Scheduler:
             ticker.cancel()
             if self._turn is not None:
                 self._turn.cancel()
+            if self._lookup is not None:
+                self._lookup.cancel()
             listener.close()
             for link in list(self._lines.links.values()):
                 link.abort("the scheduler ended")
@@ -396,16 +399,36 @@ class Scheduler:
         connection is open in a process of a worker that an agent started on this host, or in a child of it: only the run
         itself, or a user who could kill it, can bring that about. Workers on other hosts cannot be looked at from here, but
         those on this one run the same script.
+
+        At most one lookup runs at a time, in a thread. Until it ends, a copy of the descriptor keeps the connection open,
+        because the client closes its end when this side does.
         """
         now = time.monotonic()
-        if link.local_address() != link.peer or now - self._owner_asked_at < OWNER_EVERY_S:
+        busy = self._lookup is not None and not self._lookup.done()
+        if link.local_address() != link.peer or busy or now - self._owner_asked_at < OWNER_EVERY_S:
             return
+        workers = {
+            member.pid: member.name
+            for member in self.machine.cluster.of(Role.WORKER)
+            if member.agent and member.present and member.pid and member.host.id == self.place.host_id
+        }
         self._owner_asked_at = now
-        for member in self.machine.cluster.of(Role.WORKER):
-            here = member.agent and member.present and member.pid and member.host.id == self.place.host_id
-            if here and kernel.holds_connection(member.pid, link.port, link.local_port()):
-                self._step(SpokeMindSpore(member.name))
-                return
+        client, server = (link.peer, link.port), (link.local_address(), link.local_port())
+        held = os.dup(link.fileno())
+        self._lookup = asyncio.get_running_loop().create_task(self._look_up_owner(client, server, workers))
+        self._lookup.add_done_callback(lambda _: os.close(held))
+
+    async def _look_up_owner(self, client: tuple[str, int], server: tuple[str, int], workers: dict[int, str]) -> None:
+        """Tell the machine which of these workers (names by pid) holds the client's end of a connection, if one does."""
+        try:
+            pid = await asyncio.to_thread(kernel.connection_owner, client, server, workers)
+        except OSError as error:
+            log.warning("the owner of the connection from %s:%d cannot be looked up: %s", *client, error)
+            return
+        owner = workers.get(pid, "none")
+        log.debug("connection from %s:%d: owner looked up: %s of %d local workers", *client, owner, len(workers))
+        if pid:
+            self._step(SpokeMindSpore(workers[pid]))
 
     def _stranger(self, link: Link, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""

@@ -7,8 +7,8 @@
 
 A proof is an HMAC over both nonces; the secret itself is never sent, and both sides prove that they know it. The lines are
 text, so that `telnet HOST PORT` shows what answers there, and a node does not wait for the scheduler's line, so that a peer
-that expected TLS or something else altogether is known at once. The scheduler's line follows the peer's first bytes, or a
-second of silence, because a node of MindSpore's closes a connection over which it is greeted before it has said what it is.
+that expected TLS or something else altogether is known at once. The scheduler sends its line after the peer's first bytes, or
+after a second without any, because a MindSpore process closes a connection that receives bytes before it has sent its own.
 Frames follow.
 """
 

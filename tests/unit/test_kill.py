@@ -1,0 +1,54 @@
+"""`covey kill` of processes that no agent can kill."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.processes.fakes import fake_scheduler
+from tests.processes.harness import free_port
+
+from covey.cli.kill import kill
+from covey.core.messages import Ask, Told
+from covey.core.model import Phase, Role
+from covey.core.view import ClusterView, NodeView
+from covey.errors import ExitCode, PeerError
+
+
+def refusal(wanted: str, *, pid: int) -> str:
+    """Return the message of a kill in a cluster of other users, whose nodes all have this pid and no agent."""
+    scheduler = NodeView(Role.SCHEDULER, "sched", 0, "box", "127.0.0.1", "alive", True, pid=pid)
+    worker = NodeView(Role.WORKER, "0", 0, "box", "127.0.0.1", "alive", True, pid=pid)
+    view = ClusterView("c", Phase.READY, "", 1, 1, 0, 0.0, 0.0, [scheduler, worker])
+    told = Told(msgspec.json.encode(view))
+    port = free_port()
+    with (
+        fake_scheduler(port, lambda message: [told] if isinstance(message, Ask) else []),
+        pytest.raises(PeerError) as refused,
+    ):
+        kill(f"127.0.0.1:{port}", wanted)
+    assert refused.value.exit_code == ExitCode.REFUSED
+    return str(refused.value)
+
+
+@pytest.fixture(autouse=True)
+def no_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(("pid", "process"), [(0, "its process"), (17, "process 17")], ids=["unknown", "known"])
+def test_kill_of_a_worker_without_agent_names_its_pid_if_it_is_known(pid: int, process: str) -> None:
+    sentence = "worker:0 was not started by covey run, so no agent can kill it: kill {} on box"
+    assert refusal("0", pid=pid) == sentence.format(process)
+
+
+def test_refused_kill_of_a_scheduler_leaves_no_descriptor_open() -> None:
+    def pidfds() -> int:
+        links = list(Path("/proc/self/fd").iterdir())
+        return sum("pidfd" in str(link.readlink()) for link in links if link.is_symlink())
+
+    before = pidfds()
+    assert refusal("scheduler", pid=os.getpid()).startswith(f"the scheduler is process {os.getpid()} on box, and none of yours")
+    assert pidfds() == before
