@@ -248,9 +248,11 @@ class Cluster(Processes):
         self.default = self.script(STAY, "train.py")
 
     def script(self, text: str, name: str = "other.py") -> Path:
-        """A program in the test's folder."""
+        """A program in the test's folder. It may be written again while a run reads it: no reader sees half of it."""
         path = self.folder / name
-        path.write_text(text)
+        new = path.with_name(f".{name}.new")
+        new.write_text(text)
+        new.replace(path)
         return path
 
     def scheduler(self, **options: Any) -> Process:
