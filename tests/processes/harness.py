@@ -250,7 +250,7 @@ class Cluster(Processes):
     def script(self, text: str, name: str = "other.py") -> Path:
         """A program in the test's folder. It may be written again while a run reads it: no reader sees half of it."""
         path = self.folder / name
-        new = path.with_name(f".{name}.new")
+        new = path.with_suffix(f"{path.suffix}.new")
         new.write_text(text)
         new.replace(path)
         return path
