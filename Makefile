@@ -108,6 +108,7 @@ test-newest-torch: $(NEWEST_INSTALLED)
 
 # Each part takes MINUTES. FROM is the first seed of the simulation.
 soak: $(INSTALLED_DEV)
+	$(BIN)/python -m pytest -n 4 --dist worksteal --long -m long
 	for game in cluster resizing servers federation; do \
 		$(BIN)/python -m tests.simulation.soak $$game --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES) || exit 1; done
 	$(BIN)/python -m tests.soak.trained --minutes $(MINUTES)
@@ -129,7 +130,7 @@ audit: $(INSTALLED_DEV)
 
 coverage: $(INSTALLED_DEV)
 	rm -rf .coverage && mkdir .coverage
-	-$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal  # make test judges them: being measured changes how a process ends
+	-$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal --long  # make test judges them: being measured changes how a process ends
 	-$(BIN)/python -m coverage combine --quiet  # a process that was killed while it wrote leaves a file that cannot be read
 	@rm -f .coverage/data.*
 	$(BIN)/python -m coverage report --fail-under 85 --sort cover

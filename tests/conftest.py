@@ -16,6 +16,15 @@ settings.load_profile("patient")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="fail the run if a test is skipped")
+    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked long, unless --long is given."""
+    if not config.getoption("--long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

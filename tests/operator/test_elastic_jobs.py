@@ -41,6 +41,7 @@ COVEY_RUN = ["covey", "run", "--no-live", "--tail_worker_log", "-1"]
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("command", "numbers"), [(["python"], (3, 2)), (COVEY_RUN, (3, 2, 3))], ids=["init", "run"])
+@pytest.mark.long
 def test_a_running_world_grows_and_shrinks_and_says_how_far_it_is(
     kubernetes: Kubernetes, command: list[str], numbers: tuple[int, ...]
 ) -> None:

@@ -104,6 +104,7 @@ def _uid(kubernetes: Kubernetes, name: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", [["covey", "run", "--no-live", "--tail_worker_log", "-1"], ["python"]], ids=["run", "init"])
+@pytest.mark.long
 def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes, command: list[str]) -> None:
     """With `covey run` in the container, or a script whose covey.init() stays behind."""
     script = scripts(kubernetes)["loop"]
@@ -125,6 +126,7 @@ def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes, command
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubernetes) -> None:
     """The node falls silent with its process (stopped); the replacement finishes the training; then the process wakes up."""
     script = scripts(kubernetes)["loop"]

@@ -17,12 +17,14 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
+@pytest.mark.long
 def test_a_scheduler_under_abuse(shell: Shell) -> None:
     site = abuse.training(shell)
     abuse.everything(site, half_open=200, body=32 << 20, drops_s=1)
     assert [node.pid for node in shell.view(abuse.SECRET).nodes if node.pid == site.process.pid], "it is the same process"
 
 
+@pytest.mark.long
 def test_a_federation_under_abuse(shell: Shell) -> None:
     _, sites = abuse.federated(shell)
     for site in sites:

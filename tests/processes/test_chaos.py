@@ -10,6 +10,7 @@ from tests.processes.command import shells
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_fifty_kills_and_resizes(tmp_path: Path) -> None:
     for shell in shells(tmp_path):
         counts = chaos.run(shell, events=50, seed=1)

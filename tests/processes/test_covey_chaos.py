@@ -35,6 +35,7 @@ def test_a_training_under_chaos_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_federation_under_chaos_stays_exact(shell: Shell) -> None:
     found, rounds = federated_load.prove(
         shell, "--rate", "1/s", "--times", "4", "--for", "200s", "--seed", "3", "--faults", "kill,scheduler"

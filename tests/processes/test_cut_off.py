@@ -60,6 +60,7 @@ def test_a_host_that_was_cut_off_and_comes_back_is_fenced(shell: Shell, hosts: H
     assert outcome(shell) == undisturbed
 
 
+@pytest.mark.long
 def test_a_cable_that_is_back_in_time_costs_nothing_but_the_time(shell: Shell, hosts: Hosts, undisturbed: str) -> None:
     agents = two_hosts(shell, hosts, "10", FAULTS="2:4:between:hold")
     reached(shell, "2:4:between")

@@ -81,8 +81,8 @@ def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
     ("example", "deaths"),
     [
         ("ddp.py", DEATHS),
-        ("lightning_trainer.py", DEATHS),
-        ("accelerate_script.py", DEATHS),
+        pytest.param("lightning_trainer.py", DEATHS, marks=pytest.mark.long),
+        pytest.param("accelerate_script.py", DEATHS, marks=pytest.mark.long),
     ],
 )
 def test_an_example_ends_with_the_same_bits_whoever_dies(shell: Shell, example: str, deaths: str) -> None:

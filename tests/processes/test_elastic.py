@@ -20,6 +20,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_training_resumes_in_other_worlds(shell: Shell) -> None:
     """12 samples a step: 4 each of three ranks, 6 each of two, 2 or 3 each of five; never more than 2 at once."""
     train(shell, EVERY="5", STEPS="5")
@@ -35,8 +36,9 @@ def test_a_training_resumes_in_other_worlds(shell: Shell) -> None:
     [
         (3, 15, "2:2:forward 0:6:reduction"),  # rank 0, with a bucket under way; then one is left
         (3, 15, "1:4:optimizer 0:9:forward"),  # in an epoch's last step: after its reduction, and before
-        (4, 16, "0:3:evaluation 2:14:between 1:15:forward"),  # after the optimizer; then an extra step is the very last
-        (3, 15, "0:5:forward 1:5:forward"),
+        # after the optimizer; then an extra step is the very last
+        pytest.param(4, 16, "0:3:evaluation 2:14:between 1:15:forward", marks=pytest.mark.long),
+        pytest.param(3, 15, "0:5:forward 1:5:forward", marks=pytest.mark.long),
     ],
 )
 def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, steps: int, deaths: str) -> None:
@@ -50,6 +52,7 @@ def test_the_world_shrinks_in_the_middle_of_a_step(shell: Shell, world: int, ste
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_everyone_dies_who_holds_a_sample_of_an_extra_step(shell: Shell) -> None:
     """The 2 samples of a lost rank are an extra step of 3 ranks, of whom the first has none and is left alone: then the batch
     counts that it took to take part, and these are the same two."""
@@ -59,6 +62,7 @@ def test_everyone_dies_who_holds_a_sample_of_an_extra_step(shell: Shell) -> None
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_rank_that_died_with_the_only_result_of_a_step_has_another_checkpoint_of_it(shell: Shell) -> None:
     """Rank 2 wrote down step 3 and died before the others had it, who did it again without rank 2: all go on from theirs."""
     marks, other = shell.folder / "marks", shell.folder / "other"

@@ -188,6 +188,7 @@ def load(examples: Examples, folder: Path) -> Process:
     return examples.run([sys.executable, "-c", LOAD], env={"DATA_PATH": f"{folder}/", "PYTHONPATH": str(examples.home)})
 
 
+@pytest.mark.long
 def test_mnist_is_trained_on_where_data_path_names_it(examples: Examples, tmp_path: Path) -> None:
     write_digits(tmp_path / "mnist", tmp_path / "mnist")
     text = examples.said(sys.executable, examples.home / "startup_method/net.py", DATA_PATH=str(tmp_path / "mnist"))

@@ -263,6 +263,7 @@ def test_servers_come_and_go_while_rounds_run(shell: Shell) -> None:
     assert joining.wait() == 0
 
 
+@pytest.mark.long
 def test_deaths_while_servers_come_and_go(shell: Shell) -> None:
     """The scheduler dies in the middle of scaling out; it and the server that leaves die in the middle of scaling in."""
     federation = Federation(shell, 3, 4, fl_iteration_num=100_000)

@@ -53,6 +53,7 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
     assert "given up: round 1 goes without its 1 update" in log
 
 
+@pytest.mark.long
 def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shell: Shell) -> None:
     federation = Federation(
         shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=8000, fl_iteration_num=1
@@ -129,6 +130,7 @@ class Buffered:
         return int(instance["counted"]) + sum(done.get(number, 0) for number in range(1, instance["currentIteration"]))
 
 
+@pytest.mark.long
 def test_buffered_updates_survive_kills_and_count_once(shell: Shell) -> None:
     federation = Federation(shell, 3, 6, strategy="FedBuff(100)", fl_iteration_num=100_000, keep_models=0)
     crowd = Buffered(federation, 8)

@@ -56,6 +56,7 @@ def again(shell: Shell, **env: str) -> Process:
     return host(shell, "b", "-n", "3", "--local", "2", **env)
 
 
+@pytest.mark.long
 def test_the_world_grows_back_when_a_lost_host_returns(shell: Shell) -> None:
     lost, alone, whole = "2:3:reduction:hold", "0:7:forward:hold", "0:9:forward:hold"
     env = {"FAULTS": f"{lost} {alone} {whole}"}
@@ -99,6 +100,7 @@ def test_nobody_comes_in_time(shell: Shell) -> None:
     assert "no host came for worker:1, worker:2 within 0.5 s" in shell.log("scheduler")
 
 
+@pytest.mark.long
 def test_workers_started_by_hand_come_go_and_come_back(shell: Shell) -> None:
     """Two form; one comes; rank 0 is killed, the world shrinks, and it comes back."""
     come, die, back = "0:3:forward:hold", "1:6:forward:hold", "1:8:forward:hold"
@@ -122,6 +124,7 @@ def test_workers_started_by_hand_come_go_and_come_back(shell: Shell) -> None:
     assert [end["world"] for end in check(shell, world=2)] == [3, 3, 3]
 
 
+@pytest.mark.long
 def test_a_lost_host_is_waited_for_where_recovery_is_on(shell: Shell) -> None:
     """The scheduler is elsewhere, as in a pod of its own; one of two hosts is lost, and its pod starts again."""
     lost = "2:3:reduction:hold"

@@ -42,6 +42,7 @@ def test_bitwise_equal_with_loader_workers(shell: Shell, undisturbed: str) -> No
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_bitwise_equal_with_a_scaler_and_autocast(shell: Shell, tmp_path: Path) -> None:
     """With accumulation, clipping, a schedule and loader workers. In step 7 the gradients overflow and no optimizer runs."""
     for calm in shells(tmp_path / "calm"):
@@ -70,6 +71,7 @@ def test_survivors_one_step_apart(shell: Shell, undisturbed: str) -> None:
         " 0:19:evaluation 1:19:gave-state",
     ],
 )
+@pytest.mark.long
 def test_bitwise_equal_when_a_recovery_is_disturbed(shell: Shell, undisturbed: str, faults: str) -> None:
     assert final(shell, FAULTS=faults, LATE="1") == undisturbed
     assert "LATE at step 5" in shell.log(1)
@@ -79,6 +81,7 @@ def test_bitwise_equal_when_a_recovery_is_disturbed(shell: Shell, undisturbed: s
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_stopped_process_is_found_by_its_silence_and_replaced(shell: Shell, undisturbed: str) -> None:
     assert final(shell, "--node-timeout", "2", FAULTS="1:6:between:stop") == undisturbed
     assert "Current thread" in shell.log(1) or "Thread 0x" in shell.log(1), "where it was stuck is in its log"
@@ -94,6 +97,7 @@ def test_an_endless_loop_is_found_by_missing_progress_and_replaced(shell: Shell,
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_slow_step_is_no_fault(shell: Shell, undisturbed: str) -> None:
     """One rank takes five seconds for its evaluation, which is far beyond ten times the median step."""
     assert final(shell, FAULTS="2:7:evaluation:slow") == undisturbed
@@ -148,6 +152,7 @@ def test_a_script_that_cannot_live_is_not_started_for_ever(shell: Shell) -> None
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("writes", ["", "1"])
+@pytest.mark.long
 def test_unusual_models_and_parts(shell: Shell, tmp_path: Path, writes: str) -> None:
     """Parameters that are tied, frozen, unused, empty or complex, buffers that are not saved, replaced or made on the way, an
     average of the model, gradients that outlive a step, what is done before an epoch's first batch and after the last. A

@@ -51,6 +51,7 @@ def test_a_host_that_is_asked_to_leave_hands_its_ranks_over(shell: Shell, undist
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.long
 def test_a_host_that_takes_the_scheduler_along_leaves_a_dump(shell: Shell, undisturbed: str, hosts: int) -> None:
     fault = "0:6:forward:hold"
     runs = two_hosts(shell, FAULTS=fault) if hosts == 2 else (start(shell, FAULTS=fault),)
@@ -76,6 +77,7 @@ def test_a_host_that_is_lost_is_replaced_by_another(shell: Shell, undisturbed: s
     assert len(re.findall(r"worker:[12] died: the agent on \S+ is gone", shell.log("scheduler"))) == 2
 
 
+@pytest.mark.long
 def test_a_host_carries_as_many_extra_ranks_as_it_may(shell: Shell) -> None:
     fault = "2:6:backward:hold"
     stays, lost = two_hosts(shell, FAULTS=fault, COVEY_EXTRA_RANKS="1")

@@ -42,6 +42,7 @@ def test_the_scheduler_dies_with_a_worker_and_while_it_is_replaced(shell: Shell,
     shell.heard("scheduler", "cluster restored", count=3)
 
 
+@pytest.mark.long
 def test_a_dump_that_was_asked_for_is_written_though_the_scheduler_dies_meanwhile(shell: Shell) -> None:
     hold = "1:6:forward:hold"
     run = start(shell, FAULTS=hold)

@@ -55,6 +55,7 @@ def gathered(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("family", ["IPv6", "both"])
+@pytest.mark.long
 def test_three_hosts_of_one_name_with_slow_and_lossy_cables(shell: Shell, hosts: Hosts, undisturbed: str, family: str) -> None:
     """A slow link is not a dead one."""
     master = f"[{hosts.addresses6[0]}]" if family == "IPv6" else hosts.name
@@ -72,6 +73,7 @@ def test_three_hosts_of_one_name_with_slow_and_lossy_cables(shell: Shell, hosts:
 
 
 @pytest.mark.parametrize("what", ["mute", "deafen"])
+@pytest.mark.long
 def test_a_host_that_is_cut_off_in_one_direction_is_replaced_and_fenced(
     shell: Shell, hosts: Hosts, undisturbed: str, what: str
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_host_that_is_cut_off_in_one_direction_is_replaced_and_fenced(
     assert outcome(shell) == undisturbed
 
 
+@pytest.mark.long
 def test_a_host_is_cut_off_the_world_shrinks_and_it_joins_again(shell: Shell, hosts: Hosts) -> None:
     lost, small, whole = "2:3:forward:hold", "0:7:forward:hold", "0:9:forward:hold"
     env = {"FAULTS": f"{lost} {small} {whole}", "COVEY_STRATEGY": elastic.LADDER, "COVEY_SHRINK_AFTER": "0"}

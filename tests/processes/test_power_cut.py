@@ -22,6 +22,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_everything_is_killed_and_goes_on_from_a_whole_checkpoint(shell: Shell, undisturbed: str) -> None:
     fault = "2:12:forward:hold"
     run = start(shell, FAULTS=fault)

@@ -141,12 +141,14 @@ def go(shell: Shell, step: int) -> None:
     (shell.folder / "marks" / f"go-{step}").touch()
 
 
+@pytest.mark.long
 def test_served_and_reduced_training_agree(shell: Shell) -> None:
     served = float(outcome(shell, start(shell), word="SUM"))
     reduced = float(outcome(shell, start(shell, "-n", "3", KIND="none"), word="SUM"))
     assert served == pytest.approx(reduced, rel=1e-5)
 
 
+@pytest.mark.long
 def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str) -> None:
     run = start(shell, KIND="hybrid", HOLD="12", LATE="1")
     held(shell, 12)
@@ -219,6 +221,7 @@ def test_any_of_them_dies_at_any_moment_and_the_bits_are_the_same(shell: Shell, 
     assert outcome(shell, run) == undisturbed_hybrid, deaths
 
 
+@pytest.mark.long
 def test_a_model_whose_values_begin_on_the_servers(shell: Shell) -> None:
     """Its table, on the meta device, is nowhere else."""
     assert outcome(shell, start(shell, KIND="begin")) == outcome(shell, start(shell, "-n", "3", "--servers", "3", KIND="begin"))
@@ -238,7 +241,9 @@ def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path
 @pytest.mark.parametrize(
     ("copies", "dying", "sentence"),
     [
-        ("0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy"),
+        pytest.param(
+            "0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy", marks=pytest.mark.long
+        ),
         ("1", ["server_0", "server_1"], "were lost, for the holder of their copy died as well"),
     ],
 )
@@ -270,6 +275,7 @@ def test_in_loose_modes_a_worker_dies_and_returns_to_its_step(shell: Shell, mode
     assert len(re.findall("^HASH", "".join(shell.log(rank) for rank in range(3)), re.MULTILINE)) == 3
 
 
+@pytest.mark.long
 def test_by_hand_with_one_worker_and_a_server_that_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -44,6 +44,7 @@ def test_bitwise_equal_to_the_ordinary_optimizer_whoever_dies(shell: Shell, undi
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("death", "nth"), [("2:5:sharing", "1"), ("2:6:forward", "2")])
+@pytest.mark.long
 def test_survivors_one_collective_apart(shell: Shell, undisturbed: str, death: str, nth: str) -> None:
     """Rank 1 has not updated its slots yet when rank 2 dies, and rank 0 has: rank 2's replacement gets some of each kind. Or
     it has, but not received the values, and rank 0 is a step ahead."""
@@ -54,6 +55,7 @@ def test_survivors_one_collective_apart(shell: Shell, undisturbed: str, death: s
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_four_ranks_two_deaths_at_once(shell: Shell, ordinary: str) -> None:
     """With two copies any two may die at once; a rank holds its part and two others', of four."""
     deaths = "0:2:forward 1:2:forward 2:5:backward 3:8:reduction 1:9:sharing 2:9:sharing 0:12:optimizer 3:12:optimizer"
@@ -95,6 +97,7 @@ def resized(shell: Shell, script: str, **env: str) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_parts_are_dealt_out_anew_when_the_world_changes(shell: Shell, tmp_path: Path) -> None:
     for calm in shells(tmp_path / "calm"):
         ordinary = resized(calm, healing.SCRIPT)
@@ -110,6 +113,7 @@ def test_the_parts_are_dealt_out_anew_when_the_world_changes(shell: Shell, tmp_p
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_neighbours_leave_one_after_the_other_and_nothing_is_lost(shell: Shell) -> None:
     """One copy of each part: ranks 2 and 3 have the only two of one between them."""
     hold = "0:4:forward:hold"
@@ -126,6 +130,7 @@ def test_neighbours_leave_one_after_the_other_and_nothing_is_lost(shell: Shell) 
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_training_resumes_from_all_parts_in_another_world(shell: Shell, tmp_path: Path) -> None:
     """Three ranks, then four, each with a disk of its own: they get what they lack from each other."""
     for calm in shells(tmp_path / "calm"):

@@ -51,6 +51,7 @@ def line(script: str, words: str) -> str:
     return f"train.py:{script[: script.index(words)].count(chr(10)) + 1}"
 
 
+@pytest.mark.long
 def test_two_die_at_once_with_one_spare_and_a_third_when_there_is_another(shell: Shell, undisturbed: str) -> None:
     first, second = "0:2:forward:hold", "2:10:forward:hold"
     faults = f"{first} 0:4:backward 1:4:forward {second} 2:12:optimizer"
@@ -90,6 +91,7 @@ def test_a_spare_dies_and_is_started_again_and_waits_where_it_needs_its_rank(she
     assert re.findall(r"recovery: (\S+) of (\S+)", said) == [("recover", "worker:1")]
 
 
+@pytest.mark.long
 def test_a_host_of_spares_comes_late_and_takes_over_from_one_that_is_lost(shell: Shell, undisturbed: str) -> None:
     hold, other = "0:2:forward:hold", "2:6:backward:hold"
 
@@ -113,6 +115,7 @@ def test_a_host_of_spares_comes_late_and_takes_over_from_one_that_is_lost(shell:
     assert len(re.findall(r"cluster recover: worker:[12] is started again", said)) == 1, said
 
 
+@pytest.mark.long
 def test_a_worker_and_the_spare_die_while_the_scheduler_sleeps(shell: Shell, undisturbed: str) -> None:
     """It may promote one that is dead: then the agent says so, and the next one is forked."""
     hold = "0:4:forward:hold"

@@ -173,6 +173,7 @@ def test_a_leader_that_wakes_up_is_refused_and_stands_by(cluster: Recovering) ->
     pair.end(pair.first, pair.second)
 
 
+@pytest.mark.long
 def test_when_nobody_can_reach_the_store_nobody_leads_and_the_training_goes_on(cluster: Recovering) -> None:
     pair = Pair(cluster)
     pair.etcd.process.stop()
@@ -255,6 +256,7 @@ def test_a_standby_ends_with_the_code_its_cluster_ended_with(cluster: Recovering
     assert code != 0 and second.wait() == code, "who asks the standby must not take a failure for a success"
 
 
+@pytest.mark.long
 def test_a_lease_that_was_removed_does_not_shut_the_journal_of_its_cluster(cluster: Recovering) -> None:
     cluster.env |= {"COVEY_LEASE": "file", "COVEY_LEASE_TIME": LEASE_S}
     cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
@@ -273,6 +275,7 @@ def test_a_lease_that_was_removed_does_not_shut_the_journal_of_its_cluster(clust
     assert third.text().count("leads no longer") == 1
 
 
+@pytest.mark.long
 def test_who_stepped_down_can_be_ended_by_ctrl_c(cluster: Recovering) -> None:
     pair = Pair(cluster)
     pair.first.stop()

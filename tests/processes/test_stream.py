@@ -53,6 +53,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_bitwise_equal_whoever_dies(shell: Shell, tmp_path: Path) -> None:
     """Before positions were told, while they are, and after; then it resumes. Two loaders on each rank."""
     for calm in shells(tmp_path / "calm"):
@@ -71,6 +72,7 @@ def test_bitwise_equal_whoever_dies(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_without_a_state_it_is_read_again(shell: Shell, tmp_path: Path) -> None:
     for calm in shells(tmp_path / "calm"):
         train(calm, script=SCRIPT, STEPS="8")

@@ -119,6 +119,7 @@ def by_hand(parameters: list[float]) -> list[float]:
     return [*weights, bias]
 
 
+@pytest.mark.long
 def test_ddp_with_data_workers_trains_as_by_hand(shell: Shell) -> None:
     """Also: data workers, forked and spawned, which must find the main module's classes, and pickles of those."""
     shell.script(TRAIN, "train.py")

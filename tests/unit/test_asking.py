@@ -62,7 +62,7 @@ def test_a_growth_of_servers_that_is_taken_back_is_named_by_its_own_number() -> 
     effects = made.step(Heard(ScaleAsked(roll_back=True), VISITOR), 1.0)
     assert made.answered == Scaling(1, "the servers that were to come do not")
     assert "servers rolled back: asked to; the growth is taken back" in warnings(effects)
-    assert [i.outcome for i in made.incidents.kept] == [Outcome.ROLLED_BACK, Outcome.OPEN]
+    assert [i.outcome for i in made.incidents.kept] == [Outcome.ROLLED_BACK, Outcome.RESTARTED]
 
 
 def test_room_is_told_and_is_no_operation() -> None:

@@ -151,7 +151,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.chosen: dict[str, Value] = {}
-        self.explained = False  # `covey.federated.run` was called, or an error named it
+        self.explained = False  # `covey.federated.run` was called, or an error was raised since the last value was set
         self.exit_check_registered = False  # the end of the process checks `explained`
 
     def __repr__(self) -> str:
@@ -172,11 +172,18 @@ def set_fl_context(**kwargs: Value) -> None:
     checked = {key: check(key, value) for key, value in kwargs.items()}
     check_file(checked)
     if checked.get("server_num") == 0 and checked.get("enable_fl") is not False:
-        raise UsageError(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
+        raise _refused(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
+    _context.explained = False
     _context.chosen.update(checked)
     if enabled() and not _context.exit_check_registered:
         _context.exit_check_registered = True
         atexit.register(_explain_at_exit)
+
+
+def _refused(sentence: str) -> UsageError:
+    """Return the error for a bad key or value. If it ends the script, the end of the process explains nothing more."""
+    _context.explained = True
+    return UsageError(sentence)
 
 
 def enabled() -> bool:
@@ -228,7 +235,7 @@ def _key(key: str) -> Key:
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
-        raise UsageError(f"fl_context has no key {key}: {hint}")
+        raise _refused(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 
@@ -240,13 +247,13 @@ def check(key: str, value: object) -> Value:
     shown = type(value).__name__ if key in PASSWORDS else repr(value)
     if type(value) is not wanted:  # exactly: True is an int to Python, and no port
         word = {bool: _FLAG, int: "a whole number", float: "a number", str: _TEXT}[wanted]
-        raise UsageError(f"set_fl_context: {key} must be {word}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be {word}, not {shown}")
     if (isinstance(value, float) and not math.isfinite(value)) or not found.fits(value):
-        raise UsageError(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if isinstance(value, int) and value > NUMBER_MAX:
-        raise UsageError(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
+        raise _refused(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
     if value in found.later:
-        raise UsageError(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
+        raise _refused(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
 
 
@@ -254,7 +261,7 @@ def check_file(values: Mapping[str, Value]) -> None:
     """Raise `UsageError` if `config_file_path` is given and is not a file."""
     path = str(values.get("config_file_path", ""))
     if path and not Path(path).is_file():
-        raise UsageError(
+        raise _refused(
             f"set_fl_context: config_file_path={path} is not a file: give the path of config.json, or leave the key out"
         )
 
@@ -324,12 +331,12 @@ def _noise() -> Noise | None:
     on_servers = float(get_fl_context("dp_noise"))
     if text("encrypt_type") == "DP_ENCRYPT":
         if on_servers:
-            raise UsageError("dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them")
+            raise _refused("dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them")
         return Noise(True, clip, multiplier(float(get_fl_context("dp_eps")), delta), delta, budget)
     if on_servers:
         return Noise(False, clip, on_servers, delta, budget)
     if budget:
-        raise UsageError("dp_budget needs noise to count: encrypt_type=DP_ENCRYPT (on devices) or dp_noise (on servers)")
+        raise _refused("dp_budget needs noise to count: encrypt_type=DP_ENCRYPT (on devices) or dp_noise (on servers)")
     return None
 
 
@@ -341,19 +348,19 @@ def recovery() -> Path | None:
     try:
         keys = msgspec.json.decode(Path(config).read_bytes(), type=dict[str, Any])
     except OSError as error:
-        raise UsageError(f"config_file_path={config} cannot be read: {error.strerror}") from None
+        raise _refused(f"config_file_path={config} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise UsageError(f"config_file_path={config} is not JSON: {error}") from None
+        raise _refused(f"config_file_path={config} is not JSON: {error}") from None
     section = keys.get("recovery")
     if section is None:
         return None
     if not isinstance(section, dict) or section.get("storage_type", section.get("storge_type")) != 1:
-        raise UsageError(f"recovery in {config} needs storage_type 1, a file: no other storage is known")
+        raise _refused(f"recovery in {config} needs storage_type 1, a file: no other storage is known")
     if "storge_file_path" in section:
         _misspelled(config)
     where = section.get("storage_file_path", section.get("storge_file_path"))
     if not isinstance(where, str) or not where:
-        raise UsageError(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
+        raise _refused(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
     path = Path(config).absolute().parent / where
     # MindSpore's scripts name config.json itself: state lies beside a file of that name, never in it.
     return path if path.is_dir() or where.endswith("/") else path.with_name(f"{path.name}.state")
