@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import settings
 from tests.requirements import require
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # a test must not pass only if the caller exports it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` in a script ignores SIGINT, `nohup make test` SIGHUP:
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the processes of the tests would inherit that, and tests send both
 settings.register_profile("patient", deadline=None)  # machines are shared: how long an example takes says nothing
 settings.load_profile("patient")
 

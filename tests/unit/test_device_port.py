@@ -12,6 +12,7 @@ import pytest
 from covey.federated.http import IDLE_S, REFUSED_S, REQUEST_S, SLOWEST, Connection, Request, Site
 
 WAIT_S = 60.0
+ROUNDED_UP = 90.449  # a time t for which t + 60.0 - t > 60.0
 HALF = {"a head": b"POST /updateModel HT", "a body": b"POST /updateModel HTTP/1.1\r\ncontent-length: 10\r\n\r\n12345"}
 
 
@@ -52,6 +53,7 @@ def test_half_a_request_is_refused_after_its_time(half: str) -> None:
         reader, writer = await port.open()
         writer.write(HALF[half])
         connection = await port.connection(len(HALF[half]) if half == "a head" else 5)
+        connection.since = ROUNDED_UP
         connection.sweep(connection.since + REQUEST_S)
         assert not connection._refused
         connection.sweep(connection.since + REQUEST_S + 1)
@@ -110,9 +112,9 @@ def test_a_slow_link_has_more_time_the_more_has_come() -> None:
         came = 2 * SLOWEST
         writer.write(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (came + 1) + bytes(came))
         connection = await port.connection(came)
-        connection.sweep(connection.since + REQUEST_S + 2)
+        connection.sweep(connection.since + (REQUEST_S + 2))
         assert not connection._refused
-        connection.sweep(connection.since + REQUEST_S + 3)
+        connection.sweep(connection.since + (REQUEST_S + 3))
         assert connection._refused
         writer.close()
         port.site.close()

@@ -250,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         half = not self._refused and (self._filled > 0 or self._body is not None)
         patience_s = REQUEST_S + (self._received / SLOWEST if self._body is not None else 0)
         limit = REFUSED_S if self._refused else patience_s if half else IDLE_S
-        if now - self.since > limit:
+        if now > self.since + limit:
             if half:
                 self._refuse(408, f"the request was not complete after {patience_s:.0f} s")
             else:
