@@ -58,6 +58,18 @@ def test_killing_the_template_hurts_no_child(nursery: Nursery) -> None:
     assert nursery.result("worker:0").exit == Exit("worker:0", pid, 9, "exit code 9")
 
 
+def test_script_begins_as_child_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process between template and child exits late: the script must not see it as its parent."""
+    late = """
+        import os, time
+        template = os.getpid()
+        os.register_at_fork(after_in_parent=lambda: os.getpid() == template or time.sleep(0.3))
+    """
+    nursery = Nursery(tmp_path, fork=True, preload=[module(monkeypatch, tmp_path, "late", late)])
+    assert nursery.run("worker:0", nursery.script("import os; print(os.getppid())")).said == f"{os.getpid()}\n"
+    nursery.close()
+
+
 def test_a_template_that_always_fails_gives_way_to_exec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

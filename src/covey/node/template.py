@@ -119,17 +119,23 @@ def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | Child
     gc.freeze()
     _flush()
     inbox, outbox = os.pipe()
+    adopted, gate = os.pipe()  # closed by the template once the agent is the child's parent
     try:
         between = os.fork()
     except OSError as error:
-        os.close(inbox)
-        os.close(outbox)
+        for fd in (inbox, outbox, adopted, gate):
+            os.close(fd)
         return NotForked(f"{error.strerror}: is a limit on processes or memory reached?")
     if between == 0:
+        os.close(gate)
         _leave_template(agent, inbox, outbox, data, line, outputs)
+        os.read(adopted, 1)
+        os.close(adopted)
         return spec
     os.close(outbox)
+    os.close(adopted)
     os.waitpid(between, 0)
+    os.close(gate)
     said = os.read(inbox, REASON_MAX)
     os.close(inbox)
     if len(said) == PID_SIZE:
