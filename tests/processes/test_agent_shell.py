@@ -6,16 +6,17 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.processes.fakes import FakeScheduler, fake_scheduler
-from tests.processes.harness import free_port
+from tests.processes.harness import free_port, until
 
 from covey.core.messages import Assignment, Drain, Goodbye, Leave, Message, RegisterAgent, Start, Welcome
 from covey.errors import ExitCode
 from covey.node.agent import Agent, AgentJob, Outcome
+from covey.node.child import ChildSpec
 from covey.node.office import Kept
 from covey.node.runtime import Door
 from covey.node.scheduler_process import SchedulerProcess
@@ -25,7 +26,11 @@ LIMIT_S = 60.0
 
 
 def lead(
-    tmp_path: Path, *assignments: Assignment, then: Callable[[Agent], None] = lambda agent: None, hangs_up: bool = False
+    tmp_path: Path,
+    *assignments: Assignment,
+    then: Callable[[Agent], None] = lambda agent: None,
+    hangs_up: bool = False,
+    command: Sequence[str] = ("true",),
 ) -> tuple[Outcome, FakeScheduler]:
     """How an agent's run ends, and who heard it. `then`: what is done once it was told what to run."""
     port = free_port()
@@ -39,9 +44,9 @@ def lead(
         return [Goodbye()] if isinstance(message, Leave) else []
 
     async def run() -> Outcome:
-        settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path)}).settings
+        settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path), "COVEY_GRACE": "600"}).settings
         logs = str(tmp_path / "logs")
-        job = AgentJob(command=["true"], python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
+        job = AgentJob(command=list(command), python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
         agent = Agent(job, settings, Door("127.0.0.1", port), {"PATH": os.environ["PATH"]})
 
         def told(_: Start) -> None:
@@ -63,6 +68,26 @@ def test_that_a_host_leaves_is_said_again_to_a_scheduler_that_was_away(tmp_path:
     again = [message for link, message in heard.heard if link == 2]
     assert [type(message) for message in again if isinstance(message, Drain | Leave)] == [Drain, Leave]
     assert outcome == Outcome(143, "the agent was asked to leave (SIGTERM)")
+
+
+def test_a_worker_that_starts_during_the_second_ctrl_c_is_killed(tmp_path: Path) -> None:
+    """The worker exists only after `abandon` has killed the others, and ignores SIGTERM for a grace period of 600 s."""
+    ready = tmp_path / "ready"
+
+    def abandon_before_start(agent: Agent) -> None:
+        start = agent._children.start
+
+        async def start_late(spec: ChildSpec) -> int:
+            agent.abandon()
+            pid = await start(spec)
+            until(ready.exists, "the worker to ignore SIGTERM")
+            return pid
+
+        agent._children.start = start_late  # type: ignore[method-assign]
+
+    stubborn = ("sh", "-c", f"trap '' TERM; touch {ready}; while :; do sleep 1; done")
+    outcome, _ = lead(tmp_path, Assignment("0", 0, 1, 0), then=abandon_before_start, command=stubborn)
+    assert outcome == Outcome(130, "interrupted twice: everything was killed")
 
 
 def test_a_host_that_cannot_start_its_workers_says_why_to_the_scheduler(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ class Agent:
         self._children = Children(on_exit=self._child_exited, fork=job.fork, preload=job.preload)
         self._cold = job.fork  # its template still imports
         self._runtime: NodeRuntime | None = None
+        self._grace_s = settings.grace_s
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
         self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
@@ -160,7 +161,7 @@ class Agent:
             starter.cancel()
             warming.cancel()
             await asyncio.gather(starter, warming, self._learning, return_exceptions=True)
-            await self._children.end(None, grace_s=settings.grace_s)
+            await self._children.end(None, grace_s=self._grace_s)
             await self._children.close()
             self._relay.close()
             self._folder.close()
@@ -202,18 +203,18 @@ class Agent:
         assert self._runtime is not None
         self._leaves = True
         async with self._births:
-            await self._children.end(None, grace_s=self._settings.grace_s, ask=number)
+            await self._children.end(None, grace_s=self._grace_s, ask=number)
         self._reason = reason
         self._runtime.leave(128 + number, reason)
 
     def signal(self, number: int) -> None:
         """To all workers of this host, and what they have started."""
-        for name in list(self._running):
-            self._children.signal(name, number)
+        self._children.signal_all(number)
 
     def abandon(self) -> None:
         """End everything at once, in no order (the second Ctrl-C)."""
-        self.signal(signal.SIGKILL)
+        self._grace_s = 0.0  # for a worker that is just being started
+        self._children.signal_all(signal.SIGKILL)
         self.settle(Outcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
 
     # -- what the scheduler says -------------------------------------------------------------------------------------

@@ -125,6 +125,11 @@ class Children:
         if name in self._alive:
             self._alive[name].signal_group(number)
 
+    def signal_all(self, number: int) -> None:
+        """Send a signal to the process groups of all children."""
+        for child in self._alive.values():
+            child.signal_group(number)
+
     def bind(self, name: str, cores: Sequence[int]) -> None:
         """Bind a child that runs already, with all its threads, to these cores; none: it stays where it is."""
         if name in self._alive and cores:
