@@ -87,7 +87,7 @@ NEWEST_INSTALLED := $(NEWEST)/.installed
 NEWEST_GB := 10
 TRAINING := $(addprefix tests/unit/test_,$(addsuffix .py,checkpoint child course doors_parts embedding_calls following keeping \
 	model sharded_parts state stream_parts transfer)) $(addprefix tests/processes/test_,$(addsuffix .py,template healing sharded \
-	spares elastic growing doors torchrun_scripts stream run generators failing_scripts))
+	spares elastic growing integrations torchrun_scripts stream run generators failing_scripts))
 .PHONY: test-newest-torch
 
 $(NEWEST_INSTALLED): pyproject.toml constraints-newest.txt | $(INSTALLED_DEV)

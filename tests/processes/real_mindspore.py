@@ -58,7 +58,7 @@ def run(shell: Shell, *words: str | Path) -> Process:
 
 
 def test_a_training_ends_with_the_same_weights_on_every_rank_and_logs_of_their_own(shell: Shell) -> None:
-    training = run(shell, "-n", "3", ROOT / "examples" / "doors" / "mindspore_script.py")
+    training = run(shell, "-n", "3", ROOT / "examples" / "integrations" / "mindspore_script.py")
     assert training.wait(END_S) == 0, training.tail()
     assert float(shell.heard(0, r"test accuracy (0\.\d+)")[1]) > 0.7
     assert len({shell.heard(rank, r"test accuracy .*, test loss \S+")[0] for rank in range(3)}) == 1

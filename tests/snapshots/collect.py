@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,18 +68,24 @@ class Imports(NamedTuple):
 # Every import path in README, docs and examples; a test finds those that are missing here.
 DOCUMENTED = (
     Imports("covey"),
-    Imports("covey.doors.accelerate", ("Accelerator",)),
-    Imports("covey.doors.lightning", ("Strategy",)),
+    Imports("covey.integrations.accelerate", ("Accelerator",)),
+    Imports("covey.integrations.lightning", ("Strategy",)),
     Imports("covey.federated"),
     Imports("covey.federated.context", ("KEYS", "from_text")),
     Imports("covey.federated.privacy.identity", ("Identity", "Trust")),
     Imports("covey.params.files", ("export",)),
     Imports("covey.params.optimizers", ("FTRL", "LazyAdam")),
-    Imports("covey.taskd"),
+    Imports("covey.integrations.taskd"),
     Imports("taskd.api.taskd_agent_api"),
     Imports("taskd.api.taskd_manager_api"),
     Imports("taskd.api.taskd_proxy_api"),
     Imports("taskd.api.taskd_worker_api"),
+)
+# Import paths of 0.1 that forward to new modules, with a DeprecationWarning.
+FORWARDED = (
+    Imports("covey.doors.accelerate", ("Accelerator",)),
+    Imports("covey.doors.lightning", ("Strategy",)),
+    Imports("covey.taskd"),
 )
 FACTORIES = {  # of `covey`: functions that return an object of a class that documents describe
     "DistributedDataParallel": "covey.train.wrapped.DistributedDataParallel",
@@ -91,17 +98,18 @@ FACTORIES = {  # of `covey`: functions that return an object of a class that doc
 
 def api() -> Iterator[str]:
     """Yield the documented names with their signatures, and the public members of classes."""
-    sys.path.append(str(ROOT / "src/covey/compat"))
+    sys.path.append(str(ROOT / "src/covey/integrations/taskd_shim"))
     try:
-        for documented in DOCUMENTED:
-            module = importlib.import_module(documented.module)
+        for documented in (*DOCUMENTED, *FORWARDED):
+            with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):
+                module = importlib.import_module(documented.module)
             for name in documented.names or module.__all__:
                 yield from _described(f"{documented.module}.{name}", getattr(module, name))
         for name, path in FACTORIES.items():
             module_name, _, kind = path.rpartition(".")
             yield from _described(f"covey.{name}()", getattr(importlib.import_module(module_name), kind))
     finally:
-        sys.path.remove(str(ROOT / "src/covey/compat"))
+        sys.path.remove(str(ROOT / "src/covey/integrations/taskd_shim"))
 
 
 def _described(path: str, value: Any) -> Iterator[str]:

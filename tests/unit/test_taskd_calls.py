@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from covey import taskd
 from covey.core.model import ClusterRecord, Phase
 from covey.core.taskd import Wish, wishes
 from covey.errors import UsageError
+from covey.integrations import taskd
+from covey.integrations.taskd.config import place
+from covey.integrations.taskd.manager_api import settle
+from covey.integrations.taskd.torchrun_patch import CannotTakeOver, command
 from covey.node.log import log
 from covey.settings import STRATEGY, Settings, load
 from covey.store.journal import has_journal, open_journal
-from covey.taskd.config import place
-from covey.taskd.launcher import CannotTakeOver, command
-from covey.taskd.scheduling import settle
 
 # -- variables -------------------------------------------------------------------------------------------------------
 

@@ -298,7 +298,7 @@ def compat(as_json: bool) -> None:
     """Print the folder that, on PYTHONPATH, holds TaskD's package: docs/taskd.md."""
     import covey
 
-    path = str(Path(covey.__file__).parent / "compat")
+    path = str(Path(covey.__file__).parent / "integrations" / "taskd_shim")
     say(as_json, path, path=path)
 
 

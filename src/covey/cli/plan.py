@@ -353,7 +353,7 @@ def _command(command: list[str], asked: Asked) -> tuple[list[str], bool, bool]:
         return words, module, python
     if module or not python:
         raise UsageError("--framework mindspore takes a script: covey run --framework mindspore train.py would start one.")
-    return ["covey.doors.mindspore", asked.logs or ".", *words], True, True
+    return ["covey.integrations.mindspore_launcher", asked.logs or ".", *words], True, True
 
 
 def _seen_through(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:

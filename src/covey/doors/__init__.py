@@ -1,3 +1,1 @@
-"""Doors: how programs written for other frameworks come to be trained or started here: `lightning`, `accelerate`, `mindspore`.
-Each imports its framework; nobody inside walks through them.
-"""
+"""Deprecated: the former name of `covey.integrations`: `lightning`, `accelerate`."""

@@ -1,6 +1,6 @@
 """11_torchrun.py, a script with DistributedDataParallel, with covey's in its place: the lines that changed are marked.
 
-covey run -n 4 examples/doors/ddp.py     # then covey kill 2: the last line stays the same
+covey run -n 4 examples/integrations/ddp.py     # then covey kill 2: the last line stays the same
 """
 
 import sys

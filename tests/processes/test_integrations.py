@@ -1,4 +1,4 @@
-"""The doors: existing scripts with covey's lines in them heal, and end with the bits of an undisturbed run."""
+"""Integrations: existing scripts with covey's lines in them heal, and end with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.healing import LADDER, LONG_S, WORLD
 
-DOORS = Path(__file__).parents[2] / "examples" / "doors"
+SCRIPTS = Path(__file__).parents[2] / "examples" / "integrations"
 
 # Runs an example as it is. DEATHS="1:5:forward" has rank 1 killed in the forward pass of the sixth step of its life, once.
 WITH_DEATHS = """
@@ -65,7 +65,7 @@ def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
     shell.logs = shell.folder / f"logs-{name}"
     shell.script(WITH_DEATHS, "with_deaths.py")
     preload = ",".join(["torch", *(word for word in ("lightning", "accelerate") if example.startswith(word))])
-    words: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", DOORS / example, marks]
+    words: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", SCRIPTS / example, marks]
     run = shell.covey(*words, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 0, f"{run.tail()}\n{[shell.log(rank) for rank in range(WORLD)]}"
     assert {mark.name for mark in marks.iterdir()} == {death.replace(":", "-") for death in deaths.split()}

@@ -1,6 +1,6 @@
 """A script for Hugging Face Accelerate; the lines that changed are marked.
 
-covey run -n 4 examples/doors/accelerate_script.py     # then covey kill 2: the last line stays the same
+covey run -n 4 examples/integrations/accelerate_script.py     # then covey kill 2: the last line stays the same
 """
 
 import sys
@@ -13,7 +13,7 @@ from digits import load
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from covey.doors.accelerate import Accelerator  # was: from accelerate
+from covey.integrations.accelerate import Accelerator  # was: from accelerate
 
 
 def main():

@@ -23,11 +23,11 @@ import msgspec
 
 from covey.core.taskd import JOB, RESTARTS_MAX
 from covey.errors import CoveyError
+from covey.integrations.taskd.agent_api import attach
+from covey.integrations.taskd.config import journal_folder, log_folder, place, speak
 from covey.node.log import log
 from covey.node.worker import INCARNATION_VARIABLE
 from covey.settings import load
-from covey.taskd.config import journal_folder, log_folder, place, speak
-from covey.taskd.parts import attach
 from covey.wire import address
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")

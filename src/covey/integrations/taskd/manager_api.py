@@ -17,6 +17,19 @@ from covey.core.model import Phase, Role
 from covey.core.taskd import RESTARTS_MAX
 from covey.core.view import ClusterView
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
+from covey.integrations.taskd.config import (
+    Place,
+    answers,
+    at,
+    clusters,
+    count,
+    journal_folder,
+    judge,
+    loaded,
+    place,
+    switch,
+    text,
+)
 from covey.node import security
 from covey.node.log import configure, log
 from covey.node.office import Kept
@@ -26,7 +39,6 @@ from covey.node.sockets import Sockets, bind
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.store import registry
 from covey.store.journal import has_journal
-from covey.taskd.config import Place, answers, at, clusters, count, journal_folder, judge, loaded, place, switch, text
 from covey.wire.greeting import SecretNotRequired
 from covey.wire.link import NobodyListens, connect
 

@@ -1,5 +1,5 @@
 """The proxy's calls."""
 
-from covey.taskd import destroy_taskd_proxy, init_taskd_proxy
+from covey.integrations.taskd import destroy_taskd_proxy, init_taskd_proxy
 
 __all__ = ["destroy_taskd_proxy", "init_taskd_proxy"]

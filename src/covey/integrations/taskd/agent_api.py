@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from covey.errors import ExitCode, PeerError, UsageError
+from covey.integrations.taskd.config import answers, judge, loaded, place, speak, text
 from covey.node.log import log
 from covey.node.worker import INCARNATION_VARIABLE
-from covey.taskd.config import answers, judge, loaded, place, speak, text
 
 CONNECT_S: Final = 5.0
 FRAMEWORKS: Final = ("PyTorch", "MindSpore")

@@ -1,6 +1,6 @@
 """A script for MindSpore 2.10 with nothing of covey in it, in the style of MindSpore's tutorial on dynamic clusters.
 
-covey run -n 3 --framework mindspore examples/doors/mindspore_script.py
+covey run -n 3 --framework mindspore examples/integrations/mindspore_script.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A Lightning script; the lines that were added for covey are marked.
 
-covey run -n 4 examples/doors/lightning_trainer.py     # then covey kill 2: the last line stays the same
+covey run -n 4 examples/integrations/lightning_trainer.py     # then covey kill 2: the last line stays the same
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import covey
-from covey.doors.lightning import Strategy  # added
+from covey.integrations.lightning import Strategy  # added
 
 
 class Digits(lightning.LightningModule):

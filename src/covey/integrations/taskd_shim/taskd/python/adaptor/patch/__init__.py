@@ -1,5 +1,5 @@
 """Importing this hands torchrun's workers to covey."""
 
-from covey.taskd.launcher import patch
+from covey.integrations.taskd.torchrun_patch import patch
 
 patch()

@@ -1,5 +1,5 @@
 """The worker's calls."""
 
-from covey.taskd import destroy_taskd_worker, init_taskd_worker, start_taskd_worker
+from covey.integrations.taskd import destroy_taskd_worker, init_taskd_worker, start_taskd_worker
 
 __all__ = ["destroy_taskd_worker", "init_taskd_worker", "start_taskd_worker"]

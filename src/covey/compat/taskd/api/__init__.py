@@ -1,3 +1,0 @@
-"""All of TaskD's calls."""
-
-from covey.taskd import *  # noqa: F403

@@ -1,0 +1,118 @@
+"""Hugging Face Accelerate over our loop:
+
+    accelerator = covey.integrations.accelerate.Accelerator(epochs=10)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in accelerator.epochs():
+        for batch in loader: ...
+
+Each rank is an accelerator of one process, which makes no group of its own. What `prepare` is given becomes a `covey.Loop`;
+gradients are averaged as `accelerator.backward` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+import accelerate
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+
+import covey
+from covey.errors import UsageError
+
+# By these Accelerate would find out that there are others, and make a group that does not heal.
+RANKS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+class Batches:
+    """The training's batches, epoch by epoch, as `prepare` returns them."""
+
+    def __init__(self, loop: Any, device: Any) -> None:
+        self._loop, self._device = loop, device
+        self.of_epoch: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return int(self._loop.steps_per_epoch * self._loop.accumulate)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, self.of_epoch = self.of_epoch, None
+        if batches is None:
+            raise UsageError(
+                "an epoch's batches can be taken once, in `for epoch in accelerator.epochs():`, which knows where a rank stands"
+            )
+        for batch in batches:
+            yield send_to_device(batch, self._device)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """One process per rank, and the loop between them. `loop` are further options of `covey.Loop` (checkpoint, seed)."""
+
+    def __init__(self, *, epochs: int, loop: dict[str, Any] | None = None, **options: Any) -> None:
+        covey.init()
+        with _alone():
+            super().__init__(**options)
+        self._epochs, self._options = epochs, loop or {}
+        self._loop: Any = None
+        self._batches: Batches | None = None
+        place = accelerate.PartialState()
+        place.process_index, place.local_process_index = covey.get_rank(), covey.get_local_rank()
+
+    def prepare(self, *args: Any, **named: Any) -> Any:
+        """One model, its optimizer, the DataLoader to train on, and schedulers; once. Further loaders are for evaluation, and
+        stay what they are on every rank."""
+        models = [arg for arg in args if isinstance(arg, torch.nn.Module)]
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        loaders = [arg for arg in args if isinstance(arg, DataLoader)]
+        if self._loop is not None or len(models) != 1 or len(optimizers) != 1 or not loaders:
+            raise UsageError(
+                "prepare(...) takes one model, one optimizer and the DataLoader to train on, at once: a training is one loop"
+            )
+        rest = [arg for arg in args if arg not in loaders]
+        prepared = super().prepare(*rest, **named)
+        by_id = dict(zip(map(id, rest), prepared, strict=True))
+        self._loop = covey.Loop(
+            models[0],
+            optimizers[0],
+            loaders[0],
+            epochs=self._epochs,
+            accumulate=self.gradient_accumulation_steps,
+            schedulers=[arg for arg in args if isinstance(arg, torch.optim.lr_scheduler.LRScheduler)],
+            scaler=self.scaler,
+            **self._options,
+        )
+        self._batches = by_id[id(loaders[0])] = Batches(self._loop, self.device)
+        return tuple(by_id.get(id(arg), arg) for arg in args)
+
+    def epochs(self) -> Iterator[int]:
+        """The number of each epoch, from where this rank stands."""
+        if self._batches is None:
+            raise UsageError("epochs() needs what prepare(...) was given: call it first")
+        for epoch, batches in self._loop.epochs():
+            self._batches.of_epoch = batches
+            yield epoch
+
+    def gather(self, tensor: Any) -> Any:
+        """Every rank's tensor, one after the other."""
+        return torch.cat([torch.atleast_1d(part) for part in covey.all_gather(tensor)])
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        raise UsageError("gather_for_metrics is not possible with covey: evaluation's loaders are whole on every rank already")
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return covey.all_reduce(tensor.detach().clone(), reduction) * scale
+
+    def wait_for_everyone(self) -> None:
+        covey.barrier()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    held = {name: os.environ.pop(name) for name in RANKS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)

@@ -1,0 +1,3 @@
+"""All of TaskD's calls."""
+
+from covey.integrations.taskd import *  # noqa: F403
