@@ -24,7 +24,7 @@ from bench.cluster import _free_port
 from bench.formation import BIN
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from covey.cli.visit import look
+from covey.cli.scheduler_client import look
 from covey.core.model import Phase
 from covey.errors import PeerError
 from covey.node.runtime import Door

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from covey.cli.main import verbs
-from covey.cli.options import help_text
+from covey.cli.run.options import help_text
 from covey.console import metrics
 from covey.console.openapi import COMMON, Operation
 from covey.console.training import OPERATIONS as TRAINING

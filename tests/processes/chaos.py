@@ -24,7 +24,7 @@ from tests.processes.command import Shell, shells
 from tests.processes.elastic import check, start
 from tests.processes.harness import Process, until
 
-from covey.cli.visit import scale
+from covey.cli.scheduler_client import scale
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError

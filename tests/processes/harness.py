@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from covey.cli.visit import look
+from covey.cli.scheduler_client import look
 from covey.core.view import ClusterView, NodeView
 from covey.errors import CoveyError
 from covey.node.runtime import Door

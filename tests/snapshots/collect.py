@@ -23,8 +23,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from covey.cli.main import verbs
-from covey.cli.notify import KINDS, Notice
-from covey.cli.options import OPTIONS
+from covey.cli.run.event_hooks import KINDS, Notice
+from covey.cli.run.options import OPTIONS
 from covey.console.jobs import CLUSTERS_OWN, JOBS, PASSED_ON, SCALE, STREAM, SUSPEND
 from covey.console.openapi import COMMON, document
 from covey.console.training import OPERATIONS as TRAINING

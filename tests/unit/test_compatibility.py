@@ -7,7 +7,7 @@ import re
 import msgspec
 from tests.documents import ROOT
 
-from covey.cli.notify import Notice
+from covey.cli.run.event_hooks import Notice
 from covey.core.job import spec
 from covey.core.messages import PROTOCOL
 from covey.federated import updates

@@ -16,7 +16,7 @@ from tests.documents import PAGES, ROOT, Block, blocks
 
 import covey
 from covey.cli.main import verbs
-from covey.cli.options import help_text, parse
+from covey.cli.run.options import help_text, parse
 from covey.errors import ExitCode
 from covey.settings import TABLE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.cli.echo import TracebackFilter
+from covey.cli.run.log_echo import TracebackFilter
 from covey.core.model import ScriptError
 
 HEAD = "Traceback (most recent call last):"

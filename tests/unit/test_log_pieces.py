@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.live import Tail
+from covey.cli.run.display import Tail
 from covey.core.messages import LOG_MAX, LogAsked
 from covey.node.log_pieces import SCAN_MAX, piece
 

@@ -15,15 +15,15 @@ from click.shell_completion import ShellComplete
 from tests.http.serving import a_node, a_view
 
 from covey.cli import main as command
+from covey.cli.common import unreadable
 from covey.cli.completion import SHELLS, script
 from covey.cli.kill import chosen
 from covey.cli.kubernetes import Wish, job_of
-from covey.cli.live import Show
-from covey.cli.look import draw, node_lines
 from covey.cli.main import verbs
-from covey.cli.parts import unreadable
-from covey.cli.plan import RunPlan
-from covey.cli.run import log_folder
+from covey.cli.run.command import log_folder
+from covey.cli.run.display import Show
+from covey.cli.run.plan import RunPlan
+from covey.cli.status import draw, node_lines
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 from covey.node.runtime import Door
@@ -131,7 +131,7 @@ def test_what_the_system_refuses_is_one_sentence(
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("covey.cli.look.settings", refuse)
+    monkeypatch.setattr("covey.cli.status.settings", refuse)
     monkeypatch.setattr("sys.argv", ["covey", "env"])
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the tests' own output stays
     with pytest.raises(SystemExit) as ended:

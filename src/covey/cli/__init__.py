@@ -1,8 +1,18 @@
-"""The verbs of `covey`, and how options become settings. Nobody imports this room.
+"""The commands of `covey`. Nothing imports this package.
 
-covey run      `options` → `plan` (with `slurm`; `describe` says it in words) → `run`, shown by `live` and `echo`,
-                   told on by `notify`
-looking        `look`, `watch`, `check`, `bundle`, all through `visit`
-other verbs    `kill`, `chaos`, `tls`, `federated`, `simulate`, `jobs` with `kubernetes`
-for all        `main`, `parts`, `patience`, `completion`
+`main`                 click commands
+`run`                  `covey run`
+`status`               status, nodes, logs, env; finds the cluster
+`follow`               top, events, story
+`check`                check: can this host reach the scheduler
+`kill`                 kill one process
+`bundle`               support bundle for a bug report
+`chaos`                inject faults
+`tls`                  certificates
+`federated`            federated clusters; `federated_simulate` simulates devices
+`job_commands`         submit, jobs, operator; `kubernetes` implements them
+`scheduler_client`     one connection to a scheduler
+`common`               options and output that commands share
+`spinner`              shown while a command waits
+`completion`           shell completion
 """

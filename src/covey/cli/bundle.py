@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.cli import look
-from covey.cli.visit import look as ask_view
-from covey.cli.visit import story as ask_story
+from covey.cli import status
+from covey.cli.scheduler_client import look as ask_view
+from covey.cli.scheduler_client import story as ask_story
 from covey.errors import CoveyError, StoreError, UsageError
 from covey.node.runtime import Door
 from covey.settings import TABLE, load, rows, shown
@@ -111,7 +111,7 @@ def bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, 
 def _cluster(master: str, *, needed: bool) -> tuple[Entry | None, Door | None]:
     """The cluster that is meant; without one, the folders named are enough."""
     try:
-        door = look.find(master)
+        door = status.find(master)
     except UsageError:
         if needed:
             raise

@@ -15,8 +15,8 @@ import click
 import msgspec
 import psutil
 
-from covey.cli import look
-from covey.cli.visit import Visit
+from covey.cli import status
+from covey.cli.scheduler_client import Visit
 from covey.core.chaos import AT_NODES, Fault, Row, Seen, Strike, choose, jump_s, pause_s, tally
 from covey.core.incidents import Incident, Outcome
 from covey.core.model import Phase, Role
@@ -266,7 +266,7 @@ def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times:
     """The whole verb; the code to end with."""
     every_s, for_s, found = interval(rate), seconds(length), named(wanted)
     try:
-        summary = asyncio.run(_run(look.find(master), seed, every_s, found, for_s, times))
+        summary = asyncio.run(_run(status.find(master), seed, every_s, found, for_s, times))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     if as_json:

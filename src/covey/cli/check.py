@@ -13,9 +13,9 @@ from typing import Final
 import click
 import msgspec
 
-from covey.cli.look import find
-from covey.cli.patience import waiting
-from covey.cli.visit import Visit
+from covey.cli.scheduler_client import Visit
+from covey.cli.spinner import waiting
+from covey.cli.status import find
 from covey.errors import CoveyError, ExitCode, UsageError
 from covey.node.runtime import Door
 from covey.wire import address

@@ -23,7 +23,7 @@ class Run(click.Command):
     """`covey run` has a table of its own; what is no option of it is a file."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        from covey.cli.options import BY_NAME
+        from covey.cli.run.options import BY_NAME
 
         if not incomplete.startswith("-"):
             return [CompletionItem(incomplete, type="file")]

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 
-from covey.cli import look
-from covey.cli.visit import kill as ask_to_kill
+from covey.cli import status
+from covey.cli.scheduler_client import kill as ask_to_kill
 from covey.core.model import Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, PeerError, UsageError
@@ -17,8 +17,8 @@ from covey.store import registry
 
 def kill(master: str, wanted: str) -> tuple[NodeView, str]:
     """Kill the process of a rank, of a node such as pserver:0, or of the scheduler; return the node and what was done."""
-    door = look.find(master)
-    view = look.look(door)
+    door = status.find(master)
+    view = status.look(door)
     node = chosen(view, wanted)
     if node.role is Role.SCHEDULER:
         return node, _kill_scheduler(view, node)

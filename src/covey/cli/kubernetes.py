@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from covey.cli.look import echo_line
-from covey.cli.parts import say
+from covey.cli.common import say
+from covey.cli.status import echo_line
 from covey.errors import ExitCode, UsageError
 from covey.node.log import configure, log
 from covey.settings import load, shown

@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
+from covey.cli.common import JSON, KUBERNETES, MASTER, examples, say
 from covey.cli.completion import SHELLS, VARIABLE, Run
-from covey.cli.jobs import jobs, operator, submit
-from covey.cli.parts import JSON, KUBERNETES, MASTER, examples, say
+from covey.cli.job_commands import jobs, operator, submit
 from covey.errors import CoveyError, ExitCode
 
 NO_THREAD = "can't start new thread"  # Python's words for a limit of processes or memory
@@ -27,7 +27,7 @@ def main() -> None:
     argv = sys.argv[1:]
     try:
         if argv[:1] == ["run"] and VARIABLE not in os.environ:  # its own table: two tools' spellings, and nothing to load first
-            from covey.cli.run import run
+            from covey.cli.run.command import run
 
             code = run(argv[1:])
             sys.stdout.flush()
@@ -111,7 +111,7 @@ for verb in (submit, jobs, operator):
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def run(words: tuple[str, ...]) -> None:
     """Start a cluster and wait for it; `covey run --help` lists the options."""
-    from covey.cli.run import run as run_verb
+    from covey.cli.run.command import run as run_verb
 
     sys.exit(run_verb(list(words)))
 
@@ -124,9 +124,9 @@ def run(words: tuple[str, ...]) -> None:
 @JSON
 def status(master: str, as_json: bool) -> None:
     """Show the cluster as a whole, and its nodes."""
-    from covey.cli import look
+    from covey.cli import status as cluster_status
 
-    look.status(master, as_json)
+    cluster_status.status(master, as_json)
 
 
 @verbs.command(epilog=examples("covey nodes", "covey nodes --json"))
@@ -134,9 +134,9 @@ def status(master: str, as_json: bool) -> None:
 @JSON
 def nodes(master: str, as_json: bool) -> None:
     """List the nodes, one line each, below a header; the last column is the process's number, "-" if it is unknown."""
-    from covey.cli import look
+    from covey.cli import status as cluster_status
 
-    look.nodes(master, as_json)
+    cluster_status.nodes(master, as_json)
 
 
 @verbs.command(epilog=examples("covey top", "covey top --master 10.0.0.1:8118", "covey top --json"))
@@ -144,9 +144,9 @@ def nodes(master: str, as_json: bool) -> None:
 @JSON
 def top(master: str, as_json: bool) -> None:
     """Show the cluster live, until it ends; with --json, or without a terminal, as lines."""
-    from covey.cli import watch
+    from covey.cli import follow as follow_output
 
-    watch.top(master, as_json)
+    follow_output.top(master, as_json)
 
 
 @verbs.command(epilog=examples("covey events", "covey events -f", "covey events --json"))
@@ -155,9 +155,9 @@ def top(master: str, as_json: bool) -> None:
 @JSON
 def events(master: str, follow: bool, as_json: bool) -> None:
     """Print what happened in the cluster, the newest 1,000 events."""
-    from covey.cli import watch
+    from covey.cli import follow as follow_output
 
-    watch.events(master, follow, as_json)
+    follow_output.events(master, follow, as_json)
 
 
 @verbs.command(epilog=examples("covey story 2", "covey story worker:2 --json", "covey story cluster"))
@@ -166,9 +166,9 @@ def events(master: str, follow: bool, as_json: bool) -> None:
 @JSON
 def story(master: str, node: str, as_json: bool) -> None:
     """Print what happened to one node: a rank, a name such as server:0, or the cluster itself."""
-    from covey.cli import watch
+    from covey.cli import follow as follow_output
 
-    watch.story(master, node, as_json)
+    follow_output.story(master, node, as_json)
 
 
 @verbs.command(epilog=examples("covey logs 2 -f", "covey logs", "covey logs 0 --job NAME"))
@@ -185,9 +185,9 @@ def logs(master: str, rank: int | None, follow: bool, job: str, as_json: bool, *
 
         kubernetes.logs(kubernetes.Where(**where), job, rank, follow=follow, as_json=as_json)
         return
-    from covey.cli import look
+    from covey.cli import status as cluster_status
 
-    look.logs(master, rank, follow, as_json)
+    cluster_status.logs(master, rank, follow, as_json)
 
 
 @verbs.command(epilog=examples("covey chaos --rate 1/3s --for 1m", "covey chaos --faults kill,stop --seed 7 --times 20 --json"))
@@ -209,9 +209,9 @@ def chaos(master: str, rate: str, faults: str, seed: int, length: str, times: in
 @JSON
 def env(as_json: bool) -> None:
     """Show the effective settings and where each came from."""
-    from covey.cli import look
+    from covey.cli import status as cluster_status
 
-    look.settings(as_json)
+    cluster_status.settings(as_json)
 
 
 @verbs.command(epilog=examples("covey check 10.0.0.1:8118", "covey check 10.0.0.1:8118 --json"))
@@ -233,7 +233,7 @@ def check(where: str, as_json: bool) -> None:
 def bundle(master: str, log_dir: str, journal: str, output: str, as_json: bool) -> None:
     """Pack versions, settings, cluster, story, journal and logs for a bug report: 64 MB at most, without secrets."""
     from covey.cli.bundle import bundle as make_bundle
-    from covey.cli.patience import waiting
+    from covey.cli.spinner import waiting
 
     with waiting("packing"):
         path, left_out = make_bundle(master, log_dir, journal, output)
@@ -251,10 +251,10 @@ def bundle(master: str, log_dir: str, journal: str, output: str, as_json: bool) 
 @JSON
 def stop(master: str, reason: str, as_json: bool) -> None:
     """End a cluster in order."""
-    from covey.cli import look
-    from covey.cli.visit import stop as ask_to_stop
+    from covey.cli import status as cluster_status
+    from covey.cli.scheduler_client import stop as ask_to_stop
 
-    door = look.find(master)
+    door = cluster_status.find(master)
     asyncio.run(ask_to_stop(door, reason))
     say(as_json, f"the cluster at {door.name} ends", address=door.name, reason=reason)
 
@@ -278,14 +278,14 @@ def kill(master: str, node: str, as_json: bool) -> None:
 @JSON
 def scale(master: str, workers: int | None, servers: int | None, as_json: bool) -> None:
     """Change the number of workers or of parameter servers of a running cluster."""
-    from covey.cli import look
-    from covey.cli.visit import scale as ask_to_scale
+    from covey.cli import status as cluster_status
+    from covey.cli.scheduler_client import scale as ask_to_scale
 
     if workers is None and servers is None:
         raise click.UsageError("say how many there are to be: --workers N or --servers N")
     if workers is not None and servers is not None:
         raise click.UsageError("one at a time: --workers N first, and --servers N once that is done")
-    said = asyncio.run(ask_to_scale(look.find(master), workers or -1, servers or -1))
+    said = asyncio.run(ask_to_scale(cluster_status.find(master), workers or -1, servers or -1))
     say(as_json, f"operation {said.operation}: {said.reason}", operation=said.operation, reason=said.reason)
 
 

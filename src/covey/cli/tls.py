@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from covey.cli.parts import say
+from covey.cli.common import say
 from covey.errors import UsageError
 
 SERIAL_DIGITS = 48  # at most, of a certificate's serial number

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from covey.cli.parts import JSON, examples, say
+from covey.cli.common import JSON, examples, say
 from covey.core.words import many
 from covey.errors import StoreError, UsageError
 from covey.federated.compress import KINDS, NONE

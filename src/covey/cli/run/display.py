@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 import msgspec
 
-from covey.cli.visit import Visit
+from covey.cli.scheduler_client import Visit
 from covey.core.incidents import Outcome
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView

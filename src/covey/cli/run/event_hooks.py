@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.cli.visit import follow_story
+from covey.cli.scheduler_client import follow_story
 from covey.core.incidents import Outcome
 from covey.core.story import Event
 from covey.core.words import many

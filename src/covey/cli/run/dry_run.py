@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from covey.cli.plan import EVERY, RunPlan
+from covey.cli.run.plan import EVERY, RunPlan
 from covey.core.words import many
 from covey.settings import rendered, rows
 from covey.wire import address

@@ -11,10 +11,10 @@ from functools import partial
 import click
 import msgspec
 
-from covey.cli.live import Show
-from covey.cli.look import find
-from covey.cli.visit import SCHEDULER_BACK_S, Visit, follow_story, look
-from covey.cli.visit import story as ask_story
+from covey.cli.run.display import Show
+from covey.cli.scheduler_client import SCHEDULER_BACK_S, Visit, follow_story, look
+from covey.cli.scheduler_client import story as ask_story
+from covey.cli.status import find
 from covey.core.effects import Level
 from covey.core.story import Event
 from covey.errors import UsageError
@@ -78,6 +78,6 @@ def _tell(event: Event, *, as_json: bool) -> None:
 
 
 def _colour(event: Event) -> str | None:
-    from covey.cli.patience import coloured
+    from covey.cli.spinner import coloured
 
     return COLOURS.get(event.level) if coloured() else None

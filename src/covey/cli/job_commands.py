@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from covey.cli.parts import JSON, KUBERNETES, examples
+from covey.cli.common import JSON, KUBERNETES, examples
 
 PORT = click.IntRange(-1, 65535)
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from covey.cli.describe import describe
-from covey.cli.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
+from covey.cli.run.dry_run import describe
+from covey.cli.run.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
 from covey.core.recovery import Strategy
 from covey.errors import UsageError
 from covey.settings import (

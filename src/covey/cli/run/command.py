@@ -18,13 +18,13 @@ from typing import Final
 
 import msgspec
 
-from covey.cli.describe import describe
-from covey.cli.echo import Echo
-from covey.cli.live import Aside, Show, put
-from covey.cli.notify import Notifier
-from covey.cli.options import help_text, parse
-from covey.cli.parts import unreadable
-from covey.cli.plan import RunPlan
+from covey.cli.common import unreadable
+from covey.cli.run.display import Aside, Show, put
+from covey.cli.run.dry_run import describe
+from covey.cli.run.event_hooks import Notifier
+from covey.cli.run.log_echo import Echo
+from covey.cli.run.options import help_text, parse
+from covey.cli.run.plan import RunPlan
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
 from covey.node import security

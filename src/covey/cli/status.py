@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 import msgspec
 
-from covey.cli.live import COLUMNS, follow_file, heading, row, table
-from covey.cli.patience import waiting
-from covey.cli.visit import Visit
-from covey.cli.visit import look as ask_view
+from covey.cli.run.display import COLUMNS, follow_file, heading, row, table
+from covey.cli.scheduler_client import Visit
+from covey.cli.scheduler_client import look as ask_view
+from covey.cli.spinner import waiting
 from covey.core.model import Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from covey.cli.live import Aside
-from covey.cli.plan import EVERY, RunPlan
+from covey.cli.run.display import Aside
+from covey.cli.run.plan import EVERY, RunPlan
 from covey.core.messages import Start
 from covey.core.model import Role, ScriptError
 from covey.node.agent import Agent

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from covey.cli import slurm
+from covey.cli.run import slurm
 from covey.core.recovery import Strategy
 from covey.core.words import many
 from covey.errors import ExitCode, UsageError
