@@ -143,17 +143,17 @@ mutation: $(INSTALLED_DEV)
 # -- Kubernetes ------------------------------------------------------------------------------------------------------
 
 kubernetes:
-	@tests/operator/fetch.sh
+	@tests/kubernetes/fetch.sh
 
 # the operator against a real API server, then on a whole Kubernetes with a real kubelet: the second part needs root
 test-kubernetes: $(INSTALLED_DEV) kubernetes
-	$(BIN)/python -m pytest -n 4 --dist worksteal tests/operator
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/kubernetes
 	@$(MAKE) test-kubelet
 
 # needs root; everything runs in namespaces of its own and ends with them
 test-kubelet: $(INSTALLED_DEV)
-	@tests/operator/fetch.sh node
-	tests/operator/whole.sh $(BIN)/python -m pytest tests/operator/whole.py
+	@tests/kubernetes/fetch.sh node
+	tests/kubernetes/full_kubernetes.sh $(BIN)/python -m pytest tests/kubernetes/full_kubernetes.py
 
 operator-run: $(INSTALLED_DEV)
 	$(BIN)/covey operator run --no-leader-elect
@@ -165,7 +165,7 @@ deploy: $(INSTALLED_DEV)
 	$(BIN)/covey operator install --image $(IMG)
 
 manifests: $(INSTALLED_DEV)
-	$(BIN)/python -m covey.operator.manifests > deploy/v1/covey-operator.yaml
+	$(BIN)/python -m covey.kubernetes.manifests > deploy/v1/covey-operator.yaml
 
 clean:
 	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage .traces mutants

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from tests.operator.cluster import Kubernetes, replica
-from tests.operator.cluster import job as msjob_of
-from tests.operator.server import Server, start
+from tests.kubernetes.cluster import Kubernetes, replica
+from tests.kubernetes.cluster import job as msjob_of
+from tests.kubernetes.server import Server, start
 from tests.requirements import API_SERVER
 
 from bench import peers
 from bench.process import take_along
 from bench.report import Aim, aims_table, machine, publish, spread, table
-from covey.operator.api import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
-from covey.operator.crd import msjob
+from covey.kubernetes.api_client import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
+from covey.kubernetes.crd import msjob
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "bench" / "scripts"

@@ -23,7 +23,7 @@ from covey.core.view import ClusterView, NodeView
 from covey.errors import HELP, ExitCode
 from covey.federated import openapi as devices
 from covey.federated.manage import FEDERATED
-from covey.operator.metrics import Metrics
+from covey.kubernetes.operator_metrics import Metrics
 from covey.settings import TABLE, Settings, rendered
 
 FOLDER = Path(__file__).parent / "reference"

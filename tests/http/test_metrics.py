@@ -14,7 +14,7 @@ from tests.http.serving import a_node, a_view
 
 from covey.console.metrics import OTHERS, render
 from covey.core.model import Role
-from covey.operator.metrics import Metrics
+from covey.kubernetes.operator_metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "covey.json"
 COUNTED = {"federated_rounds": 1.0, "federated_missed": 0.0}

@@ -24,8 +24,8 @@ from types import MappingProxyType
 
 import httpx2
 import psutil
-from tests.operator import cluster
-from tests.operator import server as kubernetes
+from tests.kubernetes import cluster
+from tests.kubernetes import server as kubernetes
 from tests.processes import test_serving
 from tests.processes.command import Shell, shells
 from tests.processes.federation import Federation

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.operator import metrics
+from covey.kubernetes import operator_metrics
 from covey.wire import callers, link, tls
 from covey.wire.callers import Callers
 from covey.wire.certificates import make_authority
@@ -86,10 +86,10 @@ async def _play(server: ssl.SSLContext | None, client: ssl.SSLContext | None) ->
 
 
 def test_the_operators_numbers_are_there_beside_those_who_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(operator_metrics, "CONNECTIONS_MAX", 2)
 
     async def play() -> None:
-        server = await metrics.serve(metrics.Metrics(), "127.0.0.1", 0, lambda: True)
+        server = await operator_metrics.serve(operator_metrics.Metrics(), "127.0.0.1", 0, lambda: True)
         where = server.sockets[0].getsockname()
         silent = [await asyncio.open_connection(*where) for _ in range(3)]
         reader, writer = await asyncio.open_connection(*where)

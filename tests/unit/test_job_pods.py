@@ -11,14 +11,14 @@ from tests.unit.jobs import UID, Thing, job
 from covey.core.job import Invalid, read
 from covey.core.job.actions import CreateGang, CreatePod
 from covey.core.job.ascend import convert
-from covey.operator import pods
+from covey.kubernetes import pod_builder
 
 OWNER = {"apiVersion": "v1", "kind": "MSJob", "name": "train", "uid": UID, "controller": True}
 
 
 def made(asked: Thing, role: str = "Worker", index: int = 0, address: str = "10.0.0.7", **more: Any) -> Thing:
     spec = read(asked)
-    return pods.pod(spec, CreatePod(role, index, spec.wanted, **more), OWNER, address=address)
+    return pod_builder.pod(spec, CreatePod(role, index, spec.wanted, **more), OWNER, address=address)
 
 
 def variables(pod: Thing) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_the_variables_of_the_original() -> None:
 def test_the_port_is_the_schedulers_own() -> None:
     asked = with_container(job(), "Scheduler", ports=[{"name": "msjob-port", "containerPort": 8118}])
     assert variables(made(asked))["MS_SCHED_PORT"] == "8118"
-    assert pods.service(read(asked), "Scheduler", OWNER)["spec"]["ports"] == [{"name": "msjob-port", "port": 8118}]
+    assert pod_builder.service(read(asked), "Scheduler", OWNER)["spec"]["ports"] == [{"name": "msjob-port", "port": 8118}]
 
 
 def test_a_variable_of_the_user_stays() -> None:
@@ -63,11 +63,13 @@ def test_recovery_files_and_logs_of_different_runs_lie_apart() -> None:
 def test_what_all_pods_of_a_job_are_told_is_in_one_secret_which_the_users_own_sources_overrule() -> None:
     asked = with_container(job(), envFrom=[{"configMapRef": {"name": "mine"}}])
     ours, mine = made(asked)["spec"]["containers"][0]["envFrom"]
-    secret = pods.secret(read(asked), "word", "token", OWNER)
+    secret = pod_builder.secret(read(asked), "word", "token", OWNER)
     assert ours["secretRef"]["name"] == secret["metadata"]["name"] and mine == {"configMapRef": {"name": "mine"}}
     told = secret["stringData"]
     assert (told["COVEY_JOB"], told["COVEY_SECRET"], told["COVEY_TOKEN"]) == (f"train-{UID}", "word", "token")
-    assert told["MINDX_TASK_ID"] == UID and "COVEY_TOKEN" not in pods.secret(read(asked), "word", "", OWNER)["stringData"]
+    assert (
+        told["MINDX_TASK_ID"] == UID and "COVEY_TOKEN" not in pod_builder.secret(read(asked), "word", "", OWNER)["stringData"]
+    )
 
 
 def test_recovery_brings_its_variables_a_volume_and_a_port() -> None:
@@ -111,9 +113,9 @@ def test_the_pods_own_restart_policy(policy: str, pod: str) -> None:
 
 def test_gangs() -> None:
     spec = read(job())
-    group = pods.gang(spec, CreateGang(3, {"queue": "big", "priorityClass": "high"}), OWNER)
+    group = pod_builder.gang(spec, CreateGang(3, {"queue": "big", "priorityClass": "high"}), OWNER)
     assert group["spec"] == {"minMember": 3, "queue": "big", "priorityClassName": "high"}
-    pod = pods.pod(spec, CreatePod("Worker", 0, spec.wanted), OWNER, address="x", gang_scheduler="volcano")
+    pod = pod_builder.pod(spec, CreatePod("Worker", 0, spec.wanted), OWNER, address="x", gang_scheduler="volcano")
     assert (
         pod["spec"]["schedulerName"] == "volcano" and pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "train"
     )
@@ -240,7 +242,7 @@ def test_jobs_of_one_name_do_not_share_a_secret() -> None:
     for uid in ("11111111-aa", "22222222-aa"):
         asked = job()
         asked["metadata"]["uid"] = uid
-        names.append(pods.secret(read(asked), "s", "t", OWNER)["metadata"]["name"])
+        names.append(pod_builder.secret(read(asked), "s", "t", OWNER)["metadata"]["name"])
         assert made(asked)["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": names[-1]}}]
     assert len(set(names)) == 2
 

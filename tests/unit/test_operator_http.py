@@ -10,9 +10,9 @@ import httpx2
 import pytest
 from lightkube.config.client_adapter import BearerTokenFileAuth
 
-from covey.operator.api import Identity
-from covey.operator.http import Answer, Http
-from covey.operator.queue import Queue
+from covey.kubernetes.api_client import Identity
+from covey.kubernetes.http_client import Answer, Http
+from covey.kubernetes.work_queue import Queue
 
 Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from covey.operator import lease, reflector
-from covey.operator.api import POD, SERVICE, Api, ApiError, Page, Thing
-from covey.operator.controller import Owned
-from covey.operator.lease import Lease
-from covey.operator.reflector import Reflector
+from covey.kubernetes import leader_election, reflector
+from covey.kubernetes.api_client import POD, SERVICE, Api, ApiError, Page, Thing
+from covey.kubernetes.controller import Owned
+from covey.kubernetes.leader_election import Lease
+from covey.kubernetes.reflector import Reflector
 
 
 class Jumping(asyncio.SelectorEventLoop):
@@ -36,7 +36,7 @@ def play(work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> No
     """Run it on such a clock."""
     with asyncio.Runner(loop_factory=Jumping) as runner:
         clock = SimpleNamespace(monotonic=runner.get_loop().time)
-        for module in (lease, reflector):
+        for module in (leader_election, reflector):
             monkeypatch.setattr(module, "time", clock)
         runner.run(work)
 
@@ -113,7 +113,7 @@ def test_who_cannot_renew_its_lease_stops_before_another_may_take_it(monkeypatch
                 await Lease(cast(Api, Away()), "default").hold(act)
 
     play(hold(), monkeypatch)
-    assert ended and ended[0] <= lease.GIVE_UP_S < lease.DURATION_S
+    assert ended and ended[0] <= leader_election.GIVE_UP_S < leader_election.DURATION_S
 
 
 class Passing:

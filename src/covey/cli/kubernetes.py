@@ -22,8 +22,8 @@ from covey.node.log import configure, log
 from covey.settings import load, shown
 
 if TYPE_CHECKING:
-    from covey.operator.api import Api, Thing
-    from covey.operator.service import Operator
+    from covey.kubernetes.api_client import Api, Thing
+    from covey.kubernetes.operator import Operator
 
 SCRIPT_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
 SCRIPT_FOLDER = "/covey/script"
@@ -40,7 +40,7 @@ class Where(NamedTuple):
 
 def _connect(where: Where) -> Api:
     try:
-        from covey.operator.api import connect
+        from covey.kubernetes.api_client import connect
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("lightkube"):
             raise
@@ -61,7 +61,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 def install(where: Where, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
     """Apply what deploy/v1/covey-operator.yaml holds, or print it."""
-    from covey.operator import manifests
+    from covey.kubernetes import manifests
 
     things = manifests.everything(image, where.namespace, ascend=ascend)
     if dry_run:
@@ -69,7 +69,7 @@ def install(where: Where, image: str, *, dry_run: bool, ascend: bool, as_json: b
         return
 
     async def work() -> None:
-        from covey.operator.install import apply
+        from covey.kubernetes.install import apply
 
         api = _connect(where)
         try:
@@ -82,7 +82,7 @@ def install(where: Where, image: str, *, dry_run: bool, ascend: bool, as_json: b
 
 
 def _print_things(things: list[Thing], as_json: bool) -> None:
-    from covey.operator.manifests import as_yaml
+    from covey.kubernetes.manifests import as_yaml
 
     click.echo(msgspec.json.encode(things) + b"\n" if as_json else as_yaml(things), nl=False)
 
@@ -93,7 +93,7 @@ def operate(where: Where, console: int = -1, **options: Any) -> None:
     configure(settings, "operator")
 
     async def work() -> None:
-        from covey.operator.service import Options, run
+        from covey.kubernetes.operator import Options, run
 
         beside = functools.partial(_show_jobs, console, settings.token) if console >= 0 else None
         await run(_connect(where), Options(namespace=where.namespace, **options), beside)
@@ -200,7 +200,7 @@ def _text_of(script: Path) -> str:
 
 def submit(where: Where, wish: Wish, *, dry_run: bool, as_json: bool) -> None:
     """Write the MSJob, or apply it."""
-    from covey.operator.pods import owner_of
+    from covey.kubernetes.pod_builder import owner_of
 
     job, text = job_of(wish)
     name = job["metadata"]["name"]
@@ -215,7 +215,7 @@ def submit(where: Where, wish: Wish, *, dry_run: bool, as_json: bool) -> None:
         return
 
     async def work() -> None:
-        from covey.operator.api import CONFIG_MAP, MSJOB, ApiError
+        from covey.kubernetes.api_client import CONFIG_MAP, MSJOB, ApiError
 
         api = _connect(where)
         namespace = where.namespace or api.namespace
@@ -240,7 +240,7 @@ def jobs(where: Where, *, everywhere: bool, as_json: bool) -> None:
     """One line per job."""
 
     async def work() -> None:
-        from covey.operator.api import MSJOB
+        from covey.kubernetes.api_client import MSJOB
 
         api = _connect(where)
         try:
@@ -274,7 +274,7 @@ def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bo
 
     async def work() -> None:
         from covey.core.job import read
-        from covey.operator.api import MSJOB, ApiError
+        from covey.kubernetes.api_client import MSJOB, ApiError
 
         api = _connect(where)
         namespace = where.namespace or api.namespace

@@ -170,7 +170,7 @@ def open_cells(where: str, *, folder: str, job: str) -> Cells:
         authority, _, prefix = rest.partition("/")
         return EtcdCells(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
     if scheme == "kubernetes":
-        from covey.operator.cells import KubernetesCells
+        from covey.kubernetes.cas_store import KubernetesCells
 
         return KubernetesCells.named(rest)
     raise UsageError(f"COVEY_LEASE={where} is no store: file, etcd://HOST:PORT or kubernetes://NAME is")

@@ -8,7 +8,7 @@ may be more workers, `status` keeps what must be remembered, `turn` is one look 
     plan(job, observed, now) -> actions, status, requeue_after, reason
 
 Times are read by `clock`, and where output goes by `paths`. Everything here works on plain dicts as the API server sends them.
-Not here: the API server, and what a pod looks like inside (`operator/pods.py`).
+Not here: the API server, and what a pod looks like inside (`kubernetes/pod_builder.py`).
 """
 
 from covey.core.job.plan import Plan, plan

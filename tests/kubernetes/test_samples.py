@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.operator.cluster import Kubernetes
-from tests.operator.trainings import JOIN
+from tests.kubernetes.cluster import Kubernetes
+from tests.kubernetes.trainings import JOIN
 
-from covey.operator.api import ASCENDJOB, MSJOB
+from covey.kubernetes.api_client import ASCENDJOB, MSJOB
 
 SAMPLES = Path(__file__).resolve().parents[2] / "config" / "samples"
 START = """#!/bin/bash

@@ -18,14 +18,28 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.operator.kubelet import Kubelet
-from tests.operator.server import Server
+from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.server import Server
 from tests.processes.harness import Processes, until
 
 from covey.core.job.pod import JOB_LABEL
-from covey.operator.api import ASCENDJOB, CRD, EVENT, MSJOB, NAMESPACE, NODE, POD, SERVICE, Api, ApiError, Kind, Thing, connect
-from covey.operator.crd import ascendjob, msjob
-from covey.operator.service import Operator, Options
+from covey.kubernetes.api_client import (
+    ASCENDJOB,
+    CRD,
+    EVENT,
+    MSJOB,
+    NAMESPACE,
+    NODE,
+    POD,
+    SERVICE,
+    Api,
+    ApiError,
+    Kind,
+    Thing,
+    connect,
+)
+from covey.kubernetes.crd import ascendjob, msjob
+from covey.kubernetes.operator import Operator, Options
 
 T = TypeVar("T")
 DEADLINE_S = 90.0

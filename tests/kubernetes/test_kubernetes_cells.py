@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from tests.operator.cluster import Kubernetes
+from tests.kubernetes.cluster import Kubernetes
 
 from covey.core.leadership import Cell
-from covey.operator.api import LEASE
-from covey.operator.cells import KubernetesCells
+from covey.kubernetes.api_client import LEASE
+from covey.kubernetes.cas_store import KubernetesCells
 from covey.store.shared_journal import open_shared
 
 

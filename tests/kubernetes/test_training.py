@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.operator.cluster import Kubernetes, job, replica
-from tests.operator.trainings import COUNT, LOOP, STAYS
+from tests.kubernetes.cluster import Kubernetes, job, replica
+from tests.kubernetes.trainings import COUNT, LOOP, STAYS
 from tests.processes.harness import free_port
 
-from covey.operator.api import Thing
+from covey.kubernetes.api_client import Thing
 
 GRACE = {"fault-scheduling": "grace"}
 WORKERS = 2

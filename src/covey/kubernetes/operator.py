@@ -19,13 +19,13 @@ from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
 from covey.core.story import Story
 from covey.core.words import many
 from covey.errors import PeerError
+from covey.kubernetes import leader_election as leases
+from covey.kubernetes import operator_metrics as numbers
+from covey.kubernetes import scheduler_client
+from covey.kubernetes.api_client import ASCENDJOB, MISSING, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
+from covey.kubernetes.controller import Caches, Controller, Owned
+from covey.kubernetes.reflector import Key, Reflector, key_of
 from covey.node.log import log
-from covey.operator import clusters
-from covey.operator import lease as leases
-from covey.operator import metrics as numbers
-from covey.operator.api import ASCENDJOB, MISSING, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
-from covey.operator.controller import Caches, Controller, Owned
-from covey.operator.reflector import Key, Reflector, key_of
 
 WORKERS = 16
 SELECTOR = f"{OPERATOR_LABEL}={OPERATOR}"
@@ -125,7 +125,7 @@ class Operator:
                 return controller, job
         raise PeerError(f"there is no job {'/'.join(key)} here")
 
-    def _inside(self, key: Key) -> clusters.Clusters:
+    def _inside(self, key: Key) -> scheduler_client.Clusters:
         controller, job = self._found(key)
         if not controller.clusters.follows(key):
             state = (job.get("status") or {}).get("state") or "not looked at yet"
@@ -159,7 +159,7 @@ class Operator:
         """List, watch and reconcile."""
         kinds = [MSJOB, *([ASCENDJOB] if await self._served("mindxdl.gitee.com", "v1") else [])]
         gang = self.options.gang_scheduler
-        self._key = await clusters.find_key(self.api, self.options.lease_namespace)
+        self._key = await scheduler_client.find_key(self.api, self.options.lease_namespace)
         async with asyncio.TaskGroup() as group:
             nodes = await self._nodes(group)
             watched = partial(Reflector, self.api, namespace=self.options.namespace, selector=SELECTOR)

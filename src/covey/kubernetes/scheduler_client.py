@@ -25,10 +25,10 @@ from covey.core.job import live as lives
 from covey.core.job.live import Live
 from covey.core.view import ClusterView
 from covey.errors import PeerError
+from covey.kubernetes.api_client import MISSING, SECRET, Api, ApiError
+from covey.kubernetes.http_client import Http
+from covey.kubernetes.reflector import Key
 from covey.node.log import log
-from covey.operator.api import MISSING, SECRET, Api, ApiError
-from covey.operator.http import Http
-from covey.operator.reflector import Key
 
 PERIOD_S = 10.0  # between two looks at one job
 HURRY_S = 0.5  # while something is awaited

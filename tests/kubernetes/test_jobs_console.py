@@ -11,12 +11,12 @@ from typing import Any
 import httpx2
 import pytest
 from tests.http.chromium import Tab, browsers, picture
-from tests.operator.cluster import Kubernetes
-from tests.operator.test_elastic_jobs import COVEY_RUN, SLOW_S, elastic
+from tests.kubernetes.cluster import Kubernetes
+from tests.kubernetes.test_elastic_jobs import COVEY_RUN, SLOW_S, elastic
 
 from covey.console import jobs
 from covey.console.server import Server
-from covey.operator.service import Operator
+from covey.kubernetes.operator import Operator
 
 TOKEN = "tests-own-token"
 

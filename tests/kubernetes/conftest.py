@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.operator import server as servers
-from tests.operator.cluster import Kubernetes, running
-from tests.operator.server import Server
+from tests.kubernetes import server as servers
+from tests.kubernetes.cluster import Kubernetes, running
+from tests.kubernetes.server import Server
 from tests.requirements import API_SERVER, require
 
 

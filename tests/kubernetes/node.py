@@ -1,6 +1,6 @@
 """A real node: kubelet, containerd and runc beside kube-scheduler and kube-controller-manager, for `make test-kubelet`.
 
-Runs only inside namespaces of its own (`tests/operator/whole.sh` makes them): bridges, mounts, addresses and processes end with
+Runs only inside namespaces of its own (`tests/kubernetes/full_kubernetes.sh` makes them): bridges, mounts, addresses and processes end with
 them. Two things stand in for what a cluster has:
 
 * the image `covey:latest` is an empty root; the host's /usr, the Python that runs the tests and this tree are mounted into each
@@ -22,10 +22,10 @@ import tarfile
 from functools import partial
 from pathlib import Path
 
-from tests.operator.server import Server
+from tests.kubernetes.server import Server
 from tests.requirements import KUBERNETES, ROOT
 
-from covey.operator.api import NODE, SERVICE, Api, ApiError, Kind, Thing
+from covey.kubernetes.api_client import NODE, SERVICE, Api, ApiError, Kind, Thing
 
 ENDPOINTS = Kind("api/v1", "endpoints", "Endpoints")
 GATEWAY = "10.88.0.1"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.operator.cluster import Kubernetes
+from tests.kubernetes.cluster import Kubernetes
 
 from covey.cli.main import main
-from covey.operator import manifests
-from covey.operator.api import CRD, Kind
+from covey.kubernetes import manifests
+from covey.kubernetes.api_client import CRD, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 

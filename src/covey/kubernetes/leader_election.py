@@ -15,8 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
+from covey.kubernetes.api_client import CONFLICT, LEASE, MISSING, Api, ApiError, Thing
 from covey.node.log import log
-from covey.operator.api import CONFLICT, LEASE, MISSING, Api, ApiError, Thing
 
 NAME = "covey-operator"
 DURATION_S = 15

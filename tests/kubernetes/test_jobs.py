@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.operator.cluster import Kubernetes, conditions, job, replica
+from tests.kubernetes.cluster import Kubernetes, conditions, job, replica
 
 from covey.core.job.pod import JOB_LABEL
-from covey.operator.api import CRD, MSJOB, POD, POD_GROUP, ApiError, Kind, Thing
+from covey.kubernetes.api_client import CRD, MSJOB, POD, POD_GROUP, ApiError, Kind, Thing
 
 STAY = "while [ ! -e $GO ]; do sleep 0.05; done"
 

@@ -34,14 +34,14 @@ from covey.core.job.actions import (
 from covey.core.job.pod import JOB_LABEL, owner
 from covey.core.job.spec import Duty, Invalid, Job, Role, pod_name
 from covey.errors import PeerError
+from covey.kubernetes import pod_builder
+from covey.kubernetes.api_client import CONFLICT, MISSING, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
+from covey.kubernetes.event_recorder import Events
+from covey.kubernetes.operator_metrics import Metrics
+from covey.kubernetes.reflector import Index, Key, Reflector
+from covey.kubernetes.scheduler_client import Clusters, Place, token_of
+from covey.kubernetes.work_queue import Queue
 from covey.node.log import log
-from covey.operator import pods
-from covey.operator.api import CONFLICT, MISSING, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
-from covey.operator.clusters import Clusters, Place, token_of
-from covey.operator.events import Events
-from covey.operator.metrics import Metrics
-from covey.operator.queue import Queue
-from covey.operator.reflector import Index, Key, Reflector
 
 AT_ONCE = 16  # actions of one kind of one job
 SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
@@ -200,7 +200,7 @@ class Controller:
             return None
         first = _first(job)
         pod = self._caches.owned.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
-        address, port = ((pod or {}).get("status") or {}).get("podIP"), pods.manage_port_of(job, first)
+        address, port = ((pod or {}).get("status") or {}).get("podIP"), pod_builder.manage_port_of(job, first)
         if pod is None or not address or not port or pod["status"].get("phase") != "Running" or owner(pod) != job.uid:
             return None
         return Place(str(address), port, token_of(self._key, job.uid))
@@ -243,18 +243,18 @@ class Controller:
                     raise result
 
     async def _act(self, thing: Thing, job: Job, action: Action) -> None:
-        namespace, owner = job.namespace, pods.owner_of(thing)
+        namespace, owner = job.namespace, pod_builder.owner_of(thing)
         api = self._api
         if isinstance(action, CreatePod):
-            body = pods.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
+            body = pod_builder.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
             await self._create(POD, self._caches.owned.made, body, job, brief=True)
         elif isinstance(action, CreateService):
-            await self._create(SERVICE, self._caches.owned.services.put, pods.service(job, action.role, owner), job)
+            await self._create(SERVICE, self._caches.owned.services.put, pod_builder.service(job, action.role, owner), job)
         elif isinstance(action, CreateSecret):
-            secret = pods.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
+            secret = pod_builder.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
             await self._unless(api.create(SECRET, namespace, secret, brief=True), CONFLICT)
         elif isinstance(action, CreateGang):
-            await self._unless(api.create(POD_GROUP, namespace, pods.gang(job, action, owner)), CONFLICT)
+            await self._unless(api.create(POD_GROUP, namespace, pod_builder.gang(job, action, owner)), CONFLICT)
         elif isinstance(action, DeletePod):
             asked = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace)
             await self._unless(asked, MISSING, CONFLICT)  # another pod of that name is not meant: as good as gone
@@ -329,5 +329,5 @@ class Controller:
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
             return
         kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)
-        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pods.owner_of(thing)]}}
+        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pod_builder.owner_of(thing)]}}
         cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))

@@ -14,7 +14,7 @@ import msgspec
 
 from covey.core.leadership import Cell
 from covey.errors import StoreError
-from covey.operator.api import CONFIG_MAP, CONFLICT, LEASE, MISSING, Api, ApiError, Kind, connect
+from covey.kubernetes.api_client import CONFIG_MAP, CONFLICT, LEASE, MISSING, Api, ApiError, Kind, connect
 
 ANNOTATION = "covey.io/cell"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from covey.kubernetes.api_client import Api, ApiError, Kind, Thing
 from covey.node.log import log
-from covey.operator.api import Api, ApiError, Kind, Thing
 
 Key = tuple[str, str]  # namespace, name
 BACKOFF_MIN_S = 0.2

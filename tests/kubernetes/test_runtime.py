@@ -15,15 +15,15 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.operator.cluster import Kubernetes, conditions, job, replica
-from tests.operator.proxy import Proxy
-from tests.operator.test_jobs import STAY, replaced, up
+from tests.kubernetes.cluster import Kubernetes, conditions, job, replica
+from tests.kubernetes.proxy import Proxy
+from tests.kubernetes.test_jobs import STAY, replaced, up
 from tests.processes.harness import until
 
-from covey.operator import manifests
-from covey.operator.api import CONFIG_MAP, LEASE, POD, SERVICE, Api, ApiError, Kind, Thing, connect
-from covey.operator.install import apply
-from covey.operator.reflector import Reflector
+from covey.kubernetes import manifests
+from covey.kubernetes.api_client import CONFIG_MAP, LEASE, POD, SERVICE, Api, ApiError, Kind, Thing, connect
+from covey.kubernetes.install import apply
+from covey.kubernetes.reflector import Reflector
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_a_version_the_server_forgot(held: Kubernetes) -> None:
 
 def test_a_watch_that_falls_silent(held: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection stays open and says nothing: it is given up, and the watch goes on from the last version."""
-    monkeypatch.setattr("covey.operator.api.SILENCE_S", 0.5)
-    monkeypatch.setattr("covey.operator.api.TIMEOUT_S", 2.0)
+    monkeypatch.setattr("covey.kubernetes.api_client.SILENCE_S", 0.5)
+    monkeypatch.setattr("covey.kubernetes.api_client.TIMEOUT_S", 2.0)
     proxy, url = proxied(held)
     held.operator(url=url)
     proxy.deaf = True

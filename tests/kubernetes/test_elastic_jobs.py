@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.operator.cluster import Kubernetes, conditions, job, replica
-from tests.operator.trainings import LONG
+from tests.kubernetes.cluster import Kubernetes, conditions, job, replica
+from tests.kubernetes.trainings import LONG
 from tests.processes.harness import free_port
 
-from covey.operator.api import MSJOB, Thing
+from covey.kubernetes.api_client import MSJOB, Thing
 
 SLOW_S = 150.0
 

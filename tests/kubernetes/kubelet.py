@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.core.job.clock import stamp
-from covey.operator.api import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
+from covey.kubernetes.api_client import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from covey.operator.api import Api, Kind, Thing
+from covey.kubernetes.api_client import Api, Kind, Thing
 
 MANAGER = "covey"
 

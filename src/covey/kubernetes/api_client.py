@@ -22,7 +22,7 @@ from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.operator.http import Http
+from covey.kubernetes.http_client import Http
 
 Thing = dict[str, Any]
 

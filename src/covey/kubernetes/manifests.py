@@ -1,6 +1,6 @@
 """What is installed: namespace, custom resources, the rights it needs and no more, and a deployment of two replicas.
 
-`deploy/v1/covey-operator.yaml` is this, written down: `python -m covey.operator.manifests > deploy/v1/covey-operator.yaml`.
+`deploy/v1/covey-operator.yaml` is this, written down: `python -m covey.kubernetes.manifests > deploy/v1/covey-operator.yaml`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from covey.operator import crd
-from covey.operator.clusters import KEY_NAME
+from covey.kubernetes import crd
+from covey.kubernetes.scheduler_client import KEY_NAME
 
 Thing = dict[str, Any]
 

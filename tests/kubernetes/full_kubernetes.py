@@ -1,6 +1,6 @@
 """Samples on a whole Kubernetes: real scheduler, controllers, kubelet, containerd and runc. `make test-kubelet` runs it.
 
-Not collected by a plain pytest: it needs root, and namespaces of its own (`whole.sh`).
+Not collected by a plain pytest: it needs root, and namespaces of its own (`full_kubernetes.sh`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from tests.operator.cluster import Kubernetes, job, replica
-from tests.operator.node import Node
-from tests.operator.server import Server
-from tests.operator.test_samples import SAMPLES
-from tests.operator.trainings import JOIN
+from tests.kubernetes.cluster import Kubernetes, job, replica
+from tests.kubernetes.node import Node
+from tests.kubernetes.server import Server
+from tests.kubernetes.test_samples import SAMPLES
+from tests.kubernetes.trainings import JOIN
 
 # Its first life waits to be killed, its second is done: the volume outlives the container, not the pod.
 TWICE = "[ -e /keep/was ] && echo again && exit; touch /keep/was; echo first; exec sleep 98765"

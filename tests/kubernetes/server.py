@@ -63,7 +63,7 @@ def shared(folder: Path, run: int) -> Server:
     with (folder / "kubernetes.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not state.exists():
-            command = [sys.executable, "-m", "tests.operator.server", str(folder / "kubernetes"), str(state), str(run)]
+            command = [sys.executable, "-m", "tests.kubernetes.server", str(folder / "kubernetes"), str(state), str(run)]
             log = (folder / "kubernetes.log").open("wb")
             subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             until(state.exists, "the API server", READY_S, lambda: (folder / "kubernetes.log").read_text()[-3000:])
