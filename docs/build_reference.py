@@ -13,9 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from covey.cli.main import verbs
 from covey.cli.run.options import help_text
-from covey.console import metrics
-from covey.console.openapi import COMMON, Operation
-from covey.console.training import OPERATIONS as TRAINING
 from covey.core import messages
 from covey.core.incidents import Outcome, Stage, Total
 from covey.core.model import Phase, Role
@@ -24,6 +21,9 @@ from covey.errors import HELP, ExitCode
 from covey.federated import openapi as devices
 from covey.federated.manage import FEDERATED
 from covey.kubernetes.operator_metrics import Metrics
+from covey.management import cluster_metrics
+from covey.management.openapi import COMMON, Operation
+from covey.management.training_api import OPERATIONS as TRAINING
 from covey.settings import TABLE, Settings, rendered
 
 FOLDER = Path(__file__).parent / "reference"
@@ -148,11 +148,11 @@ def metric_texts() -> dict[str, bytes]:
     federated = ClusterView(
         *("c", Phase.READY, "", 1, 0, 1, 0.0, 1.0, []),
         counters=dict.fromkeys(counted, 1.0),
-        gauges={name: 1.0 for name in metrics.OTHERS if name.startswith("federated") and name not in counted},
+        gauges={name: 1.0 for name in cluster_metrics.OTHERS if name.startswith("federated") and name not in counted},
     )
     return {
-        "The scheduler of a training": metrics.render(training, "1"),
-        "The scheduler of a federation": metrics.render(federated, "1"),
+        "The scheduler of a training": cluster_metrics.render(training, "1"),
+        "The scheduler of a federation": cluster_metrics.render(federated, "1"),
         "The operator": Metrics().text(),
     }
 

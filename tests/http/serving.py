@@ -14,14 +14,14 @@ from typing import Any, cast
 import httpx2
 from starlette.types import ASGIApp
 
-from covey.console.server import Limits, Server
-from covey.console.training import make_app
 from covey.core.incidents import Incident, Outcome, Stage, Total
 from covey.core.messages import Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
 from covey.core.model import NodeState, Phase, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
+from covey.management.http_server import Limits, Server
+from covey.management.training_api import make_app
 
 TOKEN = "tests-own-token"
 

@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import TOKEN, Shown, a_node, a_view, client, dial, read_to_end, serving
 from tests.requirements import CURL, needs
 
-from covey.console.api import BODY_MAX
-from covey.console.replies import ASKED, REASON_MAX
 from covey.core.incidents import Incident
 from covey.core.messages import KillAsked, ScaleAsked, StopAsked
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import MINDSPORE_STATES, ClusterView
 from covey.errors import UsageError
+from covey.management.common_api import BODY_MAX
+from covey.management.schemas import ASKED, REASON_MAX
 
 WORKERS = (a_node(Role.WORKER, 0), a_node(Role.WORKER, 1, NodeState.DEAD, beat_age_s=99.0))
 
@@ -343,7 +343,7 @@ def test_two_hosts_or_none_are_nobodys_loopback(port: int) -> None:
 
 
 def test_importing_the_console_costs_nothing() -> None:
-    code = "import sys, covey.console; print([m for m in ('uvicorn', 'starlette', 'prometheus_client') if m in sys.modules])"
+    code = "import sys, covey.management; print([m for m in ('uvicorn', 'starlette', 'prometheus_client') if m in sys.modules])"
     src = Path(__file__).parents[2] / "src"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(src)}, capture_output=True, text=True, timeout=60, check=True

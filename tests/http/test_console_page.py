@@ -22,13 +22,13 @@ from tests.http.serving import TOKEN, Shown, a_node, a_view, serving
 from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 
-from covey.console import jobs
 from covey.core.effects import Level, Publish
 from covey.core.messages import KillAsked, ScaleAsked
 from covey.core.model import NodeState, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, PeerError
+from covey.management import jobs_api
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = """
@@ -440,7 +440,7 @@ class Jobs:
 
 
 def test_the_operators_page_lists_its_jobs(tab: Tab, tmp_path: Path) -> None:
-    with serving(app=jobs.make_app(Jobs(), token=TOKEN)) as port:
+    with serving(app=jobs_api.make_app(Jobs(), token=TOKEN)) as port:
         tab.page.goto(f"http://127.0.0.1:{port}/")
         cells = tab.page.locator(".jobs tbody tr").filter(has_text="digits").locator("th, td")
         cells.first.wait_for()

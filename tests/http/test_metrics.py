@@ -12,9 +12,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import a_node, a_view
 
-from covey.console.metrics import OTHERS, render
 from covey.core.model import Role
 from covey.kubernetes.operator_metrics import Metrics
+from covey.management.cluster_metrics import OTHERS, render
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "covey.json"
 COUNTED = {"federated_rounds": 1.0, "federated_missed": 0.0}

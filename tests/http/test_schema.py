@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.http.serving import Shown, a_node, a_view, client, serving
 
-from covey.console.training import OPERATIONS
 from covey.core.model import NodeState, Role
+from covey.management.training_api import OPERATIONS
 
 
 @pytest.fixture

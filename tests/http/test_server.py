@@ -23,10 +23,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
 from tests.requirements import IPV6, needs
 
-from covey.console import standby
-from covey.console.server import Limits, Server
-from covey.console.training import make_app
 from covey.core.model import Role
+from covey.management import standby_api
+from covey.management.http_server import Limits, Server
+from covey.management.training_api import make_app
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 SOON = 0.2  # seconds: a limit these tests wait for on purpose
@@ -281,7 +281,7 @@ def self_signed(folder: Path) -> Path:
     ],
 )
 def test_who_stands_by_names_the_leader_whatever_is_asked(asked: bytes, host: bytes, where: bytes) -> None:
-    with serving(app=standby.make_app(lambda: "http://leader:1")) as port, dial(port) as sock:
+    with serving(app=standby_api.make_app(lambda: "http://leader:1")) as port, dial(port) as sock:
         sock.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (asked, host))
         said = read_to_end(sock)
     assert said.startswith(b"HTTP/1.1 307 ") and b"\r\nlocation: http://leader:1%s\r\n" % where in said, said

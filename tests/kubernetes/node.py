@@ -1,6 +1,6 @@
 """A real node: kubelet, containerd and runc beside kube-scheduler and kube-controller-manager, for `make test-kubelet`.
 
-Runs only inside namespaces of its own (`tests/kubernetes/full_kubernetes.sh` makes them): bridges, mounts, addresses and processes end with
+Runs only inside namespaces of its own (`full_kubernetes.sh` makes them): bridges, mounts, addresses and processes end with
 them. Two things stand in for what a cluster has:
 
 * the image `covey:latest` is an empty root; the host's /usr, the Python that runs the tests and this tree are mounted into each

@@ -14,9 +14,9 @@ from tests.http.chromium import Tab, browsers, picture
 from tests.kubernetes.cluster import Kubernetes
 from tests.kubernetes.test_elastic_jobs import COVEY_RUN, SLOW_S, elastic
 
-from covey.console import jobs
-from covey.console.server import Server
 from covey.kubernetes.operator import Operator
+from covey.management import jobs_api
+from covey.management.http_server import Server
 
 TOKEN = "tests-own-token"
 
@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 @contextlib.contextmanager
 def console(kubernetes: Kubernetes, operator: Operator) -> Iterator[int]:
     sock = socket.create_server(("127.0.0.1", 0))
-    server = Server(jobs.make_app(operator, token=TOKEN), [sock])
+    server = Server(jobs_api.make_app(operator, token=TOKEN), [sock])
     kubernetes.do(server.start())
     yield sock.getsockname()[1]
     kubernetes.do(server.stop())

@@ -25,15 +25,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from covey.cli.main import verbs
 from covey.cli.run.event_hooks import KINDS, Notice
 from covey.cli.run.options import OPTIONS
-from covey.console.jobs import CLUSTERS_OWN, JOBS, PASSED_ON, SCALE, STREAM, SUSPEND
-from covey.console.openapi import COMMON, document
-from covey.console.training import OPERATIONS as TRAINING
 from covey.context import DEFAULTS as PS_CONTEXT
 from covey.core.story import Event
 from covey.errors import ExitCode
 from covey.federated import openapi as device_port
 from covey.federated.context import KEYS
 from covey.federated.manage import FEDERATED
+from covey.management.jobs_api import CLUSTERS_OWN, JOBS, PASSED_ON, SCALE, STREAM, SUSPEND
+from covey.management.openapi import COMMON, document
+from covey.management.training_api import OPERATIONS as TRAINING
 from covey.settings import FILE_VARIABLE, TABLE, Settings
 
 ROOT = Path(__file__).parents[2]

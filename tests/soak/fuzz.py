@@ -21,13 +21,13 @@ from typing import Any
 
 import msgspec
 
-from covey.console import replies
 from covey.core import messages
 from covey.core.events import Heard, LinkLost, Restored, Ticked
 from covey.core.machine import Machine
 from covey.core.messages import Message, Register, RegisterAgent
 from covey.core.model import ClusterSettings, Host, Progress, Role
 from covey.errors import PeerError, UsageError
+from covey.management import schemas
 from covey.wire import frames
 from covey.wire.greeting import ClientGreeting, ServerGreeting
 
@@ -64,7 +64,7 @@ def try_greeting(data: bytes) -> None:
 
 def try_bodies(data: bytes) -> None:
     """Any bytes as the body of each request that has one."""
-    for read in (replies.scale_out, replies.scale_in, replies.stop_reason):
+    for read in (schemas.scale_out, schemas.scale_in, schemas.stop_reason):
         with contextlib.suppress(UsageError):
             read(data)
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from tests.http.serving import Shown, a_node, a_recovery, a_view
 
-from covey.console.live import CLIENTS_MAX, PIECES_MAX, Client, History, Live, Point
 from covey.core.effects import Publish
 from covey.core.model import NodeState, Phase, Role
+from covey.management.live_stream import CLIENTS_MAX, PIECES_MAX, Client, History, Live, Point
 
 
 async def piece(pieces: AsyncIterator[bytes]) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 
 import pytest
 
-from covey.console.guard import Verdict, allowed
+from covey.management.auth import Verdict, allowed
 
 TOKEN = "s3cret-token"
 

@@ -103,14 +103,14 @@ def operate(where: Where, console: int = -1, **options: Any) -> None:
 
 async def _show_jobs(port: int, token: str, operator: Operator) -> None:
     """The console of the jobs, on loopback: `kubectl port-forward` leads there."""
-    from covey.console import jobs
-    from covey.console.server import Server
+    from covey.management import jobs_api
+    from covey.management.http_server import Server
 
     try:
         sock = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise UsageError(f"the console cannot listen on port {port}: {error.strerror}", ExitCode.PORT_IN_USE) from None
-    server = Server(jobs.make_app(operator, token=token), [sock])
+    server = Server(jobs_api.make_app(operator, token=token), [sock])
     await server.start()
     log.info("the console of the jobs is at http://127.0.0.1:%d/", sock.getsockname()[1])
     try:

@@ -12,11 +12,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from covey.console import api
-from covey.console.openapi import COMMON, Operation
-from covey.console.replies import Reply, StateReply
 from covey.errors import UsageError
 from covey.federated.scheduler import Scheduler, changed
+from covey.management import common_api
+from covey.management.openapi import COMMON, Operation
+from covey.management.schemas import Reply, StateReply
 
 
 class ResultReply(msgspec.Struct, frozen=True):
@@ -60,18 +60,18 @@ class Answers:
         self._rounds = scheduler.rounds
 
     async def state(self, request: Request) -> Response:
-        return api.as_json(StateReply("Get cluster state successful.", self._rounds.state))
+        return common_api.as_json(StateReply("Get cluster state successful.", self._rounds.state))
 
     async def scaleout(self, request: Request) -> Response:
-        asked = _object(await api.whole_body(request))
+        asked = _object(await common_api.whole_body(request))
         workers, servers = _count(asked, "worker_num"), _count(asked, "server_num")
         if workers:
             raise UsageError("The Worker does not currently support scale out.")
         self._scheduler.promise(self._rounds.scale_out(servers, self._scheduler.now()))
-        return api.as_json(Reply("Cluster begin to scale out."))
+        return common_api.as_json(Reply("Cluster begin to scale out."))
 
     async def scalein(self, request: Request) -> Response:
-        asked = _object(await api.whole_body(request))
+        asked = _object(await common_api.whole_body(request))
         if "node_ids" not in asked:
             raise UsageError("The json is not contain the key:node_ids")
         ids = asked["node_ids"]
@@ -80,35 +80,35 @@ class Answers:
         if self._scheduler.node_id in ids:
             raise UsageError(f"The node id:{self._scheduler.node_id} is illegal: it is the scheduler.")
         self._scheduler.promise(self._rounds.scale_in(ids, self._scheduler.now()))
-        return api.as_json(Reply("Cluster begin to scale in."))
+        return common_api.as_json(Reply("Cluster begin to scale in."))
 
     async def rollback(self, request: Request) -> Response:
         self._scheduler.promise(self._rounds.roll_back(self._scheduler.now()))
-        return api.as_json(Reply("Cluster scale out rollback success."))
+        return common_api.as_json(Reply("Cluster scale out rollback success."))
 
     async def new_instance(self, request: Request) -> Response:
-        body = await api.whole_body(request)
+        body = await common_api.whole_body(request)
         plan = changed(self._rounds.plan, _object(body) if body else {})
         self._scheduler.promise(self._rounds.new_instance(plan, self._scheduler.now()))
-        return api.as_json(ResultReply("Start new instance successful.", self._scheduler.query()))
+        return common_api.as_json(ResultReply("Start new instance successful.", self._scheduler.query()))
 
     async def query(self, request: Request) -> Response:
-        return api.as_json(ResultReply("Query Instance successful.", self._scheduler.query()))
+        return common_api.as_json(ResultReply("Query Instance successful.", self._scheduler.query()))
 
     async def enable(self, request: Request) -> Response:
         self._scheduler.promise(self._rounds.set_enabled(True, self._scheduler.now()))
-        return api.as_json(ResultReply("start enabling FL-Server successful.", self._scheduler.query()))
+        return common_api.as_json(ResultReply("start enabling FL-Server successful.", self._scheduler.query()))
 
     async def disable(self, request: Request) -> Response:
         self._scheduler.promise(self._rounds.set_enabled(False, self._scheduler.now()))
-        return api.as_json(ResultReply("start disabling FL-Server successful.", self._scheduler.query()))
+        return common_api.as_json(ResultReply("start disabling FL-Server successful.", self._scheduler.query()))
 
 
 def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
-    """The application for `covey.console.server.Server`."""
+    """The application for `covey.management.http_server.Server`."""
     answers = Answers(scheduler)
     more = {op: getattr(answers, op.name) for op in (STATE, *FEDERATED)}
-    return api.make_app(scheduler, token=token, settings=settings, more=more)
+    return common_api.make_app(scheduler, token=token, settings=settings, more=more)
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Operator:
         """All jobs as the API server has them; none while another replica acts."""
         return [thing for controller in self._controllers for thing in controller.jobs]
 
-    # -- a person's wishes (`covey.console.jobs`) ---------------------------------------------------------------------
+    # -- a person's wishes (`covey.management.jobs_api`) ---------------------------------------------------------------------
 
     async def ask(self, key: Key, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
         """Ask the scheduler inside a job."""

@@ -43,6 +43,6 @@ async def _serve(make: Callable[[], Any], sockets: list[socket.socket], guard: S
 
 
 def _console() -> Any:
-    from covey.console import server
+    from covey.management import http_server
 
-    return server
+    return http_server

@@ -303,15 +303,15 @@ def _signals() -> tuple[signal.Signals, ...]:
 
 
 def _training_app(scheduler: Scheduler, token: str, settings: list[tuple[str, str, str, str]]) -> Any:
-    from covey.console import training
+    from covey.management import training_api
 
-    return training.make_app(scheduler, token=token, settings=settings)
+    return training_api.make_app(scheduler, token=token, settings=settings)
 
 
 def _standby_app(leading: Leading) -> Any:
-    from covey.console import standby
+    from covey.management import standby_api
 
-    return standby.make_app(lambda: leading.where)
+    return standby_api.make_app(lambda: leading.where)
 
 
 def _copies(sockets: list[socket.socket]) -> list[socket.socket]:

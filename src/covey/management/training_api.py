@@ -9,10 +9,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from covey.console import api, replies
-from covey.console.api import SHOWN, as_json, peer, refusal, whole_body
-from covey.console.openapi import COMMON, Operation, Parameter
-from covey.console.replies import (
+from covey.core.incidents import Incident
+from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
+from covey.errors import PeerError
+from covey.management import common_api, schemas
+from covey.management.common_api import SHOWN, as_json, peer, refusal, whole_body
+from covey.management.openapi import COMMON, Operation, Parameter
+from covey.management.schemas import (
     GoneBody,
     KillBody,
     LogReply,
@@ -23,9 +26,6 @@ from covey.console.replies import (
     ScaleReply,
     StopBody,
 )
-from covey.core.incidents import Incident
-from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
-from covey.errors import PeerError
 
 LOG_START_MAX: Final = 1 << 53  # bytes
 START_LIMITS: Final = (("minimum", -LOG_START_MAX), ("maximum", LOG_START_MAX))
@@ -55,7 +55,7 @@ TRAINING = (
 OPERATIONS = (*COMMON, *TRAINING)
 
 
-class Source(api.Source, Protocol):
+class Source(common_api.Source, Protocol):
     """What the scheduler of a training lends the console besides."""
 
     def recoveries(self) -> list[Incident]: ...
@@ -74,39 +74,39 @@ class Answers:
         self._source = source
 
     async def recoveries(self, request: Request) -> Response:
-        return as_json(replies.recoveries(self._source.recoveries()))
+        return as_json(schemas.recoveries(self._source.recoveries()))
 
     async def scaleout(self, request: Request) -> Response:
-        return await self._asked("Cluster begin to scale out.", replies.scale_out(await whole_body(request)))
+        return await self._asked("Cluster begin to scale out.", schemas.scale_out(await whole_body(request)))
 
     async def scalein(self, request: Request) -> Response:
-        return await self._asked("Cluster begin to scale in.", replies.scale_in(await whole_body(request)))
+        return await self._asked("Cluster begin to scale in.", schemas.scale_in(await whole_body(request)))
 
     async def rollback(self, request: Request) -> Response:
         return await self._asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
 
     async def operation(self, request: Request) -> Response:
         number = request.path_params["number"]
-        found = replies.operation(self._source.recoveries(), number)
+        found = schemas.operation(self._source.recoveries(), number)
         return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
 
     async def kill(self, request: Request) -> Response:
-        return await self._asked("", KillAsked(replies.victim(await whole_body(request)), f"asked by {peer(request)}"))
+        return await self._asked("", KillAsked(schemas.victim(await whole_body(request)), f"asked by {peer(request)}"))
 
     async def dump(self, request: Request) -> Response:
-        reason = replies.stop_reason(await whole_body(request), "/dump")
+        reason = schemas.stop_reason(await whole_body(request), "/dump")
         return await self._asked("", StopAsked(reason, dump=True))
 
     async def logs(self, request: Request) -> Response:
-        start = replies.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
-        find = replies.short(request.query_params.get("find", ""), "find")
+        start = schemas.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
+        find = schemas.short(request.query_params.get("find", ""), "find")
         try:
-            return as_json(replies.log_piece(await self._source.read_log(request.path_params["node"][:SHOWN], start, find)))
+            return as_json(schemas.log_piece(await self._source.read_log(request.path_params["node"][:SHOWN], start, find)))
         except PeerError as refused:
             return refusal(404, str(refused))
 
     async def gone(self, request: Request) -> Response:
-        said = replies.gone(await whole_body(request))
+        said = schemas.gone(await whole_body(request))
         await self._source.host_gone(said.life, said.reason)
         return as_json(Reply("Nobody waits for that host any longer."))
 
@@ -121,6 +121,6 @@ class Answers:
 
 
 def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
-    """The application for `covey.console.server.Server`."""
+    """The application for `covey.management.http_server.Server`."""
     answers = Answers(source)
-    return api.make_app(source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING})
+    return common_api.make_app(source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING})

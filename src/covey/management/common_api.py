@@ -22,9 +22,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.console import guard, live, metrics, openapi, page, replies
 from covey.core.story import TOLD_MAX
 from covey.errors import CoveyError, StoreError
+from covey.management import auth, cluster_metrics, live_stream, openapi, schemas, web_files
 from covey.version import VERSION
 
 BODY_MAX = 1 << 20  # bytes
@@ -35,10 +35,10 @@ _OPEN = frozenset(operation.path for operation in openapi.COMMON if operation.op
 # A proxy's own connection comes from loopback, whoever stands behind it.
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 
-log = logging.getLogger("covey.console")
+log = logging.getLogger("covey.management")
 
 
-class Source(live.Source, Protocol):
+class Source(live_stream.Source, Protocol):
     """What the scheduler lends the console: a look, and one verb."""
 
     def stop(self, reason: str) -> None: ...
@@ -52,38 +52,38 @@ class Answers:
 
     def __init__(self, source: Source, settings: Sequence[tuple[str, str, str, str]], key: str) -> None:
         self.version = VERSION
-        self.watched = live.Live(source, self.version)
+        self.watched = live_stream.Live(source, self.version)
         self.document = b""  # set once all operations are known
         self._source = source
-        self._settings = replies.SettingsReply("Get settings successful.", [replies.Setting(*setting) for setting in settings])
+        self._settings = schemas.SettingsReply("Get settings successful.", [schemas.Setting(*setting) for setting in settings])
         self._key = key
 
     async def nodes(self, request: Request) -> Response:
-        return as_json(replies.nodes(self._source.view()))
+        return as_json(schemas.nodes(self._source.view()))
 
     async def state(self, request: Request) -> Response:
-        return as_json(replies.state(self._source.view()))
+        return as_json(schemas.state(self._source.view()))
 
     async def view(self, request: Request) -> Response:
         return as_json(self._source.view())
 
     async def stop(self, request: Request) -> Response:
-        reason = replies.stop_reason(await whole_body(request))
+        reason = schemas.stop_reason(await whole_body(request))
         log.info("stop asked by %s: %s", peer(request), reason)
         self._source.stop(reason)
-        return as_json(replies.Reply("The cluster was asked to end."))
+        return as_json(schemas.Reply("The cluster was asked to end."))
 
     async def metrics(self, request: Request) -> Response:
-        return answer(metrics.render(self._source.view(), self.version), metrics.CONTENT_TYPE)
+        return answer(cluster_metrics.render(self._source.view(), self.version), cluster_metrics.CONTENT_TYPE)
 
     async def healthz(self, request: Request) -> Response:
-        return as_json(replies.Reply("ok"))
+        return as_json(schemas.Reply("ok"))
 
     async def story(self, request: Request) -> Response:
         said = request.query_params
-        limit = replies.whole_number(said.get("limit", str(TOLD_MAX)), "limit", 1, TOLD_MAX)
-        after, node = replies.moment(said.get("after", "0"), "after"), replies.short(said.get("node", ""), "node")
-        return as_json(replies.StoryReply("Get story successful.", self._source.story.after(after, node, limit)))
+        limit = schemas.whole_number(said.get("limit", str(TOLD_MAX)), "limit", 1, TOLD_MAX)
+        after, node = schemas.moment(said.get("after", "0"), "after"), schemas.short(said.get("node", ""), "node")
+        return as_json(schemas.StoryReply("Get story successful.", self._source.story.after(after, node, limit)))
 
     async def settings(self, request: Request) -> Response:
         return as_json(self._settings)
@@ -91,11 +91,11 @@ class Answers:
     async def stream(self, request: Request) -> Response:
         pieces = self.watched.stream()
         if pieces is None:
-            return refusal(503, f"{live.CLIENTS_MAX} pages look at this cluster already: close one, or try again")
+            return refusal(503, f"{live_stream.CLIENTS_MAX} pages look at this cluster already: close one, or try again")
         return StreamingResponse(pieces, 200, always(), openapi.EVENT_STREAM)
 
     async def key(self, request: Request) -> Response:
-        return as_json(replies.KeyReply("Get key successful.", self._key))
+        return as_json(schemas.KeyReply("Get key successful.", self._key))
 
     async def openapi(self, request: Request) -> Response:
         return answer(self.document, "application/json")
@@ -109,7 +109,7 @@ def make_app(
     settings: Sequence[tuple[str, str, str, str]] = (),
     without: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """The application for `covey.console.server.Server`. An empty `token` shuts out all but commands on loopback.
+    """The application for `covey.management.http_server.Server`. An empty `token` shuts out all but commands on loopback.
 
     `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
     `without` names common ones that make no sense here.
@@ -122,7 +122,7 @@ def make_app(
         **more,
     }
     common.document = msgspec.json.encode(openapi.document(common.version, tuple(doors)))
-    files = page.files()
+    files = web_files.files()
     app = Starlette(
         routes=[
             *(Route(path, _file(*found)) for path, found in files.items()),
@@ -139,7 +139,7 @@ def make_app(
 
 def _file(content: bytes, media_type: str) -> Answer:
     async def file(request: Request) -> Response:
-        return answer(content, media_type, headers=page.HEADERS)
+        return answer(content, media_type, headers=web_files.HEADERS)
 
     return file
 
@@ -172,7 +172,7 @@ class Gate:
     def _refusal(self, request: Request) -> Response | None:
         headers = request.headers
         hosts = headers.getlist("host")
-        verdict = guard.allowed(
+        verdict = auth.allowed(
             peer=request.client.host if request.client and not any(h in headers for h in _PROXY_HEADERS) else "",
             host=hosts[0] if len(hosts) == 1 else "",
             origin=headers.get("origin"),
@@ -224,7 +224,7 @@ def as_json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | 
 
 
 def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
-    return as_json(replies.ErrorReply(sentence), status, headers)
+    return as_json(schemas.ErrorReply(sentence), status, headers)
 
 
 def answer(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -9,20 +9,11 @@ from typing import Any
 
 import msgspec
 
-from covey.console.metrics import CONTENT_TYPE
-from covey.console.replies import (
-    ErrorReply,
-    KeyReply,
-    NodesReply,
-    Reply,
-    SettingsReply,
-    StateReply,
-    StopBody,
-    StoryReply,
-)
 from covey.core.messages import NODE_ID_MAX
 from covey.core.story import TOLD_MAX
 from covey.core.view import ClusterView
+from covey.management.cluster_metrics import CONTENT_TYPE
+from covey.management.schemas import ErrorReply, KeyReply, NodesReply, Reply, SettingsReply, StateReply, StopBody, StoryReply
 
 _REF = "#/components/schemas/{name}"
 

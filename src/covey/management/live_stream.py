@@ -31,7 +31,7 @@ POINTS_MAX: Final = 1200
 EVENTS_MAX: Final = 300  # in a whole picture
 RECOVERIES_MAX: Final = 100
 
-log = logging.getLogger("covey.console")
+log = logging.getLogger("covey.management")
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

@@ -17,14 +17,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from covey.console import api, live, replies, training
-from covey.console.openapi import EVENT_STREAM, Operation, Parameter
 from covey.core.model import Phase
 from covey.core.scaling import WORLD_MAX
 from covey.core.story import Story
 from covey.core.view import ClusterView
 from covey.core.words import be, many
 from covey.errors import PeerError
+from covey.management import common_api, live_stream, schemas, training_api
+from covey.management.openapi import EVENT_STREAM, Operation, Parameter
 
 Key = tuple[str, str]  # namespace and name
 
@@ -76,17 +76,17 @@ WHICH = (
     Parameter("name", "path", "string", "The job's.", LIMITS),
 )
 SCALE = Operation(
-    "job-scale", "POST", f"{ONE}/scale", "Give a job more workers, or fewer.", replies.Reply, WorkersBody, False, WHICH
+    "job-scale", "POST", f"{ONE}/scale", "Give a job more workers, or fewer.", schemas.Reply, WorkersBody, False, WHICH
 )
 SUSPEND = Operation(
-    "job-suspend", "POST", f"{ONE}/suspend", "Stop a job, or let it go on.", replies.Reply, SuspendBody, False, WHICH
+    "job-suspend", "POST", f"{ONE}/suspend", "Stop a job, or let it go on.", schemas.Reply, SuspendBody, False, WHICH
 )
 STREAM = Operation(
     "job-stream", "GET", f"{ONE}/stream", "A job's cluster, as server-sent events.", EVENT_STREAM, parameters=WHICH
 )
 PASSED_ON = tuple(  # to the job's scheduler
     Operation(f"job-{op.name}", op.method, ONE + op.path, op.summary, op.reply, op.body, False, (*WHICH, *op.parameters))
-    for op in training.OPERATIONS
+    for op in training_api.OPERATIONS
     if op.name in ("nodes", "state", "view", "story", "settings", "recoveries", "operation", "logs", "kill", "dump")
 )
 
@@ -175,27 +175,27 @@ class Doors:
         """Ask the job's scheduler, and repeat its answer. If it refuses the operator, whoever asked is not to blame."""
         key = _key(request)
         path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
-        body = await api.whole_body(request) if request.method == "POST" else None
+        body = await common_api.whole_body(request) if request.method == "POST" else None
         try:
-            status, answer = await self._source.ask(key, request.method, api.target(request, path), body)
+            status, answer = await self._source.ask(key, request.method, common_api.target(request, path), body)
         except PeerError as why:
-            return api.refusal(409, str(why))
+            return common_api.refusal(409, str(why))
         if status in (401, 403):
-            return api.refusal(
+            return common_api.refusal(
                 409, f"the scheduler of {'/'.join(key)} does not let the operator in: its COVEY_TOKEN is another"
             )
-        return api.answer(answer, "application/json", status)
+        return common_api.answer(answer, "application/json", status)
 
     async def stream(self, request: Request) -> Response:
         key = _key(request)
-        if self._streams >= live.CLIENTS_MAX:
-            return api.refusal(503, f"{live.CLIENTS_MAX} pages look at jobs already: close one, or try again")
+        if self._streams >= live_stream.CLIENTS_MAX:
+            return common_api.refusal(503, f"{live_stream.CLIENTS_MAX} pages look at jobs already: close one, or try again")
         try:
             pieces = self._source.stream(key)
             first = await anext(pieces)  # whoever is refused is told so before an answer has begun
         except (PeerError, StopAsyncIteration) as why:
-            return api.refusal(409, str(why) or f"the scheduler of {'/'.join(key)} said nothing")
-        return StreamingResponse(self._counted(first, pieces), 200, api.always(), EVENT_STREAM)
+            return common_api.refusal(409, str(why) or f"the scheduler of {'/'.join(key)} said nothing")
+        return StreamingResponse(self._counted(first, pieces), 200, common_api.always(), EVENT_STREAM)
 
     async def _counted(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         self._streams += 1
@@ -204,25 +204,25 @@ class Doors:
             async for piece in rest:
                 yield piece
         except PeerError as why:
-            api.log.info("a job's stream ended: %s", why)  # the page asks again, and is told
+            common_api.log.info("a job's stream ended: %s", why)  # the page asks again, and is told
         finally:
             self._streams -= 1
 
     async def scale(self, request: Request) -> Response:
-        wish = replies.decoded(await api.whole_body(request), WorkersBody, "/scale", '{"workers": 4}')
+        wish = schemas.decoded(await common_api.whole_body(request), WorkersBody, "/scale", '{"workers": 4}')
         return await self._done(request, self._source.scale(_key(request), wish.workers))
 
     async def suspend(self, request: Request) -> Response:
-        wish = replies.decoded(await api.whole_body(request), SuspendBody, "/suspend", '{"suspend": true}')
+        wish = schemas.decoded(await common_api.whole_body(request), SuspendBody, "/suspend", '{"suspend": true}')
         return await self._done(request, self._source.suspend(_key(request), wish.suspend))
 
     async def _done(self, request: Request, wish: Awaitable[str]) -> Response:
         try:
             sentence = await wish
         except PeerError as why:
-            return api.refusal(409, str(why))
-        api.log.info("asked by %s: %s", api.peer(request), sentence)
-        return api.as_json(replies.Reply(sentence))
+            return common_api.refusal(409, str(why))
+        common_api.log.info("asked by %s: %s", common_api.peer(request), sentence)
+        return common_api.as_json(schemas.Reply(sentence))
 
 
 def _key(request: Request) -> Key:
@@ -230,12 +230,12 @@ def _key(request: Request) -> Key:
 
 
 def make_app(source: Source, *, token: str) -> Starlette:
-    """The application for `covey.console.server.Server`."""
+    """The application for `covey.management.http_server.Server`."""
     board, doors = Board(source), Doors(source)
 
     async def jobs(request: Request) -> Response:
-        return api.as_json(JobsReply("Get jobs successful.", board.jobs()))
+        return common_api.as_json(JobsReply("Get jobs successful.", board.jobs()))
 
     passed_on = dict.fromkeys(PASSED_ON, doors.pass_on)
     own = {JOBS: jobs, SCALE: doors.scale, SUSPEND: doors.suspend, STREAM: doors.stream}
-    return api.make_app(board, token=token, more={**own, **passed_on}, without=CLUSTERS_OWN)
+    return common_api.make_app(board, token=token, more={**own, **passed_on}, without=CLUSTERS_OWN)

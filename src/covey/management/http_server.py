@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from covey.console.replies import ErrorReply
+from covey.management.schemas import ErrorReply
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

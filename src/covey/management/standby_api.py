@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.console.api import refusal, target
+from covey.management.common_api import refusal, target
 
 
 def make_app(leader: Callable[[], str]) -> ASGIApp:
