@@ -27,10 +27,10 @@ import psutil
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.core.serving import Serving
-from covey.params.client import Client, Given
-from covey.params.messages import Begin, Spec
-from covey.params.optimizers import SGD
-from covey.params.peers import Peer
+from covey.parameter_server.client import Client, Given
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.messages import Begin, Spec
+from covey.parameter_server.optimizers import SGD
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SERVERS = 2
@@ -134,7 +134,7 @@ def rpc_rows(rounds: int) -> float:
 
 def weight(count: int) -> tuple[float, float]:
     """Of one server with a table of so many rows of 16, momentum beside it: what it takes over its rows, and GB in all."""
-    from covey.params.optimizers import Momentum
+    from covey.parameter_server.optimizers import Momentum
 
     with flock(0, servers=1) as (client, [server]):
         client.declare(Spec("t", count, 16, "float32", True, Momentum(0.1), Begin("normal")), None, first=True)

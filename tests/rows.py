@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from covey.params.client import Client, Given
-from covey.params.messages import Begin, Spec
-from covey.params.optimizers import Adam, Array, LazyAdam
+from covey.parameter_server.client import Client, Given
+from covey.parameter_server.messages import Begin, Spec
+from covey.parameter_server.optimizers import Adam, Array, LazyAdam
 
 WAIT_S = 60.0
 WORKERS = 3

@@ -12,8 +12,8 @@ import sys
 import msgspec
 
 from covey.core.serving import Serving
-from covey.params.peers import Peer
-from covey.params.server import Server
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.server import Server
 
 
 def serve(rank: int, servers: int, copies: int) -> None:

@@ -13,7 +13,7 @@ from clicks import IDS, Clicks
 from torch import nn
 
 import covey
-from covey.params.optimizers import FTRL, LazyAdam
+from covey.parameter_server.optimizers import FTRL, LazyAdam
 
 
 class WideDeep(nn.Module):

@@ -18,8 +18,8 @@ from tests.rows import WAIT_S, WORKERS, Training, declare, equal
 
 from covey.core.serving import Serving
 from covey.core.shards import Sharing, first, rescale
-from covey.params.client import Client
-from covey.params.peers import AGAIN_S, Peer
+from covey.parameter_server.client import Client
+from covey.parameter_server.discovery import AGAIN_S, Peer
 
 STEPS = 60
 
@@ -29,8 +29,8 @@ import pathlib, sys, time
 import msgspec
 from covey.core.serving import Serving
 from covey.core.shards import Sharing
-from covey.params.peers import Peer
-from covey.params.server import Server
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.server import Server
 
 folder, rank, lives, serving, sharing = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 

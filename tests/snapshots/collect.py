@@ -73,8 +73,8 @@ DOCUMENTED = (
     Imports("covey.federated"),
     Imports("covey.federated.context", ("KEYS", "from_text")),
     Imports("covey.federated.privacy.identity", ("Identity", "Trust")),
-    Imports("covey.params.files", ("export",)),
-    Imports("covey.params.optimizers", ("FTRL", "LazyAdam")),
+    Imports("covey.parameter_server.checkpoint_files", ("export",)),
+    Imports("covey.parameter_server.optimizers", ("FTRL", "LazyAdam")),
     Imports("covey.integrations.taskd"),
     Imports("taskd.api.taskd_agent_api"),
     Imports("taskd.api.taskd_manager_api"),
@@ -85,6 +85,8 @@ DOCUMENTED = (
 FORWARDED = (
     Imports("covey.doors.accelerate", ("Accelerator",)),
     Imports("covey.doors.lightning", ("Strategy",)),
+    Imports("covey.params.files", ("export",)),
+    Imports("covey.params.optimizers", ("FTRL", "LazyAdam")),
     Imports("covey.taskd"),
 )
 FACTORIES = {  # of `covey`: functions that return an object of a class that documents describe

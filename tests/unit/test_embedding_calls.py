@@ -10,10 +10,10 @@ import torch
 
 from covey.core.serving import Serving
 from covey.errors import UsageError
-from covey.params.client import Client
-from covey.params.optimizers import SGD, Array
-from covey.params.peers import Peer
-from covey.params.server import Server
+from covey.parameter_server.client import Client
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.optimizers import SGD, Array
+from covey.parameter_server.server import Server
 from covey.train.embedding import Embedding
 from covey.train.group import Group
 from covey.train.served import Served, mark, take_over

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from covey.errors import UsageError
-from covey.params.optimizers import FTRL, SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule, update, update_rows
+from covey.parameter_server.optimizers import FTRL, SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule, update, update_rows
 
 STEPS, ROWS, WIDTH = 12, 40, 3
 

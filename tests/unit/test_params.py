@@ -17,13 +17,13 @@ from tests.rows import WAIT_S, Seen, Together, Training, declare, equal, values
 
 from covey.core.serving import Mode, Serving
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
-from covey.params import files
-from covey.params.cache import Cache
-from covey.params.client import Client, Given
-from covey.params.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
-from covey.params.optimizers import SGD, Array, Momentum
-from covey.params.peers import Peer
-from covey.params.server import Server
+from covey.parameter_server import checkpoint_files
+from covey.parameter_server.client import Client, Given
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
+from covey.parameter_server.optimizers import SGD, Array, Momentum
+from covey.parameter_server.row_cache import Cache
+from covey.parameter_server.server import Server
 
 WHOLE = Spec("w", 1000, 1, "float32", False, SGD(0.1), Begin("given"))
 
@@ -215,7 +215,7 @@ def test_an_interrupted_request_leaves_no_half_answer_behind(monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("covey.params.channel.receive_answer", interrupted)
+        patch.setattr("covey.parameter_server.server_channel.receive_answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.pull_rows(0, "t", np.arange(50))
     assert equal(values(client, 0), before)
@@ -327,7 +327,7 @@ def test_a_checkpoint_can_be_loaded_by_another_number_of_servers_and_exported(tm
         other.together(lambda rank, other=other, seen=seen: seen.__setitem__(rank, values(other.begin(rank), 3)))  # type: ignore[misc]
         assert equal(seen[0], saved)
         assert equal(other.train(3, first=3), undisturbed)
-    assert files.export(tmp_path, tmp_path / "all.safetensors") == 3
+    assert checkpoint_files.export(tmp_path, tmp_path / "all.safetensors") == 3
     exported = load_file(tmp_path / "all.safetensors")
     assert equal((exported["w"], exported["t"]), saved)
 
@@ -338,15 +338,15 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     for step in (0, 1, 2):
         client.save(step, str(tmp_path), keep=2)
         client.push(step, []).wait()
-    assert files.whole_steps(tmp_path) == [1, 2], "two are kept"
+    assert checkpoint_files.whole_steps(tmp_path) == [1, 2], "two are kept"
     path = tmp_path / "servers" / "1" / "rows-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(StoreError, match="is damaged"):
         client.load(2, str(tmp_path))
     (tmp_path / "servers" / "1" / "rows-1.json").unlink()
-    assert files.whole_steps(tmp_path) == [2]
+    assert checkpoint_files.whole_steps(tmp_path) == [2]
     with pytest.raises(StoreError, match="is not whole"):
-        files.read(str(tmp_path), 1)
+        checkpoint_files.read(str(tmp_path), 1)
 
 
 def test_a_server_needs_no_torch() -> None:
@@ -359,10 +359,10 @@ import resource, sys
 import numpy as np
 from covey.core.serving import Serving
 from covey.errors import StoreError
-from covey.params import files
-from covey.params.messages import Begin, Spec
-from covey.params.optimizers import SGD
-from covey.params.shard import Shard
+from covey.parameter_server import checkpoint_files as files
+from covey.parameter_server.messages import Begin, Spec
+from covey.parameter_server.optimizers import SGD
+from covey.parameter_server.shard import Shard
 
 shard = Shard(Serving(servers=1, workers=1), 0, range(256))
 shard.declare(Spec("t", 10_000, 4, "float32", True, SGD(0.1), Begin("normal")), np.empty(0, np.uint8))
@@ -377,4 +377,4 @@ except StoreError as error:
 def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert said.stdout.startswith("server 0 cannot write step 3 to") and "free the disk" in said.stdout, said
-    assert files.whole_steps(tmp_path) == []
+    assert checkpoint_files.whole_steps(tmp_path) == []

@@ -15,12 +15,12 @@ from tests.rows import TABLE, WAIT_S, WHOLE, WORKERS, Seen, Together, Training, 
 
 from covey.core.serving import Mode, Serving
 from covey.core.shards import SLOTS, Sharing, first, rescale
-from covey.params.client import Client, Given
-from covey.params.messages import ALL, Part, Push, Spec
-from covey.params.optimizers import Array
-from covey.params.peers import Peer
-from covey.params.server import Server
-from covey.params.shelf import Shelf
+from covey.parameter_server.client import Client, Given
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.messages import ALL, Part, Push, Spec
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.server import Server
+from covey.parameter_server.shard_set import Shelf
 
 SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=6)
 

@@ -14,8 +14,8 @@ from covey.core.shards import SLOTS, first
 from covey.errors import PeerError, UsageError
 from covey.node.log import log
 from covey.node.worker import Generation, Node
-from covey.params import peers
-from covey.params.server import Server
+from covey.parameter_server import discovery
+from covey.parameter_server.server import Server
 from covey.settings import Settings
 from covey.train.meeting import Regroup
 
@@ -43,7 +43,7 @@ def serve(node: Node, settings: Settings) -> NoReturn:
     place = node.place
     serving = serving_of(msgspec.structs.replace(settings, worker_num=place.workers))
     assert serving is not None
-    server = Server(node.address, serving, place.rank, place.restarts, functools.partial(peers.find, node), place.sharing)
+    server = Server(node.address, serving, place.rank, place.restarts, functools.partial(discovery.find, node), place.sharing)
     server.on_settled = lambda version: node.say(Settled(version))
     threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
     copies = serving.copies if place.world > 1 else 0  # one server alone has nobody to hold its copy
@@ -55,7 +55,7 @@ def serve(node: Node, settings: Settings) -> NoReturn:
         server.share(node.place.sharing or first(serving.servers))
         if isinstance(news, Regroup):
             try:
-                peers.pin(node, place.rank, server.peer, news.generation)
+                discovery.pin(node, place.rank, server.peer, news.generation)
             except Generation:  # it is over already, and the next one is in the inbox
                 continue
 

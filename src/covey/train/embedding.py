@@ -7,8 +7,8 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from covey.errors import UsageError
-from covey.params.messages import ROWS_MAX, WIDTH_MAX, Begin
-from covey.params.optimizers import Array, Rule
+from covey.parameter_server.messages import ROWS_MAX, WIDTH_MAX, Begin
+from covey.parameter_server.optimizers import Array, Rule
 from covey.train.arguments import of_kind, whole
 from covey.train.gloo import torch_module
 
@@ -28,8 +28,8 @@ class Source(Protocol):
 class Embedding(Module):  # type: ignore[misc]
     """Looks rows up as `torch.nn.Embedding` does, but has no parameter here. Train it in a `covey.Loop`.
 
-    `optimizer` is one of `covey.params.optimizers`; without one, the loop's optimizer says which. `vocab_cache_size`: so many
-    rows are remembered here, and travel only when they have changed.
+    `optimizer` is one of `covey.parameter_server.optimizers`; without one, the loop's optimizer says which. `vocab_cache_size`:
+    so many rows are remembered here, and travel only when they have changed.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from covey.train.meeting import Meeting, Place
 from covey.train.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
 
 if TYPE_CHECKING:
-    from covey.params.client import Client  # it imports numpy, which a program may do without
+    from covey.parameter_server.client import Client  # it imports numpy, which a program may do without
 
 Array = TypeVar("Array")  # a torch tensor or a numpy array
 
@@ -59,8 +59,8 @@ class Group:
         if self.serving is None or self.meeting is None:
             raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
         if self._client is None:
-            from covey.params.client import Client
-            from covey.params.peers import find
+            from covey.parameter_server.client import Client
+            from covey.parameter_server.discovery import find
 
             meeting = self.meeting
             self._client = Client(

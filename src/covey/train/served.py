@@ -17,12 +17,12 @@ import numpy as np
 
 from covey.core.serving import Mode
 from covey.errors import PeerError, UsageError
-from covey.params import files
-from covey.params.cache import Cache
-from covey.params.channel import Work
-from covey.params.client import Client, Given
-from covey.params.messages import DTYPES, Begin, Spec
-from covey.params.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
+from covey.parameter_server import checkpoint_files
+from covey.parameter_server.client import Client, Given
+from covey.parameter_server.messages import DTYPES, Begin, Spec
+from covey.parameter_server.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule
+from covey.parameter_server.row_cache import Cache
+from covey.parameter_server.server_channel import Work
 from covey.train.arguments import of_kind
 from covey.train.collectives import Collectives
 from covey.train.embedding import Embedding
@@ -138,7 +138,7 @@ class Served:
         if given:
             return step
         if self.independent:
-            saved = files.whole_steps(folder) if folder else []
+            saved = checkpoint_files.whole_steps(folder) if folder else []
             if saved and self.client.standing() == 0:
                 self.client.load(saved[-1], folder)
             return self.client.standing()

@@ -17,10 +17,8 @@ import msgspec
 from covey.core.serving import Serving
 from covey.core.shards import SLOTS, Sharing, first, holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
-from covey.params.copies import Chain, ask, restore
-from covey.params.desk import NOTHING, Desk, MovedError
-from covey.params.held import Held
-from covey.params.messages import (
+from covey.parameter_server.discovery import Find, Peer
+from covey.parameter_server.messages import (
     Answered,
     Asked,
     Drop,
@@ -40,10 +38,12 @@ from covey.params.messages import (
     receive_asked,
     send,
 )
-from covey.params.optimizers import Array
-from covey.params.peers import Find, Peer
-from covey.params.shard import Shard
-from covey.params.shelf import Shelf
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.replicas import Held
+from covey.parameter_server.replication import Chain, ask, restore
+from covey.parameter_server.request_handler import NOTHING, Desk, MovedError
+from covey.parameter_server.shard import Shard
+from covey.parameter_server.shard_set import Shelf
 from covey.wire.callers import Callers
 
 CONNECTIONS_MAX: Final = 4096

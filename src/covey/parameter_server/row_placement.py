@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from covey.core.shards import SLOTS, Owners, count, slot_of, span
-from covey.params.optimizers import Array
+from covey.parameter_server.optimizers import Array
 
 
 class Placement:

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Collection
 
 from covey.core.serving import Serving
-from covey.params.copies import Kept
-from covey.params.messages import Change, Declare, Follow, Push, Sever, Take, Whole, Yes, receive_asked, send
-from covey.params.optimizers import Array
-from covey.params.shelf import Shelf
+from covey.parameter_server.messages import Change, Declare, Follow, Push, Sever, Take, Whole, Yes, receive_asked, send
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.replication import Kept
+from covey.parameter_server.shard_set import Shelf
 
 
 class Held:

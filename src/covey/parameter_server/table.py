@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 
 from covey.core.shards import Owners
-from covey.params.messages import DTYPES, Begin, Spec
-from covey.params.optimizers import Array, update, update_rows
-from covey.params.placement import Placement
+from covey.parameter_server.messages import DTYPES, Begin, Spec
+from covey.parameter_server.optimizers import Array, update, update_rows
+from covey.parameter_server.row_placement import Placement
 
 CHUNK = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
 EMPTY = Begin("zeros")  # the values follow

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from covey.errors import UsageError
-from covey.params.messages import ALL, DTYPES, Part, Spec
-from covey.params.optimizers import Array
-from covey.params.placement import Placement
+from covey.parameter_server.messages import ALL, DTYPES, Part, Spec
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.row_placement import Placement
 
 
 class Face(Protocol):

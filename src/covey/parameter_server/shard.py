@@ -23,10 +23,10 @@ import numpy as np
 from covey.core.serving import Mode, Serving
 from covey.core.shards import SLOTS, Owners
 from covey.errors import UsageError
-from covey.params.messages import ALL, Push, Spec
-from covey.params.optimizers import Array
-from covey.params.pieces import Piece, typed
-from covey.params.table import EMPTY, Table, merged
+from covey.parameter_server.array_codec import Piece, typed
+from covey.parameter_server.messages import ALL, Push, Spec
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.table import EMPTY, Table, merged
 
 NOBODY: Final = -1
 

@@ -11,10 +11,8 @@ import numpy as np
 from covey.core.serving import Mode, Serving
 from covey.core.shards import SLOTS, Sharing
 from covey.errors import UsageError
-from covey.params import files
-from covey.params.cache import UNKNOWN
-from covey.params.copies import Chain, Kept
-from covey.params.messages import (
+from covey.parameter_server import checkpoint_files
+from covey.parameter_server.messages import (
     ALL,
     Answered,
     Changed,
@@ -32,8 +30,10 @@ from covey.params.messages import (
     Values,
     Yes,
 )
-from covey.params.optimizers import Array
-from covey.params.shelf import Shelf
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.replication import Chain, Kept
+from covey.parameter_server.row_cache import UNKNOWN
+from covey.parameter_server.shard_set import Shelf
 
 NOTHING: Final = np.empty(0, np.uint8)
 
@@ -159,14 +159,14 @@ class Desk:
         shelf = self._reach(asked, asked.step)
         if self.serving.mode is Mode.SYNC and shelf.step != asked.step:
             raise UsageError(f"step {asked.step} cannot be written down: server {self.rank} is at step {shelf.step}")
-        files.save(asked.folder, asked.step, shelf.whole(), self._sharing.owners, keep=asked.keep)
+        checkpoint_files.save(asked.folder, asked.step, shelf.whole(), self._sharing.owners, keep=asked.keep)
         return Yes(asked.step)
 
     def _load(self, asked: Load) -> Answered:
         sync = self.serving.mode is Mode.SYNC
         if self._loaded != asked or (sync and self._own.shelf.step != asked.step):  # else it was asked twice, or by two
             loaded = Shelf(self.serving, self.rank, self._mine())
-            files.load(asked.folder, asked.step, loaded.whole())
+            checkpoint_files.load(asked.folder, asked.step, loaded.whole())
             self._own.shelf, self._loaded = loaded, asked
             self._own.anew()
             if self._chain is not None:

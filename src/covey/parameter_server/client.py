@@ -13,9 +13,8 @@ import numpy as np
 from covey.core.serving import Serving
 from covey.core.shards import Sharing, first
 from covey.errors import UsageError
-from covey.params.cache import Cache, Piece
-from covey.params.channel import Asking, Channel, Work, size_of
-from covey.params.messages import (
+from covey.parameter_server.discovery import Find
+from covey.parameter_server.messages import (
     ALL,
     Answered,
     Changed,
@@ -30,9 +29,10 @@ from covey.params.messages import (
     Spec,
     Standing,
 )
-from covey.params.optimizers import Array
-from covey.params.peers import Find
-from covey.params.placement import Placement
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.row_cache import Cache, Piece
+from covey.parameter_server.row_placement import Placement
+from covey.parameter_server.server_channel import Asking, Channel, Work, size_of
 
 _NUMBERED = np.dtype(np.int64)
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from covey.core.shards import Sharing
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
-from covey.params.optimizers import Array, Rule
+from covey.parameter_server.optimizers import Array, Rule
 from covey.wire.link import tune
 
 MAGIC: Final = b"cvp1"

@@ -16,11 +16,11 @@ import numpy as np
 from covey.core.serving import Mode, Serving
 from covey.core.shards import Owners
 from covey.errors import UsageError
-from covey.params.messages import DTYPES, Part, Push, Spec
-from covey.params.optimizers import Array
-from covey.params.pieces import Face, Piece, parse
-from covey.params.placement import Placement
-from covey.params.shard import Shard, owned
+from covey.parameter_server.array_codec import Face, Piece, parse
+from covey.parameter_server.messages import DTYPES, Part, Push, Spec
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.row_placement import Placement
+from covey.parameter_server.shard import Shard, owned
 
 
 class Shelf:

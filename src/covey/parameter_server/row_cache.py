@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from covey.params.optimizers import Array
+from covey.parameter_server.optimizers import Array
 
 UNKNOWN = -1
 

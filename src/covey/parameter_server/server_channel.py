@@ -23,9 +23,9 @@ import msgspec
 
 from covey.core.shards import Sharing
 from covey.errors import CoveyError
-from covey.params.messages import Answered, Moved, No, Request, Yes, receive_answer, send
-from covey.params.optimizers import Array
-from covey.params.peers import AGAIN_S, Find
+from covey.parameter_server.discovery import AGAIN_S, Find
+from covey.parameter_server.messages import Answered, Moved, No, Request, Yes, receive_answer, send
+from covey.parameter_server.optimizers import Array
 
 HERE_MAX: Final = 4 << 20  # bytes that the caller's own thread moves: beyond, several threads move them faster
 Arrays = Sequence[Any]

@@ -17,20 +17,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from covey.params.messages import (
-    Answered,
-    Follow,
-    Forget,
-    Message,
-    Restore,
-    Whole,
-    Yes,
-    receive_answer,
-    send,
-)
-from covey.params.optimizers import Array
-from covey.params.peers import AGAIN_S, Find
-from covey.params.shelf import Shelf
+from covey.parameter_server.discovery import AGAIN_S, Find
+from covey.parameter_server.messages import Answered, Follow, Forget, Message, Restore, Whole, Yes, receive_answer, send
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.shard_set import Shelf
 
 log = logging.getLogger("covey")
 

@@ -12,7 +12,7 @@ import msgspec
 
 from covey.core.shards import Sharing
 from covey.errors import PeerError
-from covey.params.messages import family, quick
+from covey.parameter_server.messages import family, quick
 
 CONNECT_S: Final = 10.0
 LOOK_S: Final = 2.0  # until it is asked again whether that server is still there

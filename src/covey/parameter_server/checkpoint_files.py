@@ -1,0 +1,229 @@
+"""Rows on disk: what must outlive all servers.
+
+`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state, `rows-<step>.json` everything
+else, with a checksum. Both are written aside, synced and renamed, the second last: a server's part exists when it does. Rows
+find their place by their numbers, so any number of servers can read what another number wrote; `export` makes one file of it
+all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from covey.core.shards import Owners
+from covey.errors import StoreError
+from covey.parameter_server.messages import DTYPES, Spec
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.row_placement import Placement
+from covey.parameter_server.shard import Shard
+from covey.parameter_server.table import Table
+
+FORMAT: Final = 1
+VALUES: Final = "values"
+
+
+class Written(msgspec.Struct, frozen=True):
+    """All of one server's part but its arrays."""
+
+    format: int
+    step: int
+    server: int
+    owners: list[int]
+    pushed: list[int]
+    parameters: list[Spec]
+    updates: list[int]
+    size: int
+    sha256: str
+
+
+def save(folder: str, step: int, shard: Shard, owners: Owners, *, keep: int) -> None:
+    """One server's part of a step; of older parts, the `keep` newest stay. Said again, it changes nothing."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    place = Path(folder) / "servers" / str(shard.server)
+    name = place / f"rows-{step}"
+    try:
+        if name.with_suffix(".json").exists() and _read(name.with_suffix(".json")).owners == list(owners):
+            return
+        name.with_suffix(".json").unlink(missing_ok=True)  # of another sharing, in the same step
+        place.mkdir(parents=True, exist_ok=True)
+        aside = place / f".{os.getpid()}"
+        save_file(_arrays(shard), aside)
+        size, sha256 = _sync(aside)
+        aside.rename(name.with_suffix(".safetensors"))
+        written = Written(
+            FORMAT,
+            step,
+            shard.server,
+            list(owners),
+            shard.pushed,
+            [table.spec for table in shard.tables.values()],
+            [table.updates for table in shard.tables.values()],
+            size,
+            sha256,
+        )
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(written)))
+        _sync(aside)
+        aside.rename(name.with_suffix(".json"))
+        _sync(place)
+        for left in place.glob(".*"):  # by a life that was killed as it wrote
+            left.unlink(missing_ok=True)
+        for old in sorted(steps(place))[:-keep]:
+            (place / f"rows-{old}.json").unlink()
+            (place / f"rows-{old}.safetensors").unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(
+            f"server {shard.server} cannot write step {step} to {place} ({reason}): free the disk or make it writable"
+        ) from None
+
+
+def load(folder: str, step: int, shard: Shard) -> None:
+    """A server's rows of a step, out of what any number of servers wrote."""
+    parts = read(folder, step)
+    for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
+        table = Table(
+            msgspec.structs.replace(spec, begin=msgspec.structs.replace(spec.begin, kind="zeros")), shard.server, shard.owners
+        )
+        table.spec, table.updates = spec, updates
+        for part in parts:
+            rows = _numbers(spec, part)
+            mine = table.placement.owner(rows) == shard.server
+            places = table.placement.local(rows[mine])
+            table.weights[places] = _array(folder, part, spec.name, VALUES)[mine]
+            for state, values in table.states.items():
+                values[places] = _array(folder, part, spec.name, state)[mine]
+        shard.tables[spec.name] = table
+    shard.step = step
+    same = len(parts[0].pushed) == shard.serving.workers
+    shard.pushed = list(parts[0].pushed) if same and shard.serving.mode != "sync" else [step - 1] * shard.serving.workers
+
+
+def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
+    """All parameters of a step (the newest whole one, if none is named) in one safetensors file. Returns the step."""
+    from safetensors.numpy import save_file
+
+    if step is None:
+        found = whole_steps(folder)
+        if not found:
+            raise StoreError(f"there is no whole checkpoint of servers below {folder}")
+        step = found[-1]
+    parts = read(str(folder), step)
+    result: dict[str, Array] = {}
+    for spec in parts[0].parameters:
+        values = np.empty((spec.rows, spec.width), DTYPES[spec.dtype])
+        for part in parts:
+            values[_numbers(spec, part)] = _array(str(folder), part, spec.name, VALUES)
+        result[spec.name] = values if spec.striped else values.reshape(-1)
+    aside = Path(f"{target}.{os.getpid()}")
+    try:
+        save_file(result, aside)
+        _sync(aside)
+        aside.rename(target)
+    except OSError as error:
+        raise StoreError(f"{target} cannot be written: {error.strerror}") from None
+    return step
+
+
+def whole_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps of which every server's part is there, oldest first."""
+    places = [place for place in sorted((Path(folder) / "servers").glob("*")) if place.is_dir()]
+    found = sorted({step for place in places for step in steps(place)})
+    return [step for step in found if _servers(folder, step)]
+
+
+def read(folder: str, step: int) -> list[Written]:
+    """Every server's part of a step, verified."""
+    parts = _servers(folder, step)
+    if not parts:
+        raise StoreError(
+            f"step {step} of the servers' rows is not whole below {folder}: choose another, or bring the files back"
+        )
+    for part in parts:
+        path = _path(folder, part)
+        try:
+            size, sha256 = _checksum(path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+        if (size, sha256) != (part.size, part.sha256):
+            raise StoreError(f"{path} is damaged: its checksum is not the one that was written down; choose another step")
+    return parts
+
+
+def _servers(folder: str | os.PathLike[str], step: int) -> list[Written]:
+    """The parts of a step if all are there, else none. Parts of an older layout under the same step do not mix in."""
+    parts = []
+    for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
+        parts.append(_read(path))
+    for part in parts:
+        alike = {other.server: other for other in parts if other.owners == part.owners}
+        if set(alike) == set(part.owners) and part.format == FORMAT and part.step == step:
+            return [alike[server] for server in sorted(alike)]
+    return []
+
+
+def _read(path: Path) -> Written:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Written)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from None
+
+
+def steps(place: Path) -> list[int]:
+    """The steps of which one server's part is there."""
+    names = (re.fullmatch(r"rows-(\d+)\.json", path.name) for path in place.iterdir())
+    return [int(match[1]) for match in names if match]
+
+
+def _arrays(shard: Shard) -> dict[str, Array]:
+    return {_key(name, kind): array for name, table in shard.tables.items() for kind, array in _kinds(table)}
+
+
+def _kinds(table: Table) -> Iterator[tuple[str, Array]]:
+    yield VALUES, table.weights
+    yield from table.states.items()
+
+
+def _key(name: str, kind: str) -> str:
+    return f"{name}|{kind}"
+
+
+def _path(folder: str, part: Written) -> Path:
+    return Path(folder) / "servers" / str(part.server) / f"rows-{part.step}.safetensors"
+
+
+def _array(folder: str, part: Written, name: str, kind: str) -> Array:
+    from safetensors import safe_open
+
+    with safe_open(_path(folder, part), framework="np") as file:
+        found: Any = file.get_tensor(_key(name, kind))
+    return np.asarray(found)
+
+
+def _numbers(spec: Spec, part: Written) -> Array:
+    placement = Placement(spec.rows, spec.striped, tuple(part.owners))
+    return placement.numbers(part.server, 0, placement.size(part.server))
+
+
+def _sync(path: Path) -> tuple[int, str]:
+    """Make it durable; a file's size and checksum."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return (0, "") if path.is_dir() else _checksum(path)
+
+
+def _checksum(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
