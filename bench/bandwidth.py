@@ -45,8 +45,8 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
 
     from bench.scripts.donor import a_state
     from covey.core.messages import Giver
-    from covey.train.transfer import fetch
-    from covey.train.tree import path_of
+    from covey.training.state.pytree import path_of
+    from covey.training.state.transfer import fetch
 
     donor = subprocess.Popen([sys.executable, str(DONOR), str(megabytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

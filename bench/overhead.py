@@ -96,7 +96,7 @@ def loading() -> dict[str, float]:
     import torch
 
     import covey
-    from covey.train.course import Share
+    from covey.training.data.sample_schedule import Share
 
     torch.set_num_threads(1)
     dataset = torch.utils.data.TensorDataset(torch.randn(32 * BATCHES, 784), torch.randint(0, 10, (32 * BATCHES,)))

@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from covey.train.transfer import Donation, Server
+from covey.training.state.transfer import Donation, Server
 
 PARTS = 16
 ADDRESS = "127.0.0.1"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from covey.context import get_ps_context, reset_ps_context, set_ps_context
 from covey.errors import CoveyError, UsageError
-from covey.train.checkpoint import Checkpoint
-from covey.train.data import Data
-from covey.train.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
+from covey.training.checkpoint.checkpoint import Checkpoint
+from covey.training.data.loader import Data
+from covey.training.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
 from covey.version import VERSION
 from covey.world import (
     get_group_size,
@@ -47,29 +47,30 @@ def __getattr__(name: str) -> Any:
 
 
 def Loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Any:
-    """The training loop that does not notice a death: see `covey.train.loop.Loop`."""
-    from covey.train.loop import Loop as TrainingLoop
+    """The training loop that does not notice a death: see `covey.training.loop.Loop`."""
+    from covey.training.loop import Loop as TrainingLoop
 
     return TrainingLoop(model, optimizer, data, group=group(), **options)
 
 
 def DistributedDataParallel(module: Any, **options: Any) -> Any:
-    """In place of torch's, for a module that a `Loop` trains: see `covey.train.wrapped.DistributedDataParallel`."""
-    from covey.train.wrapped import DistributedDataParallel as Wrapped
+    """In place of torch's, for a module that a `Loop` trains: see `covey.training.ddp.DistributedDataParallel`."""
+    from covey.training.ddp import DistributedDataParallel as Wrapped
 
     return Wrapped(module, **options)
 
 
 def ShardedOptimizer(params: Any, kind: Any, **options: Any) -> Any:
-    """A torch optimizer whose state is cut among the workers, with copies: see `covey.train.sharded.ShardedOptimizer`."""
-    from covey.train.sharded import ShardedOptimizer as Sharded
+    """A torch optimizer whose state is cut among the workers, with copies: see
+    `covey.training.sharded_optimizer.ShardedOptimizer`."""
+    from covey.training.sharded_optimizer import ShardedOptimizer as Sharded
 
     return Sharded(params, kind, **options)
 
 
 def Model(net: Any, loss_fn: Any, optimizer: Any) -> Any:
-    """A training in one call: see `covey.train.model.Model`."""
-    from covey.train.model import Model as TrainingModel
+    """A training in one call: see `covey.training.model.Model`."""
+    from covey.training.model import Model as TrainingModel
 
     return TrainingModel(net, loss_fn, optimizer, group=group())
 
@@ -80,17 +81,17 @@ def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False
         raise UsageError(
             "set_param_ps needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()"
         )
-    from covey.train.served import mark
+    from covey.training.ps_parameters import mark
 
     _ = group().client  # says what is missing if this cluster has no servers
     mark(target, recurse=recurse, init_in_server=init_in_server, optimizer=optimizer)
 
 
 def Embedding(vocab_size: int, embedding_size: int, **options: Any) -> Any:
-    """A table whose rows lie on the parameter servers: see `covey.train.embedding.Embedding`."""
+    """A table whose rows lie on the parameter servers: see `covey.training.embedding.Embedding`."""
     if not get_ps_context("enable_ps"):
         raise UsageError("Embedding needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()")
-    from covey.train.embedding import Embedding as Table
+    from covey.training.embedding import Embedding as Table
 
     return Table(vocab_size, embedding_size, **options)
 

@@ -19,7 +19,7 @@ from covey.node.log import configure, log
 from covey.node.spare import is_spare
 from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
 from covey.settings import load, require_raw, suspects
-from covey.train.group import Group
+from covey.training.collectives.communicator import Group
 
 SEED_MAX: Final = 2**32 - 1
 FL_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes

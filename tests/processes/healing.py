@@ -24,9 +24,9 @@ import hashlib, os, pathlib, signal, sys, time
 import torch
 from torch import nn
 import covey
-from covey.train import transfer
-from covey.train.gloo import Done, shut
-from covey.train.meeting import Regroup
+from covey.training.state import transfer
+from covey.training.collectives.gloo_group import Done, shut
+from covey.training.worker_context import Regroup
 
 folder = pathlib.Path(sys.argv[1])
 wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word in os.environ.get("FAULTS", "").split()}

@@ -12,7 +12,7 @@ from tests.processes.healing import SCRIPT as ORDINARY
 
 _SHARDED = """
 optimizer = covey.ShardedOptimizer(net.parameters(), torch.optim.Adam, lr=1e-3, copies=int(os.environ.get("COPIES", "1")))
-from covey.train.sharded import Sharing
+from covey.training.sharded_optimizer import Sharing
 issue = Sharing.issue
 Sharing.issue = lambda self, group: (self._optimizer.update(), fault(loop.step, "sharing"), issue(self, group))[2]
 """

@@ -71,7 +71,7 @@ elif kind == "begin":
     covey.set_param_ps(net, init_in_server=True)
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 if "LATE" in os.environ:  # a replacement asks for its state late, when whoever gives it may be in the middle of a change
-    from covey.train import collectives
+    from covey.training.collectives import numbered as collectives
     fetch = collectives.fetch
     collectives.fetch = lambda *given, **named: (time.sleep(0.5), fetch(*given, **named))[1]
     optimizer.register_step_post_hook(lambda *_: time.sleep(1.5 * (loop.step == 12)))

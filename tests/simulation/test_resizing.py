@@ -37,9 +37,9 @@ from covey.core.messages import (
     Stop,
 )
 from covey.core.model import ClusterRecord, ClusterSettings, Host, Phase, Progress, Role
-from covey.train import course
-from covey.train.chance import mix
-from covey.train.course import Course
+from covey.training.data import sample_schedule
+from covey.training.data.sample_schedule import Course
+from covey.training.seeding import mix
 
 BOX = Host("boot", "box", "10.0.0.1")
 AGENT, SAMPLES, EPOCHS = 1, 83, 4
@@ -83,7 +83,7 @@ class Game:
         ladder = ("recover-in-place", "elastic-training")[self.random.randint(0, 1) :]
         self.settings = ClusterSettings(world, recovery=True, strategies=ladder)
         batch = self.random.randint(1, 3)
-        made = course.begin(SAMPLES, batch_size=batch, accumulate=1, world=world, shuffle=True, seed=seed)
+        made = sample_schedule.begin(SAMPLES, batch_size=batch, accumulate=1, world=world, shuffle=True, seed=seed)
         self.begun = msgspec.structs.replace(made, steps=EPOCHS * made.steps_per_epoch)
         self.machine = Machine(self.settings, cluster_id="c", job="j", now=0.0)
         self.disk: dict[str, Any] = {}
@@ -322,7 +322,7 @@ def live(seed: int) -> Counter[str]:
     assert isinstance(kept, ClusterRecord) and len(game.ranks) == game.machine.cluster.size(Role.WORKER)
     size = game.begun.size
     for epoch in range(EPOCHS):
-        order = course._order(SAMPLES, True, mix(seed, epoch))
+        order = sample_schedule._order(SAMPLES, True, mix(seed, epoch))
         found = Counter(sample for when, part in game.counted.values() if when == epoch for sample in part)
         assert found == Counter(order[: SAMPLES // size * size]), f"seed {seed}, epoch {epoch}"
     words = Counter(word.split()[2] for word in game.told)

@@ -90,11 +90,11 @@ FORWARDED = (
     Imports("covey.taskd"),
 )
 FACTORIES = {  # of `covey`: functions that return an object of a class that documents describe
-    "DistributedDataParallel": "covey.train.wrapped.DistributedDataParallel",
-    "Embedding": "covey.train.embedding.Embedding",
-    "Loop": "covey.train.loop.Loop",
-    "Model": "covey.train.model.Model",
-    "ShardedOptimizer": "covey.train.sharded.ShardedOptimizer",
+    "DistributedDataParallel": "covey.training.ddp.DistributedDataParallel",
+    "Embedding": "covey.training.embedding.Embedding",
+    "Loop": "covey.training.loop.Loop",
+    "Model": "covey.training.model.Model",
+    "ShardedOptimizer": "covey.training.sharded_optimizer.ShardedOptimizer",
 }
 
 

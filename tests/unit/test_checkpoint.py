@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from tests.requirements import FILE_SYSTEMS, needs
 
 from covey.errors import StoreError, UsageError
-from covey.train.checkpoint import Checkpoint
+from covey.training.checkpoint.checkpoint import Checkpoint
 
 LIFE = {"world": 3, "generation": 1}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -379,7 +379,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
 LIVES = """
 import os, pathlib, shutil, signal, sys
 import torch
-from covey.train.checkpoint import Checkpoint
+from covey.training.checkpoint.checkpoint import Checkpoint
 
 torch.set_num_threads(1)
 checkpoint = Checkpoint(sys.argv[1], every=1, keep=2)

@@ -13,7 +13,7 @@ from covey.core.messages import PROTOCOL
 from covey.federated import updates
 from covey.parameter_server import checkpoint_files as row_files
 from covey.store import journal
-from covey.train import checkpoint_files
+from covey.training.checkpoint import files
 
 SECTION = re.compile(r"^\| what \| version \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 
@@ -26,7 +26,7 @@ def test_versions_in_the_document_are_those_of_the_code() -> None:
     assert written == {
         "wire protocol, between all processes of a cluster": str(PROTOCOL),
         "journal of a scheduler": str(journal.FORMAT),
-        "checkpoint of `covey.Loop`": str(checkpoint_files.FORMAT),
+        "checkpoint of `covey.Loop`": str(files.FORMAT),
         "rows of parameter servers in a checkpoint": str(row_files.FORMAT),
         "update log of a federated server": updates._MAGIC.decode(),
         "record and models of a federated cluster": "none",

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from covey.errors import UsageError
-from covey.train import course
-from covey.train.chance import mix
-from covey.train.course import Course, Share
+from covey.training.data import sample_schedule
+from covey.training.data.sample_schedule import Course, Share
+from covey.training.seeding import mix
 
 
 def begun(
@@ -25,7 +25,7 @@ def begun(
     drop_last: bool = True,
 ) -> Course:
     sizes = {"batch_size": batch_size, "accumulate": accumulate, "world": world}
-    made = course.begin(samples, **sizes, shuffle=True, seed=7, drop_last=drop_last)
+    made = sample_schedule.begin(samples, **sizes, shuffle=True, seed=7, drop_last=drop_last)
     return msgspec.structs.replace(made, steps=epochs * made.steps_per_epoch)
 
 
@@ -47,7 +47,7 @@ def test_in_the_first_world_a_rank_has_every_worlds_th_batch_of_the_epoch() -> N
 
 def in_order(path: Course, step: int) -> list[int]:
     epoch, within = path.place(step)
-    order = course._order(path.samples, path.shuffle, mix(path.seed, epoch))
+    order = sample_schedule._order(path.samples, path.shuffle, mix(path.seed, epoch))
     return order[within * path.size : (within + 1) * path.size]
 
 
@@ -106,7 +106,7 @@ def test_every_sample_of_an_epoch_counts_once_over_deaths_and_growth(seed: int) 
         path = begun(97, **sizes).restored(path.state())
     assert sorted(counted) == [0, 1, 2]
     for epoch, found in counted.items():
-        order = course._order(97, True, mix(7, epoch))
+        order = sample_schedule._order(97, True, mix(7, epoch))
         assert found == Counter(order[: path.steps_per_epoch * path.size])
 
 

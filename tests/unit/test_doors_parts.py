@@ -17,9 +17,9 @@ from torch.utils.data import (
 )
 
 from covey.errors import UsageError
-from covey.train.group import Group
-from covey.train.loop import Loop
-from covey.train.wrapped import DistributedDataParallel
+from covey.training.collectives.communicator import Group
+from covey.training.ddp import DistributedDataParallel
+from covey.training.loop import Loop
 
 SAMPLES = TensorDataset(torch.arange(10.0).reshape(10, 1))
 

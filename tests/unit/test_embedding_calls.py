@@ -14,9 +14,9 @@ from covey.parameter_server.client import Client
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.optimizers import SGD, Array
 from covey.parameter_server.server import Server
-from covey.train.embedding import Embedding
-from covey.train.group import Group
-from covey.train.served import Served, mark, take_over
+from covey.training.collectives.communicator import Group
+from covey.training.embedding import Embedding
+from covey.training.ps_parameters import Served, mark, take_over
 
 
 class Rows:

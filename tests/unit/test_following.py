@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from covey.core.messages import Giver
-from covey.train import following, transfer
-from covey.train.following import Asked, Follower, Offered
-from covey.train.transfer import NOTHING, Donation, Server, fetch
-from covey.train.tree import pack, path_of
+from covey.training.state import spare_sync, transfer
+from covey.training.state.pytree import pack, path_of
+from covey.training.state.spare_sync import Asked, Follower, Offered
+from covey.training.state.transfer import NOTHING, Donation, Server, fetch
 
 WAIT_S = 60.0
 
@@ -49,7 +49,7 @@ class Giving:
 @pytest.fixture
 def giving(monkeypatch: pytest.MonkeyPatch) -> Giving:
     monkeypatch.setattr(transfer, "recognised", lambda *_: False)  # as on two hosts
-    monkeypatch.setattr(following, "PACE", 0)
+    monkeypatch.setattr(spare_sync, "PACE", 0)
     return Giving()
 
 
@@ -109,6 +109,6 @@ def test_a_copy_that_arrives_as_the_spare_is_promoted_counts_for_nothing(
 
 
 def test_more_followers_than_there_may_be_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "FOLLOWERS_MAX", 0)
+    monkeypatch.setattr(spare_sync, "FOLLOWERS_MAX", 0)
     with pytest.raises(EOFError, match="too many"):
         Offered(dict, lambda _: None).give(b"")

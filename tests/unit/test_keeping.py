@@ -14,10 +14,10 @@ import torch
 from tests.unit.test_checkpoint import files_up_to
 
 from covey.errors import StoreError
-from covey.train.checkpoint import Checkpoint
-from covey.train.data import Data
-from covey.train.group import Group
-from covey.train.loop import Loop
+from covey.training.checkpoint.checkpoint import Checkpoint
+from covey.training.collectives.communicator import Group
+from covey.training.data.loader import Data
+from covey.training.loop import Loop
 
 FULL = 2000  # bytes: fewer than a checkpoint has
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from covey.errors import UsageError
-from covey.train.data import Data
-from covey.train.group import Group
-from covey.train.loop import Loop
-from covey.train.model import Callback, CheckpointConfig, LossMonitor, Model, ModelCheckpoint
+from covey.training.collectives.communicator import Group
+from covey.training.data.loader import Data
+from covey.training.loop import Loop
+from covey.training.model import Callback, CheckpointConfig, LossMonitor, Model, ModelCheckpoint
 
 SAMPLES = torch.utils.data.TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(2)), torch.arange(40) % 3)
 

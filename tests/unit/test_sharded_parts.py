@@ -11,9 +11,9 @@ from torch import nn
 
 import covey
 from covey.errors import UsageError
-from covey.train.group import Group
-from covey.train.loop import Loop
-from covey.train.sharded import ShardedOptimizer, Sharing, mask, numbers
+from covey.training.collectives.communicator import Group
+from covey.training.loop import Loop
+from covey.training.sharded_optimizer import ShardedOptimizer, Sharing, mask, numbers
 
 
 def net() -> Any:

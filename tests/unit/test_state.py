@@ -16,12 +16,12 @@ from torch import nn
 import covey
 from covey.core.messages import Number
 from covey.errors import UsageError
-from covey.train import transfer
-from covey.train.carried import Carried
-from covey.train.group import Group
-from covey.train.kept import BEFORE, Kept
-from covey.train.loop import Loop
-from covey.train.state import State, overlaid
+from covey.training.collectives.communicator import Group
+from covey.training.collectives.result_cache import BEFORE, Kept
+from covey.training.loop import Loop
+from covey.training.state import transfer
+from covey.training.state.grad_accumulation import Carried
+from covey.training.state.training_state import State, overlaid
 
 DATA = torch.utils.data.TensorDataset(torch.ones(8, 4))
 

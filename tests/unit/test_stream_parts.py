@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from covey.errors import UsageError
-from covey.train import stream
-from covey.train.checkpoint import Checkpoint
-from covey.train.data import Data
-from covey.train.group import Group
-from covey.train.loop import Loop
+from covey.training.checkpoint.checkpoint import Checkpoint
+from covey.training.collectives.communicator import Group
+from covey.training.data import stream
+from covey.training.data.loader import Data
+from covey.training.loop import Loop
 
 
 class Plain(IterableDataset):  # type: ignore[misc]

@@ -15,10 +15,10 @@ import torch
 
 from covey.core.messages import Giver, Number
 from covey.errors import PeerError
-from covey.train import transfer
-from covey.train.pull import Mark, Piece, pull, recognised
-from covey.train.transfer import SEND, THANKS, Donation, Known, Server, Tensor, fetch
-from covey.train.tree import path_of
+from covey.training.state import transfer
+from covey.training.state.process_memory import Mark, Piece, pull, recognised
+from covey.training.state.pytree import path_of
+from covey.training.state.transfer import SEND, THANKS, Donation, Known, Server, Tensor, fetch
 
 STATE: dict[str, Any] = {"model": {"weight": torch.arange(12.0).view(3, 4), "empty": torch.empty(0)}, "step": 3}
 GIVEN = Donation(step=3, before=2, last=Number(3, 1), state=STATE, results={Number(3, 1): [torch.tensor([5, 6])]})
@@ -26,7 +26,7 @@ GIVEN = Donation(step=3, before=2, last=Number(3, 1), state=STATE, results={Numb
 # Holds some bytes and a mark, and says where.
 HOLDER = """
 import ctypes, os, sys
-from covey.train.pull import Mark
+from covey.training.state.process_memory import Mark
 mark = Mark()
 data = ctypes.create_string_buffer(b"0123456789", 10)
 print(mark.piece.address, mark.value.hex(), ctypes.addressof(data), flush=True)

@@ -17,7 +17,7 @@ from covey.node.worker import Generation, Node
 from covey.parameter_server import discovery
 from covey.parameter_server.server import Server
 from covey.settings import Settings
-from covey.train.meeting import Regroup
+from covey.training.worker_context import Regroup
 
 
 def serving_of(settings: Settings) -> Serving | None:

@@ -53,7 +53,7 @@ from covey.node.relay import pace_s
 from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
 from covey.settings import Settings, serving_said
-from covey.train.meeting import Planned, Regroup
+from covey.training.worker_context import Planned, Regroup
 from covey.wire import address
 
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is

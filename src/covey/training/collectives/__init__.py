@@ -1,0 +1,8 @@
+"""Collectives that are numbered and can be repeated after a failure.
+
+`numbered`       numbers each collective, waits in it while the cluster heals, repeats it in the next generation
+`operations`     all_reduce, broadcast, all_gather, mean
+`communicator`   what a script calls; in a world of one without a network
+`gloo_group`     the gloo process group of one generation
+`result_cache`   results that other ranks may need after a failure
+"""

@@ -1,0 +1,134 @@
+"""The collectives a program calls: each works on copies until it has a result, so that it can be issued again."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from covey.errors import PeerError, UsageError
+from covey.training.collectives.gloo_group import Gloo, torch_module
+
+Reduction = Literal["sum", "mean", "max", "min", "product"]
+
+# Of real numbers, what gloo reduces.
+REDUCED: Final = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
+
+
+class AllReduce:
+    """Reduce a tensor over all ranks, in place."""
+
+    def __init__(self, tensor: Any, op: Reduction) -> None:
+        self._tensor = tensor
+        self._mean = op == "mean"
+        _check(tensor, op)
+        self._world = 1
+        self._operation = _operation(op)
+        self._copy: Any = None
+
+    def issue(self, group: Gloo) -> list[Any]:
+        self._world = group.world
+        self._copy = self._tensor.clone(memory_format=torch_module().contiguous_format)
+        return [group.all_reduce(self._copy, self._operation)]
+
+    def results(self) -> list[Any]:
+        return [self._copy.div_(self._world) if self._mean else self._copy]
+
+    def complete(self, results: list[Any]) -> None:
+        self._tensor.copy_(results[0])
+
+
+class Broadcast:
+    """The root's bytes plus nothing from the others: a sum over all ranks, so that nobody can run ahead of it. One byte more
+    says that the root took part: the world may have shrunk by it."""
+
+    def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
+        self._is_root = rank == root
+        self._copies: list[Any] = []
+
+    def issue(self, group: Gloo) -> list[Any]:
+        torch = torch_module()
+        flats = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors]
+        flats += [torch.ones(1, dtype=torch.uint8)] if flats else []
+        if flats:
+            flats[-2:] = [torch.cat(flats[-2:])]
+        self._copies = [flat.clone() if self._is_root else torch.zeros_like(flat) for flat in flats]
+        return [group.all_reduce(copy, torch.distributed.ReduceOp.SUM) for copy in self._copies]
+
+    def results(self) -> list[Any]:
+        return self._copies
+
+    def complete(self, results: list[Any]) -> None:
+        if results and not results[-1][-1]:
+            raise PeerError("the rank that was to broadcast is gone, and the world goes on without it: nobody has its values")
+        for tensor, flat in zip(self._tensors, results, strict=True):
+            flat = flat[: tensor.numel() * tensor.element_size()]
+            tensor.copy_(flat.clone().view(tensor.dtype).view_as(tensor))
+
+
+class AllGather:
+    """Every rank's tensor, in order of rank."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.gathered: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def issue(self, group: Gloo) -> list[Any]:
+        torch = torch_module()
+        source = self._tensor.clone(memory_format=torch.contiguous_format)
+        self._outputs = [torch.empty_like(source) for _ in range(group.world)]
+        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._outputs]  # as bytes, so of any type
+        return [group.all_gather(flats, source.view(-1).view(torch.uint8))]
+
+    def results(self) -> list[Any]:
+        return self._outputs
+
+    def complete(self, results: list[Any]) -> None:
+        self.gathered = [result.clone() for result in results]
+
+
+class Mean:
+    """The mean of many tensors over all ranks, in place, as one flat buffer per dtype."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            _check(tensor, "mean")
+        self._tensors = tensors
+        self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        self._flats: list[Any] = []
+
+    def issue(self, group: Gloo) -> list[Any]:
+        torch = torch_module()
+        self._flats = [torch.cat([t.reshape(-1) for t in self._of(dtype)]).div_(group.world) for dtype in self._dtypes]
+        return [group.all_reduce(flat, torch.distributed.ReduceOp.SUM) for flat in self._flats]
+
+    def results(self) -> list[Any]:
+        return self._flats
+
+    def complete(self, results: list[Any]) -> None:
+        for dtype, flat in zip(self._dtypes, results, strict=True):
+            offset = 0
+            for tensor in self._of(dtype):
+                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+                offset += tensor.numel()
+
+    def _of(self, dtype: Any) -> list[Any]:
+        return [tensor for tensor in self._tensors if tensor.dtype == dtype]
+
+
+def _check(tensor: Any, op: Reduction) -> None:
+    """Raises `UsageError` for numbers that cannot be reduced so: better here than on all ranks at once, again and again."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UsageError(f"the mean of {name} is not one of them: convert the tensor with .float(), or ask for the sum")
+    possible = op in ("sum", "mean") if tensor.is_complex() else name in REDUCED
+    if not possible:
+        raise UsageError(f"{op} of {name} is not possible: convert the tensor, to float32 or int64 for example")
+
+
+def _operation(op: Reduction) -> Any:
+    kinds = torch_module().distributed.ReduceOp
+    table = {"sum": kinds.SUM, "mean": kinds.SUM, "max": kinds.MAX, "min": kinds.MIN, "product": kinds.PRODUCT}
+    if op not in table:
+        raise UsageError(f"all_reduce knows {', '.join(table)}, not {op}")
+    return table[op]

@@ -1,0 +1,97 @@
+"""A table whose rows lie on the parameter servers: only those of a batch ever come here."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+
+from covey.errors import UsageError
+from covey.parameter_server.messages import ROWS_MAX, WIDTH_MAX, Begin
+from covey.parameter_server.optimizers import Array, Rule
+from covey.training.argument_checks import of_kind, whole
+from covey.training.collectives.gloo_group import torch_module
+
+torch = torch_module()
+Module: Any = torch.nn.Module
+
+NORMAL: Final = 0.01
+INITS: Final = ("normal", "uniform", "zeros")
+
+
+class Source(Protocol):
+    """Who knows the way to the servers: the loop's `Served`."""
+
+    def rows(self, table: Embedding, numbers: Array) -> Array: ...
+
+
+class Embedding(Module):  # type: ignore[misc]
+    """Looks rows up as `torch.nn.Embedding` does, but has no parameter here. Train it in a `covey.Loop`.
+
+    `optimizer` is one of `covey.parameter_server.optimizers`; without one, the loop's optimizer says which. `vocab_cache_size`:
+    so many rows are remembered here, and travel only when they have changed.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        *,
+        optimizer: Rule | None = None,
+        init: Literal["normal", "uniform", "zeros"] = "normal",
+        scale: float = NORMAL,
+        seed: int = 0,
+        vocab_cache_size: int = 0,
+    ) -> None:
+        super().__init__()
+        whole("Embedding", "vocab_size", vocab_size, 1)
+        whole("Embedding", "embedding_size", embedding_size, 1)
+        whole("Embedding", "vocab_cache_size", vocab_cache_size, 0)
+        whole("Embedding", "seed", seed, 0)
+        of_kind("Embedding", "scale", scale, float, int)
+        if optimizer is not None:
+            of_kind("Embedding", "optimizer", optimizer, Rule)
+        if init not in INITS:
+            raise UsageError(f"Embedding(init={init!r}) is not possible: it takes {', '.join(INITS)}")
+        if vocab_size > ROWS_MAX or embedding_size > WIDTH_MAX or seed >= 1 << 63:
+            raise UsageError(
+                f"Embedding({vocab_size}, {embedding_size}, seed={seed}) is not possible: at most {ROWS_MAX} rows of"
+                f" {WIDTH_MAX} numbers and a seed below 2**63"
+            )
+        self.vocab_size, self.embedding_size, self.vocab_cache_size = vocab_size, embedding_size, vocab_cache_size
+        self.rule, self.begin = optimizer, Begin(init, scale, seed)
+        self.source: Source | None = None
+        self.next: Array | None = None  # rows that the next step will need
+        self.used: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
+
+    def forward(self, ids: Any) -> Any:
+        if self.source is None:
+            raise UsageError("an Embedding on the servers can be used once its model is in a covey.Loop")
+        numbers, places = np.unique(_numbers(ids), return_inverse=True)
+        values = torch.from_numpy(self.source.rows(self, numbers)).to(ids.device)
+        if torch.is_grad_enabled():
+            values.requires_grad_()
+            self.used.append((numbers, values))
+        where = torch.from_numpy(places.reshape(tuple(ids.shape))).to(ids.device)
+        return torch.nn.functional.embedding(where, values)
+
+    def prefetch(self, ids: Any) -> None:
+        """The next step will look these up: they are fetched as soon as its values are there, while this step ends."""
+        if self.vocab_cache_size == 0:
+            raise UsageError("prefetch needs room for what it fetches: give Embedding a vocab_cache_size")
+        self.next = np.unique(_numbers(ids))
+        if len(self.next) and not (self.next[0] >= 0 and self.next[-1] < self.vocab_size):
+            wrong, self.next = int(self.next[0] if self.next[0] < 0 else self.next[-1]), None
+            raise UsageError(f"row {wrong} does not exist: the rows of this Embedding go from 0 to {self.vocab_size - 1}")
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.embedding_size}, on the servers"
+
+
+def _numbers(ids: Any) -> Array:
+    """The rows that a tensor of any whole numbers names."""
+    of_kind("Embedding", "ids", ids, torch.Tensor)
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        raise UsageError(f"an Embedding looks up whole numbers, and ids of {ids.dtype} came: convert them with .long()")
+    found: Array = ids.detach().cpu().numpy().reshape(-1).astype(np.int64)
+    return found

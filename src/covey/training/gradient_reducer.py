@@ -1,0 +1,272 @@
+"""Gradients: averaged over all ranks while the backward pass still runs.
+
+The parameters are cut into buckets by their order alone, because the bits of a sum depend on where an element lies. A hook
+copies each finished gradient, times this rank's part of the samples, into its bucket and issues full buckets in order;
+autograd's end of the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a
+reduction that a death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed
+it.
+
+Buffers (batch norm's statistics) travel in the last bucket: rank 0's values from rank 0, nothing from the others.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+from covey.errors import UsageError
+from covey.training.collectives.gloo_group import Gloo, torch_module
+from covey.training.collectives.numbered import Collectives
+from covey.training.state.training_state import Buffers
+
+FIRST_BUCKET_BYTES: Final = 1 << 20
+BUCKET_BYTES: Final = 25 << 20
+SERVED: Final = "covey_served"  # marks a parameter whose gradients go to the parameter servers
+
+
+class Bucket:
+    """Some parameters, and where each lies in the flat buffer."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+        self.offsets: list[int] = []
+        self._marks = 0  # from here on, one number for each parameter: whether any rank has a gradient of it
+        for parameter in parameters:
+            self.offsets.append(self._marks)
+            self._marks += parameter.numel()
+        self.missing = len(parameters)
+
+    def flat(self) -> Any:
+        """Memory for all of its gradients."""
+        first = self.parameters[0]
+        return torch_module().empty(self._marks + len(self.parameters), dtype=first.dtype, device=first.device)
+
+    def fill(self, flat: Any, parts: list[Any], scale: float) -> None:
+        """This rank's gradients, as far as it has them."""
+        torch = torch_module()
+        marks = flat[self._marks :]
+        marks.fill_(1)
+        for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            if parameter.grad is None:
+                part.zero_()
+                marks[number] = 0
+            elif parameter.grad.layout != torch.strided:
+                raise UsageError(
+                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not averaged: make it with"
+                    " sparse=False, or a covey.Embedding on parameter servers"
+                )
+            else:
+                torch.mul(parameter.grad, scale, out=part)
+
+    def empty(self, flat: Any, parts: list[Any]) -> None:
+        """Give the sums to the parameters. One that nobody has a gradient of keeps none, as if it were trained alone."""
+        torch = torch_module()
+        if any(parameter.grad is None for parameter in self.parameters):
+            for parameter, mark in zip(self.parameters, flat[self._marks :].tolist(), strict=True):
+                if parameter.grad is None and mark:
+                    parameter.grad = torch.empty_like(parameter)
+        pairs = [(p.grad, part) for p, part in zip(self.parameters, parts, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
+
+    def parts(self, flat: Any) -> list[Any]:
+        """Where each parameter's gradient lies in it."""
+        places = zip(self.parameters, self.offsets, strict=True)
+        return [flat[offset : offset + parameter.numel()].view_as(parameter) for parameter, offset in places]
+
+
+def cut(parameters: Iterable[Any]) -> list[Bucket]:
+    """Buckets by registration order reversed, as gradients come; a dtype or device change begins a new one."""
+    buckets: list[list[Any]] = []
+    filled, limit = 0, FIRST_BUCKET_BYTES
+    for parameter in reversed(list(parameters)):
+        size = parameter.numel() * parameter.element_size()
+        fits = buckets and filled + size <= limit and _kind(buckets[-1][0]) == _kind(parameter)
+        if not fits:
+            limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(parameter)
+        filled += size
+    return [Bucket(found) for found in buckets]
+
+
+class Shares(Protocol):
+    """Who holds how many of a step's samples: the loop knows."""
+
+    def scale(self) -> float:
+        """What this rank's gradients count for among those of all who take part now."""
+
+    def present(self) -> Any:
+        """Who takes part now, as a tensor: it stays with the result, for who is handed it."""
+
+    def counted(self, present: Any) -> None:
+        """The reduction is complete: this is who took part in it."""
+
+
+class Reducer:
+    """The hooks of one model. `active` says whether this backward pass ends a step."""
+
+    def __init__(self, model: Any, collectives: Collectives, *, shares: Shares, active: Callable[[], bool]) -> None:
+        self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED)]
+        self._trained: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._spare: collections.deque[Spare] = collections.deque([{}, {}])  # the kept one, and the one before it
+        self._place: dict[int, Bucket] = {}
+        self._hooked: set[int] = set()
+        self._buffers = Buffers(model)
+        self._collectives = collectives
+        self._shares = shares
+        self._active = active
+        self._reduction: Reduction | None = None
+        self._first = True
+        self._hook()
+
+    def _hook(self) -> None:
+        """Cut buckets of what is trained from now on: a program may freeze and unfreeze parameters on its way."""
+        trained = [p for p in self._parameters if p.requires_grad]
+        if len(trained) == len(self._trained) and all(p is q for p, q in zip(trained, self._trained, strict=True)):
+            return
+        self._trained = trained
+        self._buckets = cut(trained)
+        self._spare = collections.deque([{}, {}])
+        self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        for parameter in trained:
+            if id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def begin_step(self) -> None:
+        """The first reduction of a step uses memory again; further ones may not, their step's results are all kept."""
+        self._first = True
+        self._hook()
+
+    def begin_micro_batch(self) -> None:
+        """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
+        if self._reduction is not None:
+            self._reduction = None
+            if self._first:
+                self._spare.appendleft({})  # the abandoned group may still write to what was taken
+            self._collectives.spoil("a backward pass failed")
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
+
+    def _ready(self, parameter: Any) -> None:
+        if not self._active():
+            return
+        if self._reduction is None:
+            self._hook()
+            spare = self._spare.popleft() if self._first else {}
+            buffers = [buffer for buffer in self._buffers.now().values() if buffer.numel()]
+            self._reduction = Reduction(self._buckets, buffers, self._shares, spare)
+            torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
+        bucket = self._place[id(parameter)]
+        bucket.missing -= 1  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
+        if bucket.missing == 0:
+            self._collectives.early(self._reduction.early)
+
+    def _finish(self) -> None:
+        """The end of the backward pass: autograd calls this before `backward()` returns."""
+        reduction, self._reduction = self._reduction, None
+        assert reduction is not None
+        try:
+            self._collectives.run(reduction, limited=not self._first)  # the first is needed at any size
+            if self._first:
+                self._spare.append(reduction.filled)
+            self._first = False
+        finally:
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
+
+
+Spare = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat buffer and its parts
+
+
+class Reduction:
+    """One step's reduction, as a collective that can be issued again on another group.
+
+    `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
+    """
+
+    def __init__(self, buckets: list[Bucket], buffers: list[Any], shares: Shares, spare: Spare) -> None:
+        self.filled: Spare = {}
+        self._buckets = buckets
+        self._buffers = buffers
+        self._shares = shares
+        self._spare = spare
+        self._group: Gloo | None = None
+        self._flats: list[Any] = []
+        self._results: list[Any] = []
+        self._works: list[Any] = []
+
+    def early(self, group: Gloo) -> None:
+        """Issue the buckets that are full, in order, while the backward pass goes on."""
+        self._begin(group)
+        while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].missing == 0:
+            self._issue_next(group)
+
+    def issue(self, group: Gloo) -> list[Any]:
+        """Issue whatever has not been issued on this group yet; a gradient that this rank does not have counts as zero."""
+        self._begin(group)
+        while len(self._flats) < len(self._buckets):
+            self._issue_next(group)
+        if self._buffers and len(self._flats) == len(self._buckets):
+            for flat in self._pack_buffers(group.rank):
+                self._issue(group, flat)
+        return self._works
+
+    def results(self) -> list[Any]:
+        self._results = [*self._flats, self._shares.present()]
+        return self._results
+
+    def complete(self, results: list[Any]) -> None:
+        """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
+        if results is not self._results:  # handed over: what was issued here is an abandoned group's, which may write to it
+            self.filled = {}
+        *flats, present = results
+        self._shares.counted(present)
+        for number, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=False)):
+            bucket.empty(flat, self.filled[number][1] if self.filled else bucket.parts(flat))
+        self._unpack_buffers(flats[len(self._buckets) :])
+
+    def _begin(self, group: Gloo) -> None:
+        if self._group is not group:
+            if self._group is not None:
+                self._spare = {}  # the abandoned group may still write there
+            self._group, self._flats, self._works, self.filled = group, [], [], {}
+
+    def _issue_next(self, group: Gloo) -> None:
+        number = len(self._flats)
+        bucket = self._buckets[number]
+        flat, parts = self._spare.get(number) or (None, [])
+        if flat is None:
+            flat = bucket.flat()
+            parts = bucket.parts(flat)
+        self.filled[number] = (flat, parts)
+        bucket.fill(flat, parts, self._shares.scale())
+        self._issue(group, flat)
+
+    def _issue(self, group: Gloo, flat: Any) -> None:
+        self._flats.append(flat)
+        self._works.append(group.all_reduce(flat, torch_module().distributed.ReduceOp.SUM))
+
+    def _pack_buffers(self, rank: int) -> list[Any]:
+        """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""
+        torch = torch_module()
+        flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._buffers])
+        return [flat if rank == 0 else torch.zeros_like(flat)]
+
+    def _unpack_buffers(self, flats: list[Any]) -> None:
+        torch = torch_module()
+        offset = 0
+        for buffer in self._buffers if flats else []:
+            size = buffer.numel() * buffer.element_size()
+            part = flats[0][offset : offset + size].clone().view(buffer.dtype).view_as(buffer)
+            with torch.no_grad():
+                buffer.copy_(part)
+            offset += size
+
+
+def _kind(parameter: Any) -> tuple[Any, Any]:
+    return (parameter.dtype, parameter.device)

@@ -1,0 +1,94 @@
+"""What a loop is given: taken in the forms that programs have it in, and refused in one sentence where it cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any, Final
+
+from covey.errors import UsageError
+from covey.training.argument_checks import of_kind, whole
+from covey.training.data.loader import Data
+
+CUT: Final = "it cuts the parameters by collectives of its own, which do not heal: use covey.ShardedOptimizer"
+WRAPPERS: Final = {
+    "DistributedDataParallel": "the loop averages the gradients itself: give it the module inside",
+    "FullyShardedDataParallel": CUT,
+    "FSDPModule": CUT,
+}
+OPTIMIZERS: Final = {
+    "ZeroRedundancyOptimizer": "its collectives are torch's own, which do not heal: use covey.ShardedOptimizer",
+}
+
+
+def numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> None:
+    """Raises `UsageError` for one that is none."""
+    whole("Loop", "epochs", epochs, 0)
+    whole("Loop", "steps", 0 if steps is None else steps, 0)
+    whole("Loop", "accumulate", accumulate, 1)
+    whole("Loop", "seed", seed, 0)
+
+
+def data_of(data: Any) -> Data:
+    """Ours, also from a torch DataLoader."""
+    from covey.training.data.torch_dataloader import as_data, is_loader
+
+    found = as_data(data) if is_loader(data) else data
+    of_kind("Loop", "data", found, Data)
+    assert isinstance(found, Data)
+    return found
+
+
+def model_of(model: Any, loop: Any) -> Any:
+    """The one to train, also from what stands for torch's DistributedDataParallel."""
+    from covey.training.ddp import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    model.trained_by(loop)
+    return model.module
+
+
+def admit(model: Any, optimizer: Any) -> None:
+    """Raises `UsageError` for what a death would break. By name: nothing is imported to find out that it is not used."""
+    from torch.nn.parameter import is_lazy
+    from torch.optim import Optimizer
+
+    of_kind("Loop", "optimizer", optimizer, Optimizer)
+    for module in model.modules():
+        _refuse(type(module), WRAPPERS)
+    _refuse(type(optimizer), OPTIMIZERS)
+    of_the_model(optimizer, {id(parameter) for parameter in model.parameters()})
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(f"Loop cannot train {name}, which has no shape yet: run a batch through the model before the loop")
+        for tensor in (parameter, parameter.data):
+            if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+                raise UsageError(
+                    f"Loop cannot train {name}, a DTensor (FSDP or tensor parallel): no other rank has what a rank holds of it"
+                )
+
+
+def of_the_model(optimizer: Any, known: Set[int]) -> None:
+    """Raises `UsageError` for a parameter that no other rank would hear of: its gradients would be this rank's alone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise UsageError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that the loop's model had not when the"
+                    " loop was made, so nobody would average its gradients: put all that is trained into one module, as in"
+                    " torch.nn.ModuleList([model, loss]), and give that to covey.Loop"
+                )
+
+
+def runs_closure_once(optimizer: Any) -> bool:
+    """Whether it is known that an optimizer runs its closure once, and before anything else: as all of torch's own do but one.
+    Others may run it with other parameters, for which it was made (SAM)."""
+    from torch.optim import LBFGS
+
+    return str(type(optimizer).step.__module__).startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+
+
+def _refuse(kind: type, table: dict[str, str]) -> None:
+    for base in kind.__mro__:
+        if base.__name__ in table and base.__module__.startswith("torch."):
+            raise UsageError(f"Loop cannot train with {base.__name__}: {table[base.__name__]}")

@@ -1,0 +1,119 @@
+"""State as plain data and tensors: what may travel between ranks or lie in a checkpoint, and nothing that could run.
+
+`pack` turns nested dicts, lists, tuples, numbers, texts, tensors and arrays into a skeleton of plain data and a list of
+tensors; `unpack` turns them back. Anything else is refused by name: nothing here is ever pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+
+from covey.errors import UsageError
+from covey.training.collectives.gloo_group import torch_module
+
+Skeleton = Any  # nested lists: [kind, content]
+ROOT = "state"
+
+
+def pack(value: Any) -> tuple[Skeleton, dict[str, Any]]:
+    """A skeleton, and the tensors it refers to by position, under their names (`path_of`)."""
+    tensors: dict[str, Any] = {}
+    return _pack(value, tensors, ROOT), tensors
+
+
+def path_of(*keys: str | int) -> str:
+    """The name of the tensor that lies under these keys."""
+    return ROOT + "".join(f"[{key!r}]" for key in keys)
+
+
+def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
+    """The value a skeleton describes, with these tensors."""
+    kind, content = skeleton
+    if kind == "dict":
+        return {_key(key): unpack(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [unpack(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "integer":
+        return int(content)
+    if kind == "array":
+        return tensors[content].numpy()
+    return content
+
+
+def like(value: Any, pattern: Any) -> Any:
+    """A value whose dicts are of the kinds that `pattern` has in the same places: what travels is plain, a Counter is not."""
+    if not isinstance(value, dict) or not isinstance(pattern, dict):
+        return value
+    made = copy.copy(pattern)
+    made.clear()
+    for key, item in value.items():
+        made[key] = like(item, pattern.get(key))
+    return made
+
+
+def to_bytes(value: Any) -> Any:
+    """A value as one tensor of bytes, for a broadcast."""
+    torch = torch_module()
+    skeleton, tensors = pack(value)
+    plain = [tensor.cpu().contiguous().resolve_conj().resolve_neg() for tensor in tensors.values()]
+    metas = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in plain]
+    header = msgspec.msgpack.encode((skeleton, metas))
+    head = torch.frombuffer(bytearray(len(header).to_bytes(8, "big") + header), dtype=torch.uint8)
+    return torch.cat([head, *(t.reshape(-1).view(torch.uint8) for t in plain)])
+
+
+def from_bytes(flat: Any) -> Any:
+    """The value of `to_bytes`."""
+    torch = torch_module()
+    size = int.from_bytes(bytes(flat[:8].tolist()), "big")
+    skeleton, metas = msgspec.msgpack.decode(flat[8 : 8 + size].numpy().tobytes())
+    tensors, offset = [], 8 + size
+    for name, shape in metas:
+        tensor = torch.empty(shape, dtype=getattr(torch, name))
+        count = tensor.numel() * tensor.element_size()
+        tensor.reshape(-1).view(torch.uint8).copy_(flat[offset : offset + count])
+        tensors.append(tensor)
+        offset += count
+    return unpack(skeleton, tensors)
+
+
+def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
+    torch = torch_module()
+    if value is None or isinstance(value, bool | bytes):
+        return ["plain", value]
+    if isinstance(value, int):
+        return ["plain", int(value)] if -(2**63) <= value < 2**64 else ["integer", str(int(value))]
+    if isinstance(value, float | str):  # numpy's among them, which are more than they look
+        return ["plain", float(value) if isinstance(value, float) else str(value)]
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            raise UsageError(f"{path} is a sparse tensor, which cannot travel: make it dense with to_dense()")
+        tensors[path] = value.detach()
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, dict):
+        return ["dict", [[_packed_key(key, path), _pack(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_pack(item, tensors, f"{path}[{n}]") for n, item in enumerate(value)]]
+    if type(value).__module__ == "numpy":
+        if hasattr(value, "dtype") and getattr(value, "ndim", 0) > 0:
+            tensors[path] = torch.from_numpy(value)
+            return ["array", len(tensors) - 1]
+        return ["plain", value.item()]
+    raise UsageError(f"{path} is a {type(value).__name__}, which cannot travel: give numbers, texts, tensors, lists and dicts")
+
+
+def _packed_key(key: Any, path: str) -> list[Any]:
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise UsageError(f"{path} has the key {key!r}, which cannot travel: use texts and whole numbers")
+    return [isinstance(key, int), str(key)]
+
+
+def _key(packed: list[Any]) -> str | int:
+    return int(packed[1]) if packed[0] else str(packed[1])
