@@ -10,7 +10,7 @@ from tests.kubernetes.cluster import Kubernetes
 from covey.core.leadership import Cell
 from covey.kubernetes.api_client import LEASE
 from covey.kubernetes.cas_store import KubernetesCells
-from covey.store.shared_journal import open_shared
+from covey.storage.cas_journal import open_shared
 
 
 def test_cells_compare_versions_and_the_lease_is_readable(kubernetes: Kubernetes) -> None:

@@ -18,7 +18,7 @@ from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 from covey.core.model import ClusterRecord, Ended, Phase
 from covey.node.office import Kept
 from covey.node.scheduler_process import SchedulerProcess
-from covey.store.journal import open_journal
+from covey.storage.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
 

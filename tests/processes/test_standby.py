@@ -22,7 +22,7 @@ from tests.processes.test_scheduler_restart import TRAIN_TOGETHER
 
 from covey.core.model import Phase
 from covey.errors import StoreError
-from covey.store.cells import open_cells
+from covey.storage.cas_store import open_cells
 
 pytestmark = pytest.mark.timeout(300)
 LEADS = r"this scheduler leads, by token (\d+)"

@@ -12,9 +12,9 @@ import pytest
 from covey.core.model import ClusterRecord, Ended, Phase
 from covey.core.story import Event
 from covey.errors import StoreError, UsageError
-from covey.store.cells import Cells, FileCells, open_cells
-from covey.store.journal import Fenced, Journal, open_journal
-from covey.store.shared_journal import SharedJournal, open_shared
+from covey.storage.cas_journal import SharedJournal, open_shared
+from covey.storage.cas_store import Cells, FileCells, open_cells
+from covey.storage.journal import Fenced, Journal, open_journal
 
 
 def record(generation: int, phase: Phase = Phase.READY) -> ClusterRecord:

@@ -12,7 +12,7 @@ from covey.core.job import spec
 from covey.core.messages import PROTOCOL
 from covey.federated import updates
 from covey.parameter_server import checkpoint_files as row_files
-from covey.store import journal
+from covey.storage import journal
 from covey.training.checkpoint import files
 
 SECTION = re.compile(r"^\| what \| version \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.store import secret
+from covey.storage import join_secret
 from covey.wire import address
 from covey.wire.greeting import LINE_MAX, ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
 
@@ -107,15 +107,17 @@ def test_a_node_says_what_is_wrong_with_who_answers(heard: bytes, sentence: str)
 
 def test_the_secret_is_said_else_in_a_named_file_else_in_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert secret.find("", "", make=False) == ""
-    made = secret.find("", "", make=True)
-    assert len(made) == 64 and secret.find("", "", make=True) == made == secret.find("", "", make=False)
-    assert secret.user_file().stat().st_mode & 0o777 == 0o600 and [secret.user_file()] == list((tmp_path / "covey").iterdir())
+    assert join_secret.find("", "", make=False) == ""
+    made = join_secret.find("", "", make=True)
+    assert len(made) == 64 and join_secret.find("", "", make=True) == made == join_secret.find("", "", make=False)
+    assert join_secret.user_file().stat().st_mode & 0o777 == 0o600 and [join_secret.user_file()] == list(
+        (tmp_path / "covey").iterdir()
+    )
     named = tmp_path / "named"
     named.write_text(" of this file\n")
     named.chmod(0o600)
-    assert secret.find("", str(named), make=True) == "of this file"
-    assert secret.find("said", str(named), make=True) == "said"
+    assert join_secret.find("", str(named), make=True) == "of this file"
+    assert join_secret.find("said", str(named), make=True) == "said"
 
 
 @pytest.mark.parametrize(
@@ -133,14 +135,14 @@ def test_a_secret_file_that_is_none(tmp_path: Path, mode: int | None, text: str,
         path.write_text(text, errors="surrogateescape")
         path.chmod(mode)
     with pytest.raises(UsageError, match=sentence):
-        secret.find("", str(path), make=True)
+        join_secret.find("", str(path), make=True)
 
 
 def test_where_no_secret_can_be_made_the_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "covey").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(StoreError, match="set COVEY_SECRET"):
-        secret.find("", "", make=True)
+        join_secret.find("", "", make=True)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,9 @@ def test_a_user_without_a_home_has_no_secret_and_is_told_so_where_one_is_needed(
 
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(Path, "home", fail)
-    assert secret.find("", "", make=False) == ""
+    assert join_secret.find("", "", make=False) == ""
     with pytest.raises(StoreError, match="set COVEY_SECRET, or HOME"):
-        secret.find("", "", make=True)
+        join_secret.find("", "", make=True)
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------

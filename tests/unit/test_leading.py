@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from covey.node.leading import Leading
-from covey.store.cells import FileCells
+from covey.storage.cas_store import FileCells
 
 LONG_S = 60.0
 

@@ -17,8 +17,8 @@ from covey.node.office import Office
 from covey.node.scheduler_process import Schedulers
 from covey.node.sockets import Sockets
 from covey.settings import load
-from covey.store.cells import FileCells
-from covey.store.shared_journal import SharedJournal
+from covey.storage.cas_journal import SharedJournal
+from covey.storage.cas_store import FileCells
 
 
 class Elsewhere:

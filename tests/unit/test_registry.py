@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from covey.errors import StoreError
-from covey.store.registry import Entry, add, process_started, running
-from covey.store.scratch import Scratch
+from covey.storage.cluster_registry import Entry, add, process_started, running
+from covey.storage.tempdirs import Scratch
 
 
 def test_a_cluster_is_found_once_though_who_led_it_before_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

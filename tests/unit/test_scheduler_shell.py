@@ -17,8 +17,8 @@ from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Rol
 from covey.errors import StoreError
 from covey.node import scheduler as shell
 from covey.node.scheduler import Place, Scheduler
-from covey.store.cells import FileCells
-from covey.store.shared_journal import SharedJournal, open_shared
+from covey.storage.cas_journal import SharedJournal, open_shared
+from covey.storage.cas_store import FileCells
 
 
 class SlowCells(FileCells):

@@ -20,7 +20,7 @@ from covey.integrations.taskd.manager_api import settle
 from covey.integrations.taskd.torchrun_patch import CannotTakeOver, command
 from covey.node.log import log
 from covey.settings import STRATEGY, Settings, load
-from covey.store.journal import has_journal, open_journal
+from covey.storage.journal import has_journal, open_journal
 
 # -- variables -------------------------------------------------------------------------------------------------------
 

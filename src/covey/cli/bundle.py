@@ -28,8 +28,8 @@ from covey.cli.scheduler_client import story as ask_story
 from covey.errors import CoveyError, StoreError, UsageError
 from covey.node.runtime import Door
 from covey.settings import TABLE, load, rows, shown
-from covey.store import registry
-from covey.store.registry import Entry
+from covey.storage import cluster_registry
+from covey.storage.cluster_registry import Entry
 
 LOG_MAX: Final = 1 << 20  # bytes of the end of each log
 FILES_MAX: Final = 1000
@@ -116,7 +116,7 @@ def _cluster(master: str, *, needed: bool) -> tuple[Entry | None, Door | None]:
         if needed:
             raise
         return None, None
-    return next((e for e in registry.running() if e.address == (master or e.address)), None), door
+    return next((e for e in cluster_registry.running() if e.address == (master or e.address)), None), door
 
 
 def _ask(archive: Archive, door: Door) -> list[str]:
@@ -164,7 +164,7 @@ def _secrets(entry: Entry | None) -> set[bytes]:
     """Every secret value this command knows of."""
     settings = load(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
-    for known in registry.running() if entry is None else [entry]:
+    for known in cluster_registry.running() if entry is None else [entry]:
         values |= {known.secret, known.token}
     found = {value.encode(errors="surrogateescape") for value in values if value}
     with contextlib.suppress(OSError):  # what cannot be read here was not written by us either

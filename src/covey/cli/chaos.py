@@ -24,7 +24,7 @@ from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node import faults
 from covey.node.runtime import Door
-from covey.store.registry import process_started
+from covey.storage.cluster_registry import process_started
 
 LOOK_S: Final = 0.05  # between two looks for what is to come back
 BACK_S: Final = 120.0  # for something that was killed to be there again

@@ -33,6 +33,6 @@ class Run(click.Command):
 
 def clusters(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """This user's clusters on this host."""
-    from covey.store import registry
+    from covey.storage import cluster_registry
 
-    return [CompletionItem(e.address, help=e.job) for e in registry.running() if e.address.startswith(incomplete)]
+    return [CompletionItem(e.address, help=e.job) for e in cluster_registry.running() if e.address.startswith(incomplete)]

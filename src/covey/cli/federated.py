@@ -22,8 +22,8 @@ from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import Value, check, check_file, from_text
 from covey.federated.updates import DURABILITIES
 from covey.settings import shown
-from covey.store import registry
-from covey.store.registry import Entry
+from covey.storage import cluster_registry
+from covey.storage.cluster_registry import Entry
 from covey.wire import address
 
 STARTED = b"Server started successfully."
@@ -191,7 +191,7 @@ def status(master: str, as_json: bool) -> None:
 
 def _entry(master: str) -> Entry:
     """The federated cluster that is meant."""
-    running = [entry for entry in registry.running() if entry.job.startswith("federated")]
+    running = [entry for entry in cluster_registry.running() if entry.job.startswith("federated")]
     if master:
         running = [entry for entry in running if entry.address == master]
     if not running:

@@ -12,7 +12,7 @@ from covey.core.model import Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node.log import one_line
-from covey.store import registry
+from covey.storage import cluster_registry
 
 
 def kill(master: str, wanted: str) -> tuple[NodeView, str]:
@@ -47,7 +47,7 @@ def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
     """No agent holds a scheduler. It is killed from here if it is a process of this user on this host."""
 
     def is_ours() -> bool:
-        return any((entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in registry.running())
+        return any((entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in cluster_registry.running())
 
     sentence = f"the scheduler is process {node.pid} on {node.host}, and none of yours on this host: kill it there"
     refusal = PeerError(one_line(sentence), ExitCode.REFUSED)

@@ -23,8 +23,8 @@ from covey.node import security
 from covey.node.log import one_line
 from covey.node.runtime import Door
 from covey.settings import Settings, load, rows
-from covey.store import registry
-from covey.store.registry import Entry
+from covey.storage import cluster_registry
+from covey.storage.cluster_registry import Entry
 from covey.wire import address
 
 RECOVERIES_SHOWN = 5
@@ -38,7 +38,7 @@ WIDE = 1000  # columns of a pipe
 def find(master: str) -> Door:
     """The door of the cluster that is meant: the one named, else this user's only one on this host, else that of
     MS_SCHED_HOST."""
-    running = registry.running()
+    running = cluster_registry.running()
     settings = load(os.environ).settings
     if not master and not running and settings.sched_host and settings.sched_port:
         named = address.several(settings.sched_host, settings.sched_port)
@@ -82,7 +82,7 @@ def look(door: Door) -> ClusterView:
 
 def status(master: str, as_json: bool) -> None:
     """One cluster in full; without --master, all of this user's, as far as they answer."""
-    running = registry.running()
+    running = cluster_registry.running()
     if master or len(running) < 2:
         return _print_status(look(find(master)), as_json)
     for entry in running:

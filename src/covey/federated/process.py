@@ -30,7 +30,7 @@ from covey.node.log import configure, log
 from covey.node.managing import managed
 from covey.node.sockets import bind_manage, raise_file_limit
 from covey.settings import Settings, load
-from covey.store import registry
+from covey.storage import cluster_registry
 from covey.wire import address
 
 CLUSTER_VARIABLE: Final = (
@@ -141,12 +141,12 @@ async def _schedule(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, scheduler.stop, f"the scheduler received {number.name}")
     token = settings.token or secrets.token_urlsafe(24)
-    entry = registry.add(
-        registry.Entry(
+    entry = cluster_registry.add(
+        cluster_registry.Entry(
             cluster_id=cluster_id,
             address=here,
             pid=os.getpid(),
-            created=registry.process_started(os.getpid()),
+            created=cluster_registry.process_started(os.getpid()),
             secret=guard.secret,
             token=token,
             manage=address.join("127.0.0.1", port) if manage else "",

@@ -46,7 +46,7 @@ from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 from covey.node.stacks import STACK_SIGNAL
 from covey.settings import Settings
-from covey.store.scratch import Scratch
+from covey.storage.tempdirs import Scratch
 from covey.wire import address
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will

@@ -16,8 +16,8 @@ import msgspec
 
 from covey.errors import StoreError
 from covey.node.log import log
-from covey.store.journal import Fenced, Journal
-from covey.store.shared_journal import SharedJournal
+from covey.storage.cas_journal import SharedJournal
+from covey.storage.journal import Fenced, Journal
 
 RETRY_DISK_S: Final = 1.0
 TOO_LATE: Final = "the lease could not be renewed in time"

@@ -16,8 +16,8 @@ from covey.core.leadership import Candidate, Cell, Look, Write
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.node import host
 from covey.node.log import log
-from covey.store.cells import Cells, FileCells
-from covey.store.registry import process_started
+from covey.storage.cas_store import Cells, FileCells
+from covey.storage.cluster_registry import process_started
 
 KEY: Final = "lease"
 ANSWERS: Final = 4  # of the store that fit into a duration: a leader can miss one and still renew in time

@@ -31,10 +31,10 @@ from covey.node.managing import managed
 from covey.node.scheduler import Place, Scheduler, exit_now, on_signal
 from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
 from covey.settings import Loaded, Settings, rows, serving_said
-from covey.store import registry
-from covey.store.cells import Cells, FileCells, open_cells
-from covey.store.journal import Fenced, Journal, open_journal
-from covey.store.shared_journal import SharedJournal, open_shared
+from covey.storage import cluster_registry
+from covey.storage.cas_journal import SharedJournal, open_shared
+from covey.storage.cas_store import Cells, FileCells, open_cells
+from covey.storage.journal import Fenced, Journal, open_journal
 from covey.wire import address
 
 PORT_S = 10.0  # the kernel has to let go of a port whose holder was killed
@@ -239,12 +239,12 @@ class Office:
 
     def _enter(self, scheduler: Scheduler, sockets: Sockets, guard: security.Security) -> Path:
         """Into the registry, where commands on this host find their cluster."""
-        return registry.add(
-            registry.Entry(
+        return cluster_registry.add(
+            cluster_registry.Entry(
                 cluster_id=scheduler.cluster_id,
                 address=sockets.address,
                 pid=os.getpid(),
-                created=registry.process_started(os.getpid()),
+                created=cluster_registry.process_started(os.getpid()),
                 secret=guard.secret,
                 token=self._token,
                 manage=address.join("127.0.0.1", sockets.manage_port) if sockets.manage else "",

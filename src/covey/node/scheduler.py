@@ -54,8 +54,8 @@ from covey.node.log import log, tell
 from covey.node.log_pieces import LogQuestions
 from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
-from covey.store.journal import Journal
-from covey.store.shared_journal import SharedJournal
+from covey.storage.cas_journal import SharedJournal
+from covey.storage.journal import Journal
 from covey.wire.link import Link, Listener
 
 TICK_S: Final = 0.25

@@ -11,7 +11,7 @@ import msgspec
 from covey import context
 from covey.node.log import log
 from covey.settings import Settings
-from covey.store import secret
+from covey.storage import join_secret as secret
 from covey.wire import tls
 from covey.wire.address import is_loopback
 

@@ -38,8 +38,8 @@ from covey.node.runtime import Door
 from covey.node.scheduler_process import Schedulers
 from covey.node.sockets import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered, shown
-from covey.store.journal import has_journal
-from covey.store.scratch import Scratch
+from covey.storage.journal import has_journal
+from covey.storage.tempdirs import Scratch
 from covey.wire import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background

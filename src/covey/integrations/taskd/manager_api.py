@@ -37,8 +37,8 @@ from covey.node.runtime import Door
 from covey.node.serve import serve
 from covey.node.sockets import Sockets, bind
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
-from covey.store import registry
-from covey.store.journal import has_journal
+from covey.storage import cluster_registry
+from covey.storage.journal import has_journal
 from covey.wire.greeting import SecretNotRequired
 from covey.wire.link import NobodyListens, connect
 
@@ -170,7 +170,7 @@ def _patience(seconds: float) -> float:
 
 def _door(where: Place, settings: Settings) -> Door:
     """How to get in: by what a scheduler of this user on this host has left for us, else by the settings."""
-    known = next((entry for entry in registry.running() if entry.address == where.name), None)
+    known = next((entry for entry in cluster_registry.running() if entry.address == where.name), None)
     if known is not None:
         settings = msgspec.structs.replace(
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config

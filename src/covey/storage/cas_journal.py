@@ -18,8 +18,8 @@ import msgspec
 from covey.core.model import ClusterRecord, Record
 from covey.core.story import Event
 from covey.errors import ExitCode, StoreError
-from covey.store.cells import Cells
-from covey.store.journal import Fenced, check_job, is_over, key_of
+from covey.storage.cas_store import Cells
+from covey.storage.journal import Fenced, check_job, is_over, key_of
 
 KEY: Final = "journal"
 STORY_MAX: Final = 200
