@@ -38,7 +38,7 @@ from covey.federated.context import VARIABLE
 from covey.federated.device import Device
 from covey.federated.model import raw
 from covey.federated.simulate import simulate
-from covey.wire.address import free_port
+from covey.transport.address import free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZES = {"62 k": 62_006, "1 M": 1_000_000}

@@ -1,7 +1,8 @@
 """Thousands of light-weight nodes in one process, each with its own TCP connection and the real protocol.
 
 A node here is what a scheduler can see of a worker: it greets, registers, beats, hears, dies and leaves by the messages of
-`covey.core.messages` over `covey.wire.link`. What it lacks is what a scheduler cannot see: a process and a training loop.
+`covey.core.messages` over `covey.transport.connection`. What it lacks is what a scheduler cannot see: a process and a training
+loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from covey.core.messages import Beat, Formed, Goodbye, Leave, Refused, Register,
 from covey.core.model import Host, Progress, Role
 from covey.core.node import NodeSettings
 from covey.errors import PeerError
-from covey.wire.link import Link, connect
+from covey.transport.connection import Link, connect
 
 ADDRESS = "127.0.0.1"
 PER_HOST = 8  # nodes that share a host identity

@@ -30,7 +30,7 @@ from covey.core.messages import (
     Welcome,
 )
 from covey.core.model import Progress, Role
-from covey.wire.link import Link
+from covey.transport.connection import Link
 
 KILLED = 137
 

@@ -25,7 +25,7 @@ from bench.formation import BIN, COVEY, SCRIPTS, WAYS, measure
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from bench.training import deaths
-from covey.wire.address import free_port
+from covey.transport.address import free_port
 
 VERSION = "2.10.0"
 MINDSPORE, BY_HAND, RUN = f"MindSpore {VERSION}", "covey, by hand", "covey run"

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from covey.core.messages import Message
-from covey.wire.frames import from_node
-from covey.wire.greeting import ServerGreeting
-from covey.wire.link import Link
+from covey.transport.connection import Link
+from covey.transport.framing import from_node
+from covey.transport.handshake import ServerGreeting
 
 Answer = Callable[[Any], list[Message]]
 

@@ -24,7 +24,7 @@ from covey.federated import Device
 from covey.federated.accumulator import Accumulator
 from covey.federated.device import Refused, Task
 from covey.federated.model import Layout
-from covey.wire import tls
+from covey.transport import tls
 
 ROOT = Path(__file__).parents[2]
 

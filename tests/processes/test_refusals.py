@@ -13,7 +13,7 @@ from tests.processes.harness import Cluster, Process, nodes_of, until
 
 from covey.core.messages import PROTOCOL, Message, Put, Register
 from covey.core.model import Host, Phase, Role
-from covey.wire.frames import frame
+from covey.transport.framing import frame
 
 # Nothing here may be explained by a timeout running out.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 1800, "MS_RECEIVE_MSG_TIMEOUT": 1800}

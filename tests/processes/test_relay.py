@@ -34,7 +34,7 @@ from covey.core.messages import (
 from covey.core.model import Host, Progress, Role
 from covey.errors import UsageError
 from covey.node.relay import UNSENT_MAX, Relay
-from covey.wire.link import Link, connect_to_agent
+from covey.transport.connection import Link, connect_to_agent
 
 LIMIT_S = 60.0
 ADDRESS = "10.1.1.1"

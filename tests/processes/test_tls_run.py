@@ -14,7 +14,7 @@ import pytest
 from tests.processes.command import Shell, Terminal, shells
 from tests.processes.harness import Process
 
-from covey.wire.certificates import make_authority
+from covey.transport.local_ca import make_authority
 
 PASSWORD = "what opens the p12"
 PASSWORDS = {"COVEY_TLS_SERVER_PASSWORD": PASSWORD, "COVEY_TLS_CLIENT_PASSWORD": PASSWORD}

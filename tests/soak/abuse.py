@@ -34,8 +34,8 @@ from tests.processes.test_taskd import MANAGER
 
 from covey.core.messages import Ask, Register
 from covey.core.model import Host, Role
-from covey.wire.frames import frame
-from covey.wire.greeting import ClientGreeting
+from covey.transport.framing import frame
+from covey.transport.handshake import ClientGreeting
 
 GROWTH_MAX = 256 << 20  # bytes by which a process may grow under any of it
 GIGABYTE = 1 << 30

@@ -9,7 +9,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["covey.wire", "covey.management.schemas", "covey.core.messages", "msgspec"]):
+with atheris.instrument_imports(include=["covey.transport", "covey.management.schemas", "covey.core.messages", "msgspec"]):
     from tests.soak import fuzz
 
 

@@ -28,8 +28,8 @@ from covey.core.messages import Message, Register, RegisterAgent
 from covey.core.model import ClusterSettings, Host, Progress, Role
 from covey.errors import PeerError, UsageError
 from covey.management import schemas
-from covey.wire import frames
-from covey.wire.greeting import ClientGreeting, ServerGreeting
+from covey.transport import framing
+from covey.transport.handshake import ClientGreeting, ServerGreeting
 
 LINKS = 6
 LENGTH_MAX = 60  # events of one sequence
@@ -42,8 +42,8 @@ Event = tuple[str, int, Message | None]  # what happened, over which link, and w
 
 def try_frames(data: bytes) -> None:
     """Any bytes, in any pieces, at each of the four decoders."""
-    decoders = (frames.from_node, frames.from_scheduler, frames.from_child, frames.from_agent)
-    incoming = frames.Frames(decoders[data[0] % 4] if data else frames.from_node, limit=1 << 16)
+    decoders = (framing.from_node, framing.from_scheduler, framing.from_child, framing.from_agent)
+    incoming = framing.Frames(decoders[data[0] % 4] if data else framing.from_node, limit=1 << 16)
     size = 1 + (data[1] if len(data) > 1 else 0)
     with contextlib.suppress(PeerError):
         for start in range(2, len(data), size):
@@ -74,7 +74,7 @@ BYTES: dict[str, Callable[[bytes], None]] = {"frames": try_frames, "greeting": t
 
 def corpus() -> list[bytes]:
     """Valid beginnings of all kinds."""
-    said = [bytes([n % 4, 7]) + frames.frame(message) for n, message in enumerate(valid())]
+    said = [bytes([n % 4, 7]) + framing.frame(message) for n, message in enumerate(valid())]
     bodies = [b'{"worker_num": 2, "server_num": 0}', b'{"node_ids": ["1"]}', b'{"reason": "enough"}']
     nonce = "0" * 32
     return [*said, *bodies, b"covey/1\n", f"covey/1\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from covey.kubernetes import operator_metrics
-from covey.wire import callers, link, tls
-from covey.wire.callers import Callers
-from covey.wire.certificates import make_authority
-from covey.wire.link import Link, Listener, connect
+from covey.transport import connection as link
+from covey.transport import tls, token_server
+from covey.transport.connection import Link, Listener, connect
+from covey.transport.local_ca import make_authority
+from covey.transport.token_server import Callers
 
 WAIT_S = 60.0
 
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> Callers:
-    monkeypatch.setattr(callers, "STRANGERS_MAX", 2)
+    monkeypatch.setattr(token_server, "STRANGERS_MAX", 2)
     return Callers("127.0.0.1", lambda connection: connection.sendall(connection.recv(5)), "echo", first_s=WAIT_S)
 
 

@@ -17,8 +17,8 @@ from covey.federated.peers import PIECE_MAX, Bytes, Peers
 from covey.federated.upstream import Upstream
 from covey.node.host import address_towards
 from covey.node.security import Security
-from covey.wire.frames import FRAME_MAX
-from covey.wire.link import UNREAD_MAX, Link, Listener
+from covey.transport.connection import UNREAD_MAX, Link, Listener
+from covey.transport.framing import FRAME_MAX
 
 LOG = bytes(range(256)) * (PIECE_MAX // 256) + b"rest"
 SECRET = Security("secret", None, None)

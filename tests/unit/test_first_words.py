@@ -10,8 +10,8 @@ import pytest
 
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.storage import join_secret
-from covey.wire import address
-from covey.wire.greeting import LINE_MAX, ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
+from covey.transport import address
+from covey.transport.handshake import LINE_MAX, ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
 
 
 def greet(server: ServerGreeting, client: ClientGreeting) -> tuple[bytes, bytes | None]:

@@ -9,7 +9,7 @@ import pytest
 
 from covey.core.healing import Gathering, left_alone, plan
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
-from covey.wire.frames import from_node
+from covey.transport.framing import from_node
 
 NEAR, FAR = "10.0.0.1", "10.0.0.2"
 

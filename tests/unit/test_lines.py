@@ -11,9 +11,9 @@ from covey.core.messages import RELAYED_MAX, Beat, Beats, Goodbye, HangUp, HungU
 from covey.core.model import Progress
 from covey.errors import PeerError
 from covey.node.lines import Lines
-from covey.wire.frames import from_node
-from covey.wire.greeting import ServerGreeting
-from covey.wire.link import Link
+from covey.transport.connection import Link
+from covey.transport.framing import from_node
+from covey.transport.handshake import ServerGreeting
 
 
 class Recorded(Link):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from covey.wire.frames import from_scheduler
-from covey.wire.greeting import ClientGreeting
-from covey.wire.link import Link
+from covey.transport.connection import Link
+from covey.transport.framing import from_scheduler
+from covey.transport.handshake import ClientGreeting
 
 
 def connected_to_itself() -> socket.socket:

@@ -30,8 +30,8 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from covey.errors import CoveyError, ExitCode
-from covey.wire import tls
-from covey.wire.certificates import make_authority, revoke
+from covey.transport import tls
+from covey.transport.local_ca import make_authority, revoke
 
 NOW = datetime.now(UTC)
 LONG_AGO = NOW - timedelta(days=1000)

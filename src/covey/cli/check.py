@@ -18,7 +18,7 @@ from covey.cli.spinner import waiting
 from covey.cli.status import find
 from covey.errors import CoveyError, ExitCode, UsageError
 from covey.node.runtime import Door
-from covey.wire import address
+from covey.transport import address
 
 CONNECT_S: Final = 5.0
 Say = Callable[[str], None]

@@ -24,7 +24,7 @@ from covey.federated.updates import DURABILITIES
 from covey.settings import shown
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import Entry
-from covey.wire import address
+from covey.transport import address
 
 STARTED = b"Server started successfully."
 WAIT_S = 10.0  # until a command that waits says so

@@ -27,8 +27,8 @@ from covey.core.story import Event
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.node.runtime import Door
-from covey.wire.greeting import SecretNotRequired
-from covey.wire.link import Link, connect
+from covey.transport.connection import Link, connect
+from covey.transport.handshake import SecretNotRequired
 
 ANSWER_S: Final = 10.0
 AGAIN_S: Final = 0.2  # between two tries to find a scheduler again

@@ -25,7 +25,7 @@ from covey.node.runtime import Door
 from covey.settings import Settings, load, rows
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import Entry
-from covey.wire import address
+from covey.transport import address
 
 RECOVERIES_SHOWN = 5
 NONE_RUNS = (

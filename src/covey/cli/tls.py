@@ -17,11 +17,11 @@ SERIAL_DIGITS = 48  # at most, of a certificate's serial number
 
 def init(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
     """The files of `covey tls init`."""
-    from covey.wire import certificates
+    from covey.transport import local_ca
 
     password = _password(password, new=True)
     everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
-    made = [str(path) for path in certificates.make_authority(Path(folder), names=everyone, days=days, password=password)]
+    made = [str(path) for path in local_ca.make_authority(Path(folder), names=everyone, days=days, password=password)]
     for path in [] if as_json else made:
         click.echo(path)
     say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
@@ -29,10 +29,10 @@ def init(folder: str, names: tuple[str, ...], days: int, password: str, *, as_js
 
 def revoke(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
     """`covey tls revoke`: by the file, or by the serial number where that is lost."""
-    from covey.wire import certificates
+    from covey.transport import local_ca
 
     what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS else Path(certificate)
-    path = certificates.revoke(Path(folder), what, password=_password(password, new=False))
+    path = local_ca.revoke(Path(folder), what, password=_password(password, new=False))
     say(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
 
 

@@ -1,4 +1,4 @@
-"""What nodes say to each other. `covey.wire` turns these into bytes and back.
+"""What nodes say to each other. `covey.transport` turns these into bytes and back.
 
 Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). An agent carries what its
 children say and are told over its own link. The scheduler answers when the answer changes; nobody polls. Every field has a

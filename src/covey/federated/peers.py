@@ -15,8 +15,8 @@ from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.node.log import log
 from covey.node.security import Security
-from covey.wire import address
-from covey.wire.link import Link, Listener, connect
+from covey.transport import address
+from covey.transport.connection import Link, Listener, connect
 
 PIECE_MAX: Final = 4 * 1024 * 1024
 COPIES_MAX: Final = 8  # records on their way at once: a link that holds more than it can send is cut

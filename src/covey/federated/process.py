@@ -31,7 +31,7 @@ from covey.node.managing import managed
 from covey.node.sockets import bind_manage, raise_file_limit
 from covey.settings import Settings, load
 from covey.storage import cluster_registry
-from covey.wire import address
+from covey.transport import address
 
 CLUSTER_VARIABLE: Final = (
     "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again

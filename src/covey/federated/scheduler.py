@@ -33,7 +33,7 @@ from covey.node.followers import Followers
 from covey.node.log import log
 from covey.node.security import Security
 from covey.node.storyteller import Storyteller
-from covey.wire.link import Link, Listener
+from covey.transport.connection import Link, Listener
 
 TICK_S: Final = 0.05
 GOODBYE_S: Final = 5.0

@@ -15,8 +15,8 @@ from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
 from covey.node.log import log
 from covey.node.security import Security
-from covey.wire.address import join
-from covey.wire.link import Link, connect
+from covey.transport.address import join
+from covey.transport.connection import Link, connect
 
 RECONNECT_S: Final = (0.05, 0.5)
 FIRST_S: Final = 900.0  # servers may be started before their scheduler: as long as it waits for them

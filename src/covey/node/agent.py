@@ -47,7 +47,7 @@ from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 from covey.node.stacks import STACK_SIGNAL
 from covey.settings import Settings
 from covey.storage.tempdirs import Scratch
-from covey.wire import address
+from covey.transport import address
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will
 STACKS_S: Final = 1.0  # for writing stacks

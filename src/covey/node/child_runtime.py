@@ -10,7 +10,7 @@ from covey.core.events import Heard, LinkLost, LinkMade
 from covey.core.messages import Confirm, Confirmed, Message, Reached, Unreached
 from covey.errors import PeerError
 from covey.node.runtime import NodeRuntime
-from covey.wire.link import Link, connect_to_agent
+from covey.transport.connection import Link, connect_to_agent
 
 ANSWER_S: Final = 1.0  # for the agent's answer to one question
 

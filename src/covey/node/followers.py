@@ -10,7 +10,7 @@ import msgspec
 
 from covey.core.messages import Ask, Refused, Told
 from covey.core.view import ClusterView
-from covey.wire.link import Link
+from covey.transport.connection import Link
 
 FOLLOWERS_MAX: Final = 64
 SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster

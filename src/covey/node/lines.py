@@ -12,7 +12,7 @@ from typing import Any, Final
 from covey.core.events import Heard, LinkLost
 from covey.core.messages import RELAYED_MAX, Beat, Beats, HangUp, HungUp, To, Via
 from covey.errors import PeerError
-from covey.wire.link import Link
+from covey.transport.connection import Link
 
 AGENT_LIVES: Final = Beat()
 

@@ -13,7 +13,7 @@ import msgspec
 
 from covey.core.messages import LOG_MAX, LogAsked, LogTold
 from covey.errors import ExitCode, PeerError
-from covey.wire.link import Link
+from covey.transport.connection import Link
 
 SCAN_MAX: Final = 8 << 20  # bytes looked through for one answer
 QUESTIONS_MAX: Final = 32  # at once

@@ -35,7 +35,7 @@ from covey.storage import cluster_registry
 from covey.storage.cas_journal import SharedJournal, open_shared
 from covey.storage.cas_store import Cells, FileCells, open_cells
 from covey.storage.journal import Fenced, Journal, open_journal
-from covey.wire import address
+from covey.transport import address
 
 PORT_S = 10.0  # the kernel has to let go of a port whose holder was killed
 REPLACEMENTS_MAX = 32767  # per host, as MindSpore's max_restarts

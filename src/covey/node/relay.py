@@ -36,8 +36,8 @@ from covey.core.messages import (
 from covey.core.model import Progress
 from covey.errors import UsageError
 from covey.node.log import log
-from covey.wire.frames import from_child
-from covey.wire.link import Link, Listener
+from covey.transport.connection import Link, Listener
+from covey.transport.framing import from_child
 
 SOCKET: Final = "relay"
 UNSENT_MAX: Final = 16 * 1024 * 1024  # bytes that wait for the scheduler, before a child that says more is cut off

@@ -21,8 +21,8 @@ from covey.errors import PeerError
 from covey.node.log import tell
 from covey.node.relay import Relay
 from covey.settings import Settings
-from covey.wire import address
-from covey.wire.link import Link, NobodyListens, connect
+from covey.transport import address
+from covey.transport.connection import Link, NobodyListens, connect
 
 TIMER_MAX_S: Final = 3600.0
 BEATS_PER_SILENCE: Final = 4  # at least so many beats fit into the silence after which a node is dead

@@ -56,7 +56,7 @@ from covey.node.report import failure_report
 from covey.node.storyteller import Storyteller
 from covey.storage.cas_journal import SharedJournal
 from covey.storage.journal import Journal
-from covey.wire.link import Link, Listener
+from covey.transport.connection import Link, Listener
 
 TICK_S: Final = 0.25
 WAITING_EFFECTS_MAX: Final = 1_000_000

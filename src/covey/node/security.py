@@ -12,8 +12,8 @@ from covey import context
 from covey.node.log import log
 from covey.settings import Settings
 from covey.storage import join_secret as secret
-from covey.wire import tls
-from covey.wire.address import is_loopback
+from covey.transport import tls
+from covey.transport.address import is_loopback
 
 
 class Security(NamedTuple):

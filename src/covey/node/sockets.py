@@ -11,7 +11,7 @@ import msgspec
 from covey.errors import ExitCode, UsageError
 from covey.node.log import log
 from covey.settings import Settings
-from covey.wire import address
+from covey.transport import address
 
 
 class Sockets(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from covey.core.effects import Publish
 from covey.core.messages import AskStory, Refused, StoryTold
 from covey.core.story import Event, Story
 from covey.node.log import tell
-from covey.wire.link import Link
+from covey.transport.connection import Link
 
 LISTENERS_MAX = 64
 

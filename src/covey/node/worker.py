@@ -54,7 +54,7 @@ from covey.node.runtime import Door, NodeRuntime, node_settings
 from covey.node.stacks import write_on_signal
 from covey.settings import Settings, serving_said
 from covey.training.worker_context import Planned, Regroup
-from covey.wire import address
+from covey.transport import address
 
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
 AGENT_VARIABLE: Final = "COVEY_AGENT"  # which scheduler's, and where the socket of a child's agent is

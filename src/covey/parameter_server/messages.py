@@ -19,7 +19,7 @@ from msgspec import Meta
 from covey.core.shards import Sharing
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.parameter_server.optimizers import Array, Rule
-from covey.wire.link import tune
+from covey.transport.connection import tune
 
 MAGIC: Final = b"cvp1"
 HEADER: Final = struct.Struct("<4sIQ")  # magic, bytes of the message, bytes of the arrays

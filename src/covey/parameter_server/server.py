@@ -44,7 +44,7 @@ from covey.parameter_server.replication import Chain, ask, restore
 from covey.parameter_server.request_handler import NOTHING, Desk, MovedError
 from covey.parameter_server.shard import Shard
 from covey.parameter_server.shard_set import Shelf
-from covey.wire.callers import Callers
+from covey.transport.token_server import Callers
 
 CONNECTIONS_MAX: Final = 4096
 FIRST_S: Final = 30.0  # in which a connection must show its token

@@ -40,7 +40,7 @@ from covey.node.sockets import Sockets, bind_manage, manage_words
 from covey.settings import TABLE, Loaded, Settings, rendered, shown
 from covey.storage.journal import has_journal
 from covey.storage.tempdirs import Scratch
-from covey.wire import address
+from covey.transport import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -7,7 +7,7 @@ import shlex
 from covey.cli.run.plan import EVERY, RunPlan
 from covey.core.words import many
 from covey.settings import rendered, rows
-from covey.wire import address
+from covey.transport import address
 
 
 def describe(plan: RunPlan) -> str:

@@ -42,7 +42,7 @@ from covey.settings import (
     shown,
     whole,
 )
-from covey.wire import address
+from covey.transport import address
 
 __all__ = ["OPTIONS", "RunPlan", "describe", "help_text", "parse"]
 

@@ -13,7 +13,7 @@ import msgspec
 from covey.errors import CoveyError, UsageError
 from covey.node.log import configure, log
 from covey.settings import HOST, NODES_MAX, Loaded, Settings, load, shown
-from covey.wire import address
+from covey.transport import address
 
 LOOPBACK = "127.0.0.1"
 GIVEN = "MS_SCHED_HOST"

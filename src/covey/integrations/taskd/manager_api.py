@@ -39,8 +39,8 @@ from covey.node.sockets import Sockets, bind
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.storage import cluster_registry
 from covey.storage.journal import has_journal
-from covey.wire.greeting import SecretNotRequired
-from covey.wire.link import NobodyListens, connect
+from covey.transport.connection import NobodyListens, connect
+from covey.transport.handshake import SecretNotRequired
 
 CALL: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
 AGAIN_S: Final = 0.5  # between two calls to a scheduler that does not answer

@@ -28,7 +28,7 @@ from covey.integrations.taskd.config import journal_folder, log_folder, place, s
 from covey.node.log import log
 from covey.node.worker import INCARNATION_VARIABLE
 from covey.settings import load
-from covey.wire import address
+from covey.transport import address
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
 LOCAL_RANK: Final = "${local_rank}"  # torch's macro in the arguments of a command

@@ -23,7 +23,7 @@ from covey.errors import PeerError
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.state import pytree
 from covey.training.state.process_memory import Mark, Piece, pull, recognised, room
-from covey.wire.callers import Callers
+from covey.transport.token_server import Callers
 
 HEADER_MAX: Final = 64 * 1024 * 1024
 CONNECT_S: Final = 10.0

@@ -1,7 +1,7 @@
 """What the files of a TLS configuration hold, opened and checked: authorities, revocation lists, identities.
 
 Everything that can be found wrong at start is found here, where one process can say it whole, and not at the first
-handshake, where two processes see half of it each. Only `covey.wire.tls` comes here, and only when TLS is on: importing
+handshake, where two processes see half of it each. Only `covey.transport.tls` comes here, and only when TLS is on: importing
 `cryptography` costs as much as all the rest of the wire.
 """
 
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPub
 from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from covey.wire.tls import Side, TlsFiles, bad_tls, read_limited
+from covey.transport.tls import Side, TlsFiles, bad_tls, read_limited
 
 _USAGE = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 _Kind = TypeVar("_Kind", bound=x509.ExtensionType)

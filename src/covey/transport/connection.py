@@ -23,10 +23,10 @@ import msgspec
 from covey.clock import wall
 from covey.core.messages import Message
 from covey.errors import PeerError
-from covey.wire import address, tls
-from covey.wire.address import BACKLOG
-from covey.wire.frames import Frames, frame, from_agent, from_node, from_scheduler
-from covey.wire.greeting import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting, is_mindspore
+from covey.transport import address, tls
+from covey.transport.address import BACKLOG
+from covey.transport.framing import Frames, frame, from_agent, from_node, from_scheduler
+from covey.transport.handshake import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting, is_mindspore
 
 GREETING_S: Final = 10.0
 HOLD_S: Final = 1.0  # for a caller's first bytes, after which it is greeted all the same; covey's nodes send theirs at once

@@ -34,7 +34,7 @@ import msgspec
 from covey.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from covey.wire.credentials import Identity, Trust
+    from covey.transport.tls_files import Identity, Trust
 
 FILE_MAX = 16 << 20  # bytes
 WARN_DAYS = range(7, 181)
@@ -130,7 +130,7 @@ def _check_value(key: str, value: object, name: str) -> None:
 
 def build(files: TlsFiles, *, server_password: str, client_password: str, now: datetime) -> TlsContexts:
     """Check everything, then make a context for each side that has an identity. `now` must know its time zone."""
-    from covey.wire.credentials import Dates, open_identity, open_trust  # here, for what importing it costs
+    from covey.transport.tls_files import Dates, open_identity, open_trust  # here, for what importing it costs
 
     if not files.server_cert_path and not files.client_cert_path:
         raise bad_tls("TLS needs an identity: set server_cert_path, client_cert_path or both")
