@@ -35,9 +35,9 @@ from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
 from covey.federated.context import VARIABLE
-from covey.federated.device import Device
-from covey.federated.model import raw
-from covey.federated.simulate import simulate
+from covey.federated.device.client import Device
+from covey.federated.model_codec import raw
+from covey.federated.simulation.simulator import simulate
 from covey.transport.address import free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"

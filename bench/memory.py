@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import Aim, table
-from covey.federated.device import Device
+from covey.federated.device.client import Device
 
 VALUES = 1000
 THREADS = 4

@@ -17,11 +17,11 @@ import numpy as np
 
 from bench.report import Aim, table
 from covey.federated import FedAvg
-from covey.federated.compress import NONE
-from covey.federated.device import Device
-from covey.federated.model import Layout
-from covey.federated.private_trial import Treatment
-from covey.federated.simulate import simulate
+from covey.federated.device.client import Device
+from covey.federated.model_codec import Layout
+from covey.federated.simulation.privacy_pipeline import Treatment
+from covey.federated.simulation.simulator import simulate
+from covey.federated.update_compression import NONE
 
 EXPANSION = 1.73  # of the paper (Bonawitz 2017) for 1,024 users with 2^20 values of 16 bits
 SERVER_S = 5.0

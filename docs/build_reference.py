@@ -18,8 +18,8 @@ from covey.core.incidents import Outcome, Stage, Total
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import HELP, ExitCode
-from covey.federated import openapi as devices
-from covey.federated.manage import FEDERATED
+from covey.federated.scheduler.management_api import FEDERATED
+from covey.federated.server import openapi as devices
 from covey.kubernetes.operator_metrics import Metrics
 from covey.management import cluster_metrics
 from covey.management.openapi import COMMON, Operation

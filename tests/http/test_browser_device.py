@@ -15,13 +15,13 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import Federation
 
 from covey.federated import Device
-from covey.federated.simulate import digits
+from covey.federated.simulation.simulator import digits
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
 SCRIPT = """
 import numpy as np
 import covey.federated
-from covey.federated.simulate import fresh
+from covey.federated.simulation.simulator import fresh
 
 covey.federated.run(fresh(np.random.default_rng(1)))
 """

@@ -14,8 +14,8 @@ from tests.processes.command import Shell
 from tests.processes.harness import Process, free_port, until
 
 from covey.federated import Device
-from covey.federated.accumulator import Accumulator
-from covey.federated.model import Floats
+from covey.federated.model_codec import Floats
+from covey.federated.server.accumulator import Accumulator
 
 SIZE = 3000
 MODEL = f"""

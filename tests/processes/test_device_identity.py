@@ -18,7 +18,7 @@ from tests.unit.authorities import Authority
 
 from covey.errors import PeerError
 from covey.federated import Device
-from covey.federated.privacy.identity import Identity, Trust
+from covey.federated.privacy.device_identity import Identity, Trust
 from covey.federated.protocol import GetModel, now_ms
 
 FIRST, SECOND = Authority("first"), Authority("second")

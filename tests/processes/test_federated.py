@@ -21,9 +21,9 @@ from tests.processes.federation import SIZE, Crowd, Federation, expected, ports,
 from tests.processes.harness import free_port, until
 
 from covey.federated import Device
-from covey.federated.accumulator import Accumulator
-from covey.federated.device import Refused, Task
-from covey.federated.model import Layout
+from covey.federated.device.client import Refused, Task
+from covey.federated.model_codec import Layout
+from covey.federated.server.accumulator import Accumulator
 from covey.transport import tls
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from tests.processes.federation import SIZE, Federation, expected, update
 from tests.processes.harness import until
 
 from covey.core.federation import Peer, owner
-from covey.federated.accumulator import Accumulator
-from covey.federated.device import Device, Task
+from covey.federated.device.client import Device, Task
+from covey.federated.server.accumulator import Accumulator
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Federation, update
 
 from covey.core import dp
-from covey.federated.accumulator import Accumulator
-from covey.federated.compress import KINDS, Compressor, decode
-from covey.federated.privacy.noise import clipped
+from covey.federated.privacy.dp_noise import clipped
+from covey.federated.server.accumulator import Accumulator
+from covey.federated.update_compression import KINDS, Compressor, decode
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.processes.harness import until
 from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
-from covey.federated.device import Refused
+from covey.federated.device.client import Refused
 from covey.node.faults import full_disk
 
 

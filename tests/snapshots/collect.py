@@ -28,9 +28,9 @@ from covey.cli.run.options import OPTIONS
 from covey.context import DEFAULTS as PS_CONTEXT
 from covey.core.story import Event
 from covey.errors import ExitCode
-from covey.federated import openapi as device_port
 from covey.federated.context import KEYS
-from covey.federated.manage import FEDERATED
+from covey.federated.scheduler.management_api import FEDERATED
+from covey.federated.server import openapi as device_port
 from covey.management.jobs_api import CLUSTERS_OWN, JOBS, PASSED_ON, SCALE, STREAM, SUSPEND
 from covey.management.openapi import COMMON, document
 from covey.management.training_api import OPERATIONS as TRAINING
@@ -72,7 +72,7 @@ DOCUMENTED = (
     Imports("covey.integrations.lightning", ("Strategy",)),
     Imports("covey.federated"),
     Imports("covey.federated.context", ("KEYS", "from_text")),
-    Imports("covey.federated.privacy.identity", ("Identity", "Trust")),
+    Imports("covey.federated.privacy.device_identity", ("Identity", "Trust")),
     Imports("covey.parameter_server.checkpoint_files", ("export",)),
     Imports("covey.parameter_server.optimizers", ("FTRL", "LazyAdam")),
     Imports("covey.integrations.taskd"),
@@ -85,6 +85,7 @@ DOCUMENTED = (
 FORWARDED = (
     Imports("covey.doors.accelerate", ("Accelerator",)),
     Imports("covey.doors.lightning", ("Strategy",)),
+    Imports("covey.federated.privacy.identity", ("Identity", "Trust")),
     Imports("covey.params.files", ("export",)),
     Imports("covey.params.optimizers", ("FTRL", "LazyAdam")),
     Imports("covey.taskd"),

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from covey.federated.privacy.identity import Identity
+from covey.federated.privacy.device_identity import Identity
 
 PEM = serialization.Encoding.PEM
 

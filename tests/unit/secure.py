@@ -19,9 +19,9 @@ from covey.core.secure import (
     Verdict,
 )
 from covey.core.secure_round import SecureRound, Spoken
-from covey.federated.privacy import ring
-from covey.federated.privacy.ring import Told, Words
-from covey.federated.privacy.session import Session, units, unmask
+from covey.federated.privacy import fixed_point_ring
+from covey.federated.privacy.fixed_point_ring import Told, Words
+from covey.federated.privacy.secagg_session import Session, units, unmask
 
 REACH = 16.0
 
@@ -40,9 +40,9 @@ class Sim:
             name: draw.uniform(-3, 3, size).astype(np.float32) for name in self.names
         }
         self.sizes = {name: number + 1 for number, name in enumerate(self.names)}
-        self.total: Words = np.zeros(size + ring.TOLD, np.uint32)
+        self.total: Words = np.zeros(size + fixed_point_ring.TOLD, np.uint32)
         self.uploads: dict[str, Words] = {}
-        self.plain: Words = np.zeros(size + ring.TOLD, np.uint32)
+        self.plain: Words = np.zeros(size + fixed_point_ring.TOLD, np.uint32)
         self.now = 0.0
         self._phase = self.round.phase
 
@@ -71,7 +71,7 @@ class Sim:
             assert isinstance(shares, ShareList)
             one = self.sessions[name]
             one.take(shares)
-            words = ring.encode(self.values[name], Told(1.0, 0.5), self.sizes[name], units(one.keys, REACH))
+            words = fixed_point_ring.encode(self.values[name], Told(1.0, 0.5), self.sizes[name], units(one.keys, REACH))
             self.uploads[name] = one.mask(words)
             self.plain += words
             self.total += self.uploads[name]

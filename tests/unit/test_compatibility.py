@@ -10,7 +10,7 @@ from tests.documents import ROOT
 from covey.cli.run.event_hooks import Notice
 from covey.core.job import spec
 from covey.core.messages import PROTOCOL
-from covey.federated import updates
+from covey.federated.server import update_log
 from covey.parameter_server import checkpoint_files as row_files
 from covey.storage import journal
 from covey.training.checkpoint import files
@@ -28,7 +28,7 @@ def test_versions_in_the_document_are_those_of_the_code() -> None:
         "journal of a scheduler": str(journal.FORMAT),
         "checkpoint of `covey.Loop`": str(files.FORMAT),
         "rows of parameter servers in a checkpoint": str(row_files.FORMAT),
-        "update log of a federated server": updates._MAGIC.decode(),
+        "update log of a federated server": update_log._MAGIC.decode(),
         "record and models of a federated cluster": "none",
         "`MSJob`, custom resource": spec.VERSION,
         "document of `--on-event`": str(schema),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.federated.compress import KINDS, Compressor, decode, encode
-from covey.federated.model import decode_flat, flat_head, raw
+from covey.federated.model_codec import decode_flat, flat_head, raw
+from covey.federated.update_compression import KINDS, Compressor, decode, encode
 
 SMALL = KINDS[1:]
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from covey.federated.http import IDLE_S, REFUSED_S, REQUEST_S, SLOWEST, Connection, Request, Site
+from covey.federated.server.http_server import IDLE_S, REFUSED_S, REQUEST_S, SLOWEST, Connection, Request, Site
 
 WAIT_S = 60.0
 ROUNDED_UP = 90.449  # a time t for which t + 60.0 - t > 60.0

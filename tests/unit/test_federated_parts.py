@@ -22,18 +22,19 @@ from hypothesis import strategies as st
 from covey.core.claims import Claims
 from covey.core.federation import Copy, Numbers, Plan, evaluates
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
-from covey.federated import Device, Task, compress, fit, openapi, strategies, summing
-from covey.federated.accumulator import Accumulator, weighed
-from covey.federated.holdings import Holdings
-from covey.federated.keeper import Keeper, Role
-from covey.federated.model import Floats, Layout, Small, take
+from covey.federated import Device, Task, fit, strategies, update_compression
+from covey.federated.model_codec import Floats, Layout, Small, take
+from covey.federated.process_supervisor import Keeper, Role
 from covey.federated.protocol import Answer, FlPlan
-from covey.federated.relay import PATHS
-from covey.federated.safekeeping import Copies, copies_of
-from covey.federated.simulate import CLASSES, deal, digits, simulate
-from covey.federated.store import ModelStore, Unstored, unpack_state
-from covey.federated.summing import _reserve, metrics
-from covey.federated.updates import Folder, Update, UpdateLog, pack, read
+from covey.federated.server import aggregation, openapi
+from covey.federated.server.accumulator import Accumulator, weighed
+from covey.federated.server.aggregation import _reserve, metrics
+from covey.federated.server.model_store import ModelStore, Unstored, unpack_state
+from covey.federated.server.round_storage import Holdings
+from covey.federated.server.secagg_endpoints import PATHS
+from covey.federated.server.update_log import Folder, Update, UpdateLog, pack, read
+from covey.federated.server.update_replication import Copies, copies_of
+from covey.federated.simulation.simulator import CLASSES, deal, digits, simulate
 
 
 def values(seed: int, size: int = 40_000) -> Floats:
@@ -325,7 +326,7 @@ def test_a_server_that_speaks_something_else_is_passed_over() -> None:
 THREADS = """
 import importlib, sys, threading
 import numpy as np
-from covey.federated import device, protocol
+from covey.federated.device import client as device; from covey.federated import protocol
 
 sys.setswitchinterval(1e-6)
 
@@ -354,8 +355,8 @@ def test_devices_may_begin_in_many_threads_at_once() -> None:
 
 @pytest.mark.parametrize(("kind", "rate"), [("QUANT", 1.0), ("TOP_K", 1.0), ("TOP_K", 0.01), ("DIFF_SPARSE_QUANT", 0.4)])
 def test_how_long_a_small_upload_is(kind: str, rate: float) -> None:
-    arrays = compress.encode(values(1, 1000), kind, rate, 1)
-    assert compress.bytes_of(1000, kind, rate) == sum(array.nbytes for array in arrays.values())
+    arrays = update_compression.encode(values(1, 1000), kind, rate, 1)
+    assert update_compression.bytes_of(1000, kind, rate) == sum(array.nbytes for array in arrays.values())
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
@@ -379,18 +380,18 @@ class Makes(strategies.Strategy):
 def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
     layout, flat = take({"w": np.ones(3, np.float32)})
     with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
-        summing.apply(Broken(), flat, flat.astype(np.float64), {})
+        aggregation.apply(Broken(), flat, flat.astype(np.float64), {})
     for made, why in (
         (np.full(3, np.nan), "not every value is finite"),
         (np.ones(2), "is no shape of 3 values"),
         (None, "shape"),
     ):
         with pytest.raises(UsageError, match=why) as ends:
-            summing.apply(Makes(made), flat, flat.astype(np.float64), {})
+            aggregation.apply(Makes(made), flat, flat.astype(np.float64), {})
         assert ends.value.exit_code == ExitCode.BAD_SCRIPT, "which no restart would mend"
-    found = summing.judged(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
+    found = aggregation.judged(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
     assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, "never the best, and a manifest can say it"
-    assert summing.judged(lambda model: {"loss": 1 / 0}, layout, flat) == {}
+    assert aggregation.judged(lambda model: {"loss": 1 / 0}, layout, flat) == {}
 
 
 def test_strategies_make_what_their_papers_say() -> None:

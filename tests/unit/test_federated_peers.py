@@ -13,8 +13,8 @@ import pytest
 from covey.core.federation import Alive, Copy, FromServer, Peer
 from covey.core.messages import Goodbye
 from covey.errors import PeerError
-from covey.federated.peers import PIECE_MAX, Bytes, Peers
-from covey.federated.upstream import Upstream
+from covey.federated.server.scheduler_link import Upstream
+from covey.federated.server.server_links import PIECE_MAX, Bytes, Peers
 from covey.node.host import address_towards
 from covey.node.security import Security
 from covey.transport.connection import UNREAD_MAX, Link, Listener

@@ -15,17 +15,17 @@ from covey.core.claims import Claims
 from covey.core.federation import Instance, Made, Numbers, Orders, Peer, Plan, Stage
 from covey.core.model import Host
 from covey.errors import PeerError
-from covey.federated.accumulator import Accumulator
-from covey.federated.holdings import Holdings
-from covey.federated.http import Connection, Piece, Request
-from covey.federated.model import digest, take
-from covey.federated.peers import Peers
+from covey.federated.model_codec import digest, take
 from covey.federated.protocol import now_ms
-from covey.federated.safekeeping import Safekeeping
-from covey.federated.server import Server, ServerSettings
-from covey.federated.store import NO_STATE
+from covey.federated.server.accumulator import Accumulator
+from covey.federated.server.http_server import Connection, Piece, Request
+from covey.federated.server.model_store import NO_STATE
+from covey.federated.server.round_storage import Holdings
+from covey.federated.server.server import Server, ServerSettings
+from covey.federated.server.server_links import Peers
+from covey.federated.server.update_log import Update
+from covey.federated.server.update_replication import Safekeeping
 from covey.federated.strategies import FedAvg
-from covey.federated.updates import Update
 from covey.node.security import Security
 
 WAIT_S = 60.0

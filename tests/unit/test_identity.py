@@ -13,9 +13,9 @@ from tests.unit.authorities import Authority
 from covey.core.secure import KeyList, ListSignature, RemoteKeys
 from covey.errors import PeerError, UsageError
 from covey.federated import Device
-from covey.federated.masked_device import Names
-from covey.federated.privacy.identity import Identity, Trust, keys_text, list_text, request_text, signed
-from covey.federated.privacy.session import Session
+from covey.federated.device.secagg_client import Names
+from covey.federated.privacy.device_identity import Identity, Trust, keys_text, list_text, request_text, signed
+from covey.federated.privacy.secagg_session import Session
 from covey.federated.protocol import SecureAnswer
 
 FIRST, SECOND, STRANGE = Authority("first"), Authority("second"), Authority("strange")

@@ -96,7 +96,7 @@ def test_the_wheel_is_built_from_what_a_stage_copies(tmp_path: Path, stage: str)
         names = set(packed.namelist())
     ours = {name.removeprefix("src/") for name in context() if name.startswith("src/covey/")}
     assert not ours - names
-    assert {"covey/federated/digits.npz", "covey/management/web/index.html", "covey/management/web/app.js"} <= names
+    assert {"covey/federated/simulation/digits.npz", "covey/management/web/index.html", "covey/management/web/app.js"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

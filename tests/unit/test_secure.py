@@ -31,11 +31,11 @@ from covey.core.secure import (
 )
 from covey.core.secure_round import SecureRound
 from covey.errors import PeerError, UsageError
-from covey.federated.privacy import masks, ring
-from covey.federated.privacy.ring import Told
-from covey.federated.privacy.session import Session, units
-from covey.federated.private_trial import Treatment
-from covey.federated.simulate import simulate
+from covey.federated.privacy import fixed_point_ring, secagg_masks
+from covey.federated.privacy.fixed_point_ring import Told
+from covey.federated.privacy.secagg_session import Session, units
+from covey.federated.simulation.privacy_pipeline import Treatment
+from covey.federated.simulation.simulator import simulate
 from covey.federated.strategies import FedAvg
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
@@ -44,14 +44,14 @@ VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
 @given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
 def test_a_round_cannot_overflow(devices: int, samples: int, reach: float) -> None:
     """Every device at the edge of what it may send, all with the same sign."""
-    units_ = ring.scale(reach, devices * samples, devices)
+    units_ = fixed_point_ring.scale(reach, devices * samples, devices)
     edge = np.array([np.float32(reach)], np.float32)
     edge = np.minimum(edge, np.nextafter(np.float32(reach), np.float32(0)))
-    one = ring.encode(edge, Told(1.0, 1024.0), samples, units_)
+    one = fixed_point_ring.encode(edge, Told(1.0, 1024.0), samples, units_)
     total = np.zeros_like(one)
     for _ in range(devices):
         total += one
-    values, told = ring.decode(total, units_)
+    values, told = fixed_point_ring.decode(total, units_)
     assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / units_.values)
     assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / units_.told)
 
@@ -59,7 +59,7 @@ def test_a_round_cannot_overflow(devices: int, samples: int, reach: float) -> No
 @pytest.mark.parametrize("value", [16.5, -16.5, float("nan"), float("inf")])
 def test_values_that_do_not_fit_are_refused_not_cut(value: float) -> None:
     with pytest.raises(UsageError, match="nothing was sent"):
-        ring.encode(np.array([1.0, value], np.float32), Told(), 5, ring.scale(REACH, 100, 10))
+        fixed_point_ring.encode(np.array([1.0, value], np.float32), Told(), 5, fixed_point_ring.scale(REACH, 100, 10))
 
 
 @settings(max_examples=25, deadline=None)
@@ -94,7 +94,7 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
         assert f"{needed} are needed" in sim.round.failed and sim.round.unmasking is None
         return
     assert np.array_equal(sim.bare(), sim.plain)
-    values, told = ring.decode(sim.bare(), units(sim.sessions[sending[0]].keys, REACH))
+    values, told = fixed_point_ring.decode(sim.bare(), units(sim.sessions[sending[0]].keys, REACH))
     wanted = sum(sim.values[name].astype(float) * sim.sizes[name] for name in sending)
     assert values == pytest.approx(wanted, abs=1e-4)
     assert told.loss == pytest.approx(0.5 * sum(sim.sizes[name] for name in sending), abs=1e-2)
@@ -178,14 +178,14 @@ def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> Non
     with pytest.raises(PeerError, match="were not made by it"):
         sim.sessions["device-2"].take(shares)  # type: ignore[arg-type]
     a, b = bytes(range(32)), bytes(range(32, 64))
-    sealed = bytearray(masks.seal(b"x" * 66, a, masks.public(b), "s", "a", "b"))
-    assert masks.unseal(bytes(sealed), b, masks.public(a), "s", "a", "b") == b"x" * 66
+    sealed = bytearray(secagg_masks.seal(b"x" * 66, a, secagg_masks.public(b), "s", "a", "b"))
+    assert secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), "s", "a", "b") == b"x" * 66
     for wrong in (("t", "a", "b"), ("s", "b", "a")):
         with pytest.raises(ValueError, match="were not made"):
-            masks.unseal(bytes(sealed), b, masks.public(a), *wrong)
+            secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), *wrong)
     sealed[3] ^= 1
     with pytest.raises(ValueError, match="were not made"):
-        masks.unseal(bytes(sealed), b, masks.public(a), "s", "a", "b")
+        secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), "s", "a", "b")
 
 
 def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
@@ -300,18 +300,18 @@ def test_the_published_vectors_hold() -> None:
     found = json.loads(VECTORS.read_text())
     raw = {name: base64.b64decode(value) for name, value in found["bytes"].items()}
     session = found["session"]
-    assert masks.public(raw["private_a"]) == raw["public_a"]
-    assert masks.agreed(raw["private_a"], raw["public_b"]) == masks.agreed(raw["private_b"], raw["public_a"])
-    assert masks.agreed(raw["private_a"], raw["public_b"]) == raw["agreed"]
-    assert masks.pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
-    assert masks.self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
-    assert masks.seal(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
+    assert secagg_masks.public(raw["private_a"]) == raw["public_a"]
+    assert secagg_masks.agreed(raw["private_a"], raw["public_b"]) == secagg_masks.agreed(raw["private_b"], raw["public_a"])
+    assert secagg_masks.agreed(raw["private_a"], raw["public_b"]) == raw["agreed"]
+    assert secagg_masks.pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
+    assert secagg_masks.self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
+    assert secagg_masks.seal(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
     assert raw["public_a"] != raw["public_b"]
     split = shamir.split(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
     assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
-    units_ = ring.scale(found["reach"], found["samples"], found["devices"])
+    units_ = fixed_point_ring.scale(found["reach"], found["samples"], found["devices"])
     assert list(units_) == found["units"]
-    words = ring.encode(np.array(found["values"], np.float32), Told(*found["told"]), found["weight"], units_)
+    words = fixed_point_ring.encode(np.array(found["values"], np.float32), Told(*found["told"]), found["weight"], units_)
     assert words.tolist() == found["words"]
 
 

@@ -20,7 +20,7 @@ from covey.cli.status import door_of, draw, look
 from covey.core.words import many
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import Value, check, check_file, from_text
-from covey.federated.updates import DURABILITIES
+from covey.federated.server.update_log import DURABILITIES
 from covey.settings import shown
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import Entry
@@ -89,7 +89,7 @@ def up(
     words: tuple[str, ...],
 ) -> None:
     """Start a federated cluster and keep it alive: for a script that calls `covey.federated.run`, or a .safetensors file."""
-    from covey.federated.keeper import Keeper, Role
+    from covey.federated.process_supervisor import Keeper, Role
 
     if why := unreadable(Path(script)):
         raise UsageError(f"{shown(script)} cannot be {why}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)

@@ -11,13 +11,13 @@ import click
 from covey.cli.common import JSON, examples, say
 from covey.core.words import many
 from covey.errors import StoreError, UsageError
-from covey.federated.compress import KINDS, NONE
+from covey.federated.update_compression import KINDS, NONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.core.dp import Noise
-    from covey.federated.simulate import Round
+    from covey.federated.simulation.simulator import Round
 
 DELTA = 1e-5  # of what noise hides
 BARS = "▁▂▃▄▅▆▇█"
@@ -66,16 +66,16 @@ def simulate(
     """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
     from covey.core.dp import Noise
     from covey.core.federation import Plan
-    from covey.federated import private
-    from covey.federated import simulate as simulation
-    from covey.federated.private_trial import Treatment
+    from covey.federated import privacy_settings
+    from covey.federated.simulation import simulator as simulation
+    from covey.federated.simulation.privacy_pipeline import Treatment
     from covey.federated.strategies import named
 
     above = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
     _check(above, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
     gauss = Noise(False, clip, noise, DELTA) if noise else None
     plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
-    private.check(plan, named(strategy))
+    privacy_settings.check(plan, named(strategy))
     treatment = Treatment(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NONE else None
     how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
     found = _shown(simulation.simulate(devices, rounds, named(strategy), **how), rounds)

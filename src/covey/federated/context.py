@@ -23,8 +23,8 @@ import msgspec
 from covey.core.dp import Noise, multiplier
 from covey.core.federation import SERVERS_MAX, Plan
 from covey.errors import UsageError
-from covey.federated import compress
-from covey.federated.updates import DURABILITIES
+from covey.federated import update_compression
+from covey.federated.server.update_log import DURABILITIES
 
 VARIABLE = "COVEY_FL_CONTEXT"  # `covey.world` knows it too
 HOST_MAX = 100
@@ -124,7 +124,7 @@ KEYS: Mapping[str, Key] = {
     "config_file_path": Key("", _any, _TEXT),
     "http_url_prefix": Key("", _prefix, 'a path that begins with "/" and does not end with it'),
     "checkpoint_dir": Key("", _any, _TEXT),
-    "upload_compress_type": Key("NO_COMPRESS", _one_of(*compress.KINDS), ", ".join(compress.KINDS)),
+    "upload_compress_type": Key("NO_COMPRESS", _one_of(*update_compression.KINDS), ", ".join(update_compression.KINDS)),
     "upload_sparse_rate": Key(0.4, _number(0, 1, above=True), "a number above 0, up to 1"),
     "download_compress_type": Key("NO_COMPRESS", _one_of("NO_COMPRESS", "QUANT"), "NO_COMPRESS or QUANT"),
     "instance_name": Key("", _any, _TEXT),

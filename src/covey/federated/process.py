@@ -18,12 +18,12 @@ from covey.core.federation import Stage
 from covey.core.managed import Managed
 from covey.core.roster import Limits
 from covey.errors import CoveyError, UsageError
-from covey.federated import context, model, private
-from covey.federated.scheduler import Scheduler, load_record
-from covey.federated.server import Server, ServerSettings
-from covey.federated.store import write_file
+from covey.federated import context, model_codec, privacy_settings
+from covey.federated.scheduler.scheduler import Scheduler, load_record
+from covey.federated.server.aggregation import SPOOL_MAX, Evaluate
+from covey.federated.server.model_store import write_file
+from covey.federated.server.server import Server, ServerSettings
 from covey.federated.strategies import FedAvg, Strategy
-from covey.federated.summing import SPOOL_MAX, Evaluate
 from covey.node import host as hosts
 from covey.node import security
 from covey.node.log import configure, log
@@ -163,18 +163,18 @@ async def _schedule(settings: Settings) -> int:
 
 
 def _console(scheduler: Scheduler, token: str) -> Any:
-    from covey.federated import manage
+    from covey.federated.scheduler import management_api
 
-    return manage.make_app(scheduler, token=token, settings=context.rows())
+    return management_api.make_app(scheduler, token=token, settings=context.rows())
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 
 async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
-    layout, values = model.take(network)
+    layout, values = model_codec.take(network)
     plan = msgspec.structs.replace(context.plan(), staleness=strategy.staleness)
-    private.check(plan, strategy)
+    privacy_settings.check(plan, strategy)
     if strategy.sees_all:
         _check_spool(strategy, layout)
     scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
@@ -201,7 +201,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
             server_mode=context.text("server_mode"),
             prefix=context.text("http_url_prefix"),
             replay_ms=context.number("replay_attack_time_diff"),
-            gate=private.gate(),
+            gate=privacy_settings.gate(),
             keep_models=context.number("keep_models"),
             lease_s=return_s / 2,
             patience_s=-1.0 if comes_back else LOST_S,
@@ -222,7 +222,7 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
         saying.cancel()
 
 
-def _check_spool(strategy: Strategy, layout: model.Layout) -> None:
+def _check_spool(strategy: Strategy, layout: model_codec.Layout) -> None:
     name, devices = type(strategy).__name__, context.number("start_fl_job_threshold")
     if context.text("durability") == "none":
         raise UsageError(f"{name} sees every update, and durability=none keeps none: use process")

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import UsageError
-from covey.federated.model import Floats
-from covey.federated.store import State
+from covey.federated.model_codec import Floats
+from covey.federated.server.model_store import State
 
 Doubles = NDArray[np.float64]
 

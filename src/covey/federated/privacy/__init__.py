@@ -1,10 +1,10 @@
-"""What keeps a device's update its own: arithmetic on arrays and keys. No sockets, no clocks, no rounds.
+"""Keys, masks and noise: arithmetic on arrays. No sockets, no clocks, no rounds.
 
-    `ring`      whole numbers modulo 2^32, in which masks cancel exactly
-    `masks`     keys between two devices, the masks that follow from them, shares only their receiver can read
-    `session`   a device's side of a secure round, and the sum's
-    `noise`     clipping, and what hides one device among many
-    `identity`  who a device is, by certificate
+    `fixed_point_ring`   integers modulo 2^32, in which masks cancel exactly
+    `secagg_masks`       keys between two devices, masks derived from them, sealed shares
+    `secagg_session`     a device's side of a secure round, and the unmasking of a sum
+    `dp_noise`           clipping and Gaussian noise
+    `device_identity`    device certificates and signatures (`identity` is its former name)
 
-Rounds and who may do what are in `covey.core.secure_round`; the wire is `covey.federated`'s.
+The protocol's decisions are in `covey.core.federated.secagg`.
 """

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from covey.errors import UsageError
-from covey.federated.scheduler import Scheduler, changed
+from covey.federated.scheduler.scheduler import Scheduler, changed
 from covey.management import common_api
 from covey.management.openapi import COMMON, Operation
 from covey.management.schemas import Reply, StateReply

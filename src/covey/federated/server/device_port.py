@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from covey.core.federation import Instance, Joined, Orders, Plan, Stage, evaluates, token
-from covey.federated import compress, openapi, page
-from covey.federated.accumulator import WEIGHT_MAX
-from covey.federated.gate import Gate, Refusal
-from covey.federated.http import Request, Site
-from covey.federated.model import Floats, raw
+from covey.federated import update_compression
+from covey.federated.model_codec import Floats, raw
 from covey.federated.protocol import (
     NOT_RUNNING,
     SAFETENSORS,
@@ -35,12 +32,16 @@ from covey.federated.protocol import (
     read_fields,
     ticket,
 )
-from covey.federated.relay import PATHS, Relay
-from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
+from covey.federated.server import browser_page, openapi
+from covey.federated.server.accumulator import WEIGHT_MAX
+from covey.federated.server.http_server import Request, Site
+from covey.federated.server.request_auth import Gate, Refusal
+from covey.federated.server.secagg_endpoints import PATHS, Relay
+from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, Replies
 from covey.node.log import log
 
 if TYPE_CHECKING:
-    from covey.federated.server import Server
+    from covey.federated.server.server import Server
 
 FIELDS_ROOM: Final = 256 * 1024  # beyond the tensors and their names
 CONNECTIONS_MAX: Final = 10_000
@@ -55,7 +56,7 @@ class Devices:
         self._replies = replies
         self._joins: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
         plan, size = server.settings.plan, server.layout.size
-        values = max(4 * size, compress.bytes_of(size, plan.compress, plan.sparse_rate))
+        values = max(4 * size, update_compression.bytes_of(size, plan.compress, plan.sparse_rate))
         limit = values + len(server.layout.head({})) + FIELDS_ROOM
         self.relay = Relay(server, replies)
         self._gate = Gate(server.settings.gate)
@@ -71,7 +72,7 @@ class Devices:
             **{f"{prefix}/{name}": partial(self._secure, name) for name in PATHS},
         }
         self._document = openapi.encoded(prefix)
-        self._pages = page.files(prefix)
+        self._pages = browser_page.files(prefix)
 
     async def open(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
         await self._site.open(sockets, context)
@@ -238,8 +239,8 @@ class Devices:
 
     def _send_model(self, request: Request, answer: Answer, values: Floats, understood: Sequence[str]) -> None:
         server = self._server
-        kind = server.orders.plan.download if server.orders is not None else compress.NONE
-        if kind == compress.NONE or kind not in understood:
+        kind = server.orders.plan.download if server.orders is not None else update_compression.NONE
+        if kind == update_compression.NONE or kind not in understood:
             return request.reply([server.layout.head(answer.texts()), raw(values)], SAFETENSORS)
         small = server.models.small() if values is server.models.values else server.layout.shrink(values)
         scales = msgspec.json.encode(small.scales).decode()

@@ -24,7 +24,7 @@ import numpy as np
 
 from covey.core.federation import Numbers
 from covey.errors import StoreError
-from covey.federated.model import Floats, raw
+from covey.federated.model_codec import Floats, raw
 
 DURABILITIES: Final = ("none", "process", "host", "disk")
 _HEAD: Final = struct.Struct("<4sIII9q")  # magic, length of the id, bytes of values, checksum, weight, what the device told

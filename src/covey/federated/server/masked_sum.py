@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federation import Numbers
-from covey.federated.accumulator import NOTHING, WEIGHT_MAX
-from covey.federated.model import Floats
-from covey.federated.privacy.ring import TOLD, Words
+from covey.federated.model_codec import Floats
+from covey.federated.privacy.fixed_point_ring import TOLD, Words
+from covey.federated.server.accumulator import NOTHING, WEIGHT_MAX
 
 
 class MaskedSum:

@@ -9,9 +9,9 @@ from covey.core.federation import Plan
 from covey.core.secure import DEVICES_MAX
 from covey.errors import UsageError
 from covey.federated import context
-from covey.federated.compress import NONE
-from covey.federated.gate import GateSettings
+from covey.federated.server.request_auth import GateSettings
 from covey.federated.strategies import Strategy
+from covey.federated.update_compression import NONE
 
 DEVICES_MIN = 3  # in a sum of fewer each knows the other
 

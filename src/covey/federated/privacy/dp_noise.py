@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.dp import Noise
-from covey.federated.privacy import masks
+from covey.federated.privacy import secagg_masks
 
 Floats = NDArray[np.float32]
 
@@ -28,7 +28,7 @@ def clipped(change: Floats, clip: float) -> Floats:
 def normal(key: bytes, size: int) -> NDArray[np.float64]:
     """Standard normal numbers that nobody without the key can tell."""
     pairs = (size + 1) // 2
-    words = masks.stream(key, 4 * pairs).view(np.uint64)
+    words = secagg_masks.stream(key, 4 * pairs).view(np.uint64)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     radius = np.sqrt(-2 * np.log1p(-uniform[:pairs]))
     angle = 2 * np.pi * uniform[pairs:]
@@ -37,12 +37,12 @@ def normal(key: bytes, size: int) -> NDArray[np.float64]:
 
 def on_device(change: Floats, noise: Noise) -> Floats:
     """What a device sends instead of its difference, if noise is its own affair."""
-    drawn = normal(secrets.token_bytes(masks.KEY_BYTES), len(change))
+    drawn = normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
     noisy: Floats = (clipped(change, noise.clip) + drawn * noise.deviation).astype(np.float32)
     return noisy
 
 
 def on_mean(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
     """What the servers add to the mean of so many clipped differences."""
-    secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=masks.KEY_BYTES).digest()
+    secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
     return normal(secret, size) * (noise.deviation / devices)

@@ -13,10 +13,10 @@ from pathlib import Path
 from covey.core.claims import Claims
 from covey.core.federation import Copy, Peer, keeper
 from covey.errors import PeerError, StoreError
-from covey.federated.model import Floats
-from covey.federated.part import Part
-from covey.federated.peers import Peers
-from covey.federated.updates import Folder, Update, UpdateLog, pack, read
+from covey.federated.model_codec import Floats
+from covey.federated.server.partial_aggregate import Part
+from covey.federated.server.server_links import Peers
+from covey.federated.server.update_log import Folder, Update, UpdateLog, pack, read
 from covey.node.log import log
 
 RETRY_S = 0.1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.federated.device import Task
+from covey.federated.device.client import Task
 
 
 def fit(

@@ -34,21 +34,21 @@ from covey.core.messages import Message, Refused, Stop
 from covey.core.model import Host
 from covey.core.secure import Secured
 from covey.errors import CoveyError, ExitCode, PeerError
-from covey.federated import summing
-from covey.federated.accumulator import Accumulator
-from covey.federated.devices import Devices
-from covey.federated.gate import GateSettings
-from covey.federated.holdings import Holdings
-from covey.federated.intake import Intake
-from covey.federated.masked_sum import MaskedSum
-from covey.federated.model import Floats, Layout
-from covey.federated.models import Models, newest
-from covey.federated.peers import Bytes, Peers
-from covey.federated.replies import Replies
-from covey.federated.safekeeping import Safekeeping
-from covey.federated.store import Unstored
+from covey.federated.model_codec import Floats, Layout
+from covey.federated.server import aggregation
+from covey.federated.server.accumulator import Accumulator
+from covey.federated.server.device_port import Devices
+from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.model_cache import Models, newest
+from covey.federated.server.model_store import Unstored
+from covey.federated.server.request_auth import GateSettings
+from covey.federated.server.round_storage import Holdings
+from covey.federated.server.scheduler_link import Upstream
+from covey.federated.server.server_links import Bytes, Peers
+from covey.federated.server.status_replies import Replies
+from covey.federated.server.update_handler import Intake
+from covey.federated.server.update_replication import Safekeeping
 from covey.federated.strategies import Strategy
-from covey.federated.upstream import Upstream
 from covey.node.log import log
 from covey.node.security import Security
 
@@ -90,7 +90,7 @@ class Server:
         layout: Layout,
         values: Floats,
         strategy: Strategy,
-        evaluate: summing.Evaluate | None = None,
+        evaluate: aggregation.Evaluate | None = None,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -274,7 +274,7 @@ class Server:
             return
         try:
             made = await self.models.make(self.node_id, orders, self.holdings.part, self.holdings.path)
-        except summing.Spoiled as error:
+        except aggregation.Spoiled as error:
             self._spoiled, made = {orders.round: str(error)}, False
             self.stand()
         if made:

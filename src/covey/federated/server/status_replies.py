@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.core.federation import Instance
-from covey.federated.http import Request
 from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
+from covey.federated.server.http_server import Request
 
 if TYPE_CHECKING:
-    from covey.federated.server import Server
+    from covey.federated.server.server import Server
 
 RETRY_MS: Final = 200
 NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"

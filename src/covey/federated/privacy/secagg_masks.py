@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from covey.federated.privacy.ring import Words
+from covey.federated.privacy.fixed_point_ring import Words
 
 KEY_BYTES: Final = 32
 _NONCE: Final = bytes(12)

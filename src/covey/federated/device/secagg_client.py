@@ -25,16 +25,16 @@ from covey.core.secure import (
     ShareSecrets,
 )
 from covey.errors import PeerError, UsageError
-from covey.federated.model import MASKED, Floats
-from covey.federated.privacy import ring
-from covey.federated.privacy.identity import PublicKey, keys_text, list_text, signed
-from covey.federated.privacy.noise import clipped
-from covey.federated.privacy.ring import Told
-from covey.federated.privacy.session import Session, units
+from covey.federated.model_codec import MASKED, Floats
+from covey.federated.privacy import fixed_point_ring
+from covey.federated.privacy.device_identity import PublicKey, keys_text, list_text, signed
+from covey.federated.privacy.dp_noise import clipped
+from covey.federated.privacy.fixed_point_ring import Told
+from covey.federated.privacy.secagg_session import Session, units
 from covey.federated.protocol import Code, SecureAnswer, now_ms
 
 if TYPE_CHECKING:
-    from covey.federated.device import Device, Task
+    from covey.federated.device.client import Device, Task
 
 WAIT_MS = 20_000
 
@@ -56,7 +56,7 @@ def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
     session, cipher, weight = Session(device.fl_id), task.plan.cipher, device.data_size
     if cipher.noise is not None:  # the servers cannot: they never see it
         change, told, weight = clipped(change, cipher.noise.clip), Told(), 1
-    ring.check(change, cipher.reach)  # before others wait for this device
+    fixed_point_ring.check(change, cipher.reach)  # before others wait for this device
 
     def ask(path: str, kind: Any, **fields: Any) -> SecureAnswer:
         return _asked(device, task, path, kind, fields)
@@ -66,7 +66,7 @@ def _send(device: Device, task: Task, change: Floats, told: Told) -> None:
     listed = ask("getKeys", GetKeys)
     names.check(listed.remote_publickeys)
     keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
-    words = ring.encode(change, told, weight, units(keys, cipher.reach))
+    words = fixed_point_ring.encode(change, told, weight, units(keys, cipher.reach))
     ask("shareSecrets", ShareSecrets, encrypted_shares=session.share(keys))
     shares = ask("getSecrets", GetSecrets)
     session.take(ShareList(shares.encrypted_shares))

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.federated.model import Floats, Layout, digest
-from covey.federated.updates import mapped
+from covey.federated.model_codec import Floats, Layout, digest
+from covey.federated.server.update_log import mapped
 
 State = dict[str, NDArray[Any]]
 NO_STATE = b"-"

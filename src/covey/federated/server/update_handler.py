@@ -15,21 +15,21 @@ import msgspec
 from covey.core.claims import Answer, Outcome, Store, Tell, Wish
 from covey.core.federation import Numbers, Orders, token
 from covey.errors import ExitCode, StoreError
-from covey.federated.accumulator import weighed
-from covey.federated.compress import NONE, decode
-from covey.federated.http import Request
-from covey.federated.model import Floats, decode_flat, decode_masked
-from covey.federated.part import Part
-from covey.federated.peers import Peers
-from covey.federated.privacy.noise import clipped
+from covey.federated.model_codec import Floats, decode_flat, decode_masked
+from covey.federated.privacy.dp_noise import clipped
 from covey.federated.protocol import NOT_RUNNING, Code, UpdateFields, read_metadata, ticket
-from covey.federated.replies import NOT_A_MEMBER, RETRY_MS, Replies
-from covey.federated.safekeeping import Safekeeping
-from covey.federated.updates import Update
+from covey.federated.server.accumulator import weighed
+from covey.federated.server.http_server import Request
+from covey.federated.server.partial_aggregate import Part
+from covey.federated.server.server_links import Peers
+from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, Replies
+from covey.federated.server.update_log import Update
+from covey.federated.server.update_replication import Safekeeping
+from covey.federated.update_compression import NONE, decode
 from covey.node.log import log
 
 if TYPE_CHECKING:
-    from covey.federated.server import Server
+    from covey.federated.server.server import Server
 
 WAITING_S: Final = 10.0  # an update for its verdict
 WAITING_BYTES: Final = 512 * 2**20

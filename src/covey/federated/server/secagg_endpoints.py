@@ -29,12 +29,12 @@ from covey.core.secure import (
     ShareSecrets,
     Verdict,
 )
-from covey.federated.http import Request
 from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, now_ms, read_fields, ticket
-from covey.federated.replies import RETRY_MS, Replies
+from covey.federated.server.http_server import Request
+from covey.federated.server.status_replies import RETRY_MS, Replies
 
 if TYPE_CHECKING:
-    from covey.federated.server import Server
+    from covey.federated.server.server import Server
 
 PATHS: Final[dict[str, type[SecureAsk]]] = {
     "exchangeKeys": ExchangeKeys,

@@ -23,11 +23,11 @@ from covey.core.secure import (
 )
 from covey.core.secure_round import SecureRound
 from covey.errors import PeerError
-from covey.federated.compress import NONE, Compressor, decode
-from covey.federated.model import Floats
-from covey.federated.privacy import noise, ring
-from covey.federated.privacy.ring import Told
-from covey.federated.privacy.session import Session, units, unmask
+from covey.federated.model_codec import Floats
+from covey.federated.privacy import dp_noise, fixed_point_ring
+from covey.federated.privacy.fixed_point_ring import Told
+from covey.federated.privacy.secagg_session import Session, units, unmask
+from covey.federated.update_compression import NONE, Compressor, decode
 
 REACH = 16.0
 
@@ -54,7 +54,7 @@ class Journey:
         plan = self.treatment
         if plan.noise is not None:
             local = plan.noise.local
-            change = noise.on_device(change, plan.noise) if local else noise.clipped(change, plan.noise.clip)
+            change = dp_noise.on_device(change, plan.noise) if local else dp_noise.clipped(change, plan.noise.clip)
         if plan.compress != NONE:
             compressor = self._compressors.setdefault(device, Compressor())
             arrays = compressor.encode(change, plan.compress, plan.sparse_rate, iteration)
@@ -67,7 +67,7 @@ class Journey:
     def noise_on_mean(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
         """What servers add."""
         plan = self.treatment.noise
-        return 0.0 if plan is None or plan.local else noise.on_mean(size, plan, devices, b"simulation", iteration)
+        return 0.0 if plan is None or plan.local else dp_noise.on_mean(size, plan, devices, b"simulation", iteration)
 
 
 def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
@@ -90,18 +90,18 @@ def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str)
         keys = ask(GetKeys, name, sizes[name])
         assert isinstance(keys, KeyList)
         ask(ShareSecrets, name, sizes[name], encrypted_shares=one.share(keys))
-    total = np.zeros(len(changes[0]) + ring.TOLD, np.uint32)
+    total = np.zeros(len(changes[0]) + fixed_point_ring.TOLD, np.uint32)
     scale = units(next(iter(devices.values())).keys, REACH)
     for (name, one), change in zip(devices.items(), changes, strict=True):
         shares = ask(GetSecrets, name, sizes[name])
         assert isinstance(shares, ShareList)
         one.take(shares)
-        total += one.mask(ring.encode(change, Told(), sizes[name], scale))
+        total += one.mask(fixed_point_ring.encode(change, Told(), sizes[name], scale))
     machine.fix(set(devices), 0.0)
     for name, one in devices.items():
         listed = ask(GetClientList, name, sizes[name])
         assert isinstance(listed, ClientList)
         ask(ReconstructSecrets, name, sizes[name], reconstruct_secret_shares=one.reveal(listed.clients))
     assert machine.unmasking is not None
-    values, _ = ring.decode(unmask(total, machine.unmasking), scale)
+    values, _ = fixed_point_ring.decode(unmask(total, machine.unmasking), scale)
     return values / sum(weights)

@@ -18,7 +18,7 @@ from covey.federated.protocol import (
     StartJob,
     UpdateFields,
 )
-from covey.federated.relay import PATHS
+from covey.federated.server.secagg_endpoints import PATHS
 
 _REF = "#/components/schemas/{name}"
 _TENSORS = "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as text."

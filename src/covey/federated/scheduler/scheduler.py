@@ -28,7 +28,7 @@ from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView
 from covey.core.words import many
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.federated.store import write_file
+from covey.federated.server.model_store import write_file
 from covey.node.followers import Followers
 from covey.node.log import log
 from covey.node.security import Security

@@ -13,10 +13,10 @@ from typing import Final
 from covey.core.claims import Claims
 from covey.core.federation import Adoption, Copy, Orders, Stage
 from covey.errors import PeerError, StoreError
-from covey.federated.part import Part, Sum
-from covey.federated.peers import Bytes
-from covey.federated.safekeeping import Copies, copies_of
-from covey.federated.updates import Folder, Logged, mapped, read
+from covey.federated.server.partial_aggregate import Part, Sum
+from covey.federated.server.server_links import Bytes
+from covey.federated.server.update_log import Folder, Logged, mapped, read
+from covey.federated.server.update_replication import Copies, copies_of
 from covey.node.log import log
 
 LOCK_S: Final = 10.0  # for whoever looks into our folder to let go of it

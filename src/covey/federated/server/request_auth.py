@@ -17,9 +17,9 @@ from typing import Final
 import msgspec
 
 from covey.errors import UsageError
-from covey.federated.http import Request
-from covey.federated.privacy.identity import PublicKey, Trust, request_text, signed
+from covey.federated.privacy.device_identity import PublicKey, Trust, request_text, signed
 from covey.federated.protocol import now_ms
+from covey.federated.server.http_server import Request
 
 LOOK_S: Final = 1.0  # for changed files
 SEEN_MAX: Final = 200_000  # requests remembered within the window

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from covey.core.federation import Orders
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
-from covey.federated import summing
-from covey.federated.masked_sum import MaskedSum
-from covey.federated.model import Floats, Layout, Small, digest
-from covey.federated.part import Part
-from covey.federated.peers import Bytes, Peers
-from covey.federated.privacy.noise import on_mean
-from covey.federated.store import ModelStore, State, unpack_state
+from covey.federated.model_codec import Floats, Layout, Small, digest
+from covey.federated.privacy.dp_noise import on_mean
+from covey.federated.server import aggregation
+from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.model_store import ModelStore, State, unpack_state
+from covey.federated.server.partial_aggregate import Part
+from covey.federated.server.server_links import Bytes, Peers
 from covey.federated.strategies import Strategy
 from covey.node.log import log
 
@@ -42,7 +42,7 @@ class Models:
     """The newest one, and those that devices may have begun with."""
 
     def __init__(
-        self, layout: Layout, values: Floats, strategy: Strategy, evaluate: summing.Evaluate | None, peers: Peers
+        self, layout: Layout, values: Floats, strategy: Strategy, evaluate: aggregation.Evaluate | None, peers: Peers
     ) -> None:
         self.round, self.values, self.digest = 0, values, digest(values)  # of the newest
         self.key = b""  # the cluster's, for noise
@@ -100,23 +100,23 @@ class Models:
         assert self._store is not None
         if orders.void:
             return self._repeat(orders.round)
-        total = await summing.gather(me, orders.parts, part, self._peers)
+        total = await aggregation.gather(me, orders.parts, part, self._peers)
         if part.round != orders.round or self.round != orders.round - 1:
             return False
         state, numbers = dict(self._state), total.numbers
         if self._strategy.sees_all:
-            mean = await summing.columns(me, orders.parts, part, self._peers, self._strategy, spool, self._layout.size)
+            mean = await aggregation.columns(me, orders.parts, part, self._peers, self._strategy, spool, self._layout.size)
         elif isinstance(total, MaskedSum):
-            mean, numbers = await asyncio.to_thread(summing.unmasked, total, orders, self.values)
+            mean, numbers = await asyncio.to_thread(aggregation.unmasked, total, orders, self.values)
         else:
             mean = total.mean()
         noise = orders.plan.noise
         if noise is not None and not noise.local:
             mean = mean + on_mean(len(mean), noise, numbers.count, self.key, orders.round)
-        made = summing.apply(self._strategy, self.values, mean, state)
-        metrics = summing.metrics(numbers)
+        made = aggregation.apply(self._strategy, self.values, mean, state)
+        metrics = aggregation.metrics(numbers)
         if self._evaluate is not None:
-            metrics |= await asyncio.to_thread(summing.judged, self._evaluate, self._layout, made)
+            metrics |= await asyncio.to_thread(aggregation.judged, self._evaluate, self._layout, made)
         if self.round != orders.round - 1:  # another server was chosen meanwhile, and its model has come
             return False
         found = self._store.save(orders.round, made, state, metrics)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federation import Numbers
-from covey.federated.model import Floats
+from covey.federated.model_codec import Floats
 
 UNIT: Final = 2.0**24
 PRODUCT_MAX: Final = 2.0**27  # of a value and its weight: beyond it the low bits would not hold

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from covey.core.federation import Numbers
-from covey.federated.accumulator import Accumulator
-from covey.federated.masked_sum import MaskedSum
-from covey.federated.model import Floats
-from covey.federated.updates import Folder, Logged, Update, UpdateLog, read
+from covey.federated.model_codec import Floats
+from covey.federated.server.accumulator import Accumulator
+from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.update_log import Folder, Logged, Update, UpdateLog, read
 
 Sum = Accumulator | MaskedSum
 _encode = msgspec.msgpack.Encoder().encode

@@ -28,13 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated import compress, masked_device
-from covey.federated.compress import Compressor
-from covey.federated.model import Floats, Layout, Small, flat_head, raw, read_head
-from covey.federated.privacy.identity import Identity, Trust, request_text
-from covey.federated.privacy.noise import on_device
-from covey.federated.privacy.ring import Told
+from covey.federated import update_compression
+from covey.federated.device import secagg_client
+from covey.federated.model_codec import Floats, Layout, Small, flat_head, raw, read_head
+from covey.federated.privacy.device_identity import Identity, Trust, request_text
+from covey.federated.privacy.dp_noise import on_device
+from covey.federated.privacy.fixed_point_ring import Told
 from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
+from covey.federated.update_compression import Compressor
 
 WAIT_MS: Final = 20_000  # how long a server may hold a request
 SLACK_S: Final = 20.0
@@ -82,7 +83,7 @@ class Task:
         flat = self._layout.one_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
         if self.plan.cipher.encrypt_type == "PW_ENCRYPT":
-            done = masked_device.send(self._device, self, flat - self.flat, self._told(loss, accuracy))
+            done = secagg_client.send(self._device, self, flat - self.flat, self._told(loss, accuracy))
         elif noise is not None and noise.local:  # a loss would say something too, and has no noise on it
             done = self._upload(self.flat + on_device(flat - self.flat, noise), self.fields)
         else:
@@ -99,7 +100,7 @@ class Task:
     def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
         """The weights, or what the plan wants sent of their difference to the model."""
         kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
-        if kind == compress.NONE:
+        if kind == update_compression.NONE:
             return self._device.update({"": flat}, fields, self._layout)
         arrays = self._device.compressor.encode(flat - self.flat, kind, rate, self.iteration)
         done = self._device.update(arrays, fields)

@@ -14,8 +14,8 @@ import numpy as np
 from covey.core import graph, shamir
 from covey.core.secure import KeyList, PlainShare, RemoteKeys, SealedShare, ShareList, Unmasking
 from covey.errors import PeerError
-from covey.federated.privacy import masks, ring
-from covey.federated.privacy.ring import Words
+from covey.federated.privacy import fixed_point_ring, secagg_masks
+from covey.federated.privacy.fixed_point_ring import Words
 
 
 class Session:
@@ -23,10 +23,10 @@ class Session:
 
     def __init__(self, fl_id: str) -> None:
         self.fl_id = fl_id
-        self._c = secrets.token_bytes(masks.KEY_BYTES)
-        self._s = secrets.token_bytes(masks.KEY_BYTES)
+        self._c = secrets.token_bytes(secagg_masks.KEY_BYTES)
+        self._s = secrets.token_bytes(secagg_masks.KEY_BYTES)
         self._seed = secrets.token_bytes(shamir.SECRET_BYTES)
-        self.c_pk, self.s_pk = masks.public(self._c), masks.public(self._s)
+        self.c_pk, self.s_pk = secagg_masks.public(self._c), secagg_masks.public(self._s)
         self._keys: KeyList | None = None
         self._others: dict[str, RemoteKeys] = {}
         self._held: dict[str, tuple[bytes, bytes]] = {}  # by whose they are: shares of its seed and of its key
@@ -58,8 +58,8 @@ class Session:
             place = other.index + 1
             both = of_seed[place] + of_key[place]
             try:
-                masks.agreed(self._s, other.s_pk)
-                share = masks.seal(both, self._c, other.c_pk, keys.session, self.fl_id, other.fl_id)
+                secagg_masks.agreed(self._s, other.s_pk)
+                share = secagg_masks.seal(both, self._c, other.c_pk, keys.session, self.fl_id, other.fl_id)
             except ValueError:
                 raise PeerError(f"the keys of {other.fl_id} are none: nothing was sent") from None
             sealed.append(SealedShare(other.fl_id, share))
@@ -76,7 +76,7 @@ class Session:
             if giver is None:
                 raise PeerError(f"{one.fl_id} is no neighbour of this device, and shares came from it: nothing was sent")
             try:
-                both = masks.unseal(one.share, self._c, giver.c_pk, self.keys.session, one.fl_id, self.fl_id)
+                both = secagg_masks.unseal(one.share, self._c, giver.c_pk, self.keys.session, one.fl_id, self.fl_id)
             except ValueError as error:
                 raise PeerError(f"{error}: nothing was sent") from None
             self._held[one.fl_id] = (both[: shamir.SHARE_BYTES], both[shamir.SHARE_BYTES :])
@@ -86,11 +86,11 @@ class Session:
     def mask(self, words: Words) -> Words:
         """The same numbers, hidden."""
         size, session = len(words), self.keys.session
-        hidden = words + masks.self_mask(self._seed, session, size)
+        hidden = words + secagg_masks.self_mask(self._seed, session, size)
         for device in self._held:
             if device != self.fl_id:
                 other = self._others[device]
-                mask = masks.pair_mask(self._s, other.s_pk, session, size)
+                mask = secagg_masks.pair_mask(self._s, other.s_pk, session, size)
                 hidden += mask if self.keys.index < other.index else np.negative(mask)
         return hidden
 
@@ -115,19 +115,19 @@ def unmask(total: Words, found: Unmasking) -> Words:
     listed, everyone = found.list, {device: place for place, device in enumerate(found.list.ring)}
     bare = total.copy()
     for seed in found.seeds.values():
-        bare -= masks.self_mask(seed, listed.session, len(bare))
+        bare -= secagg_masks.self_mask(seed, listed.session, len(bare))
     for device, key in found.keys.items():
-        if masks.public(key) != listed.s_pks[device]:
+        if secagg_masks.public(key) != listed.s_pks[device]:
             raise ValueError(f"the key of {device} that its neighbours gave is not its own")
         place = everyone[device]
         for other in graph.neighbours(listed.ring, place, listed.degree):
             name = listed.ring[other]
             if name in found.seeds:  # it masked with the one that dropped out, and that mask is still in the sum
-                mask = masks.pair_mask(key, listed.s_pks[name], listed.session, len(bare))
+                mask = secagg_masks.pair_mask(key, listed.s_pks[name], listed.session, len(bare))
                 bare -= mask if other < place else np.negative(mask)
     return bare
 
 
-def units(listed: KeyList, reach: float) -> ring.Scale:
+def units(listed: KeyList, reach: float) -> fixed_point_ring.Scale:
     """The units of the round that a list of keys opens."""
-    return ring.scale(reach, listed.samples, listed.devices)
+    return fixed_point_ring.scale(reach, listed.samples, listed.devices)

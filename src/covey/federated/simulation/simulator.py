@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from covey.core.federation import Numbers, share
 from covey.errors import ExitCode, UsageError
-from covey.federated import summing
-from covey.federated.accumulator import Accumulator, weighed
-from covey.federated.model import Floats, Layout
-from covey.federated.private_trial import Journey, Treatment, masked_mean
-from covey.federated.store import State
+from covey.federated.model_codec import Floats, Layout
+from covey.federated.server import aggregation
+from covey.federated.server.accumulator import Accumulator, weighed
+from covey.federated.server.model_store import State
+from covey.federated.simulation.privacy_pipeline import Journey, Treatment, masked_mean
 from covey.federated.strategies import FedProx, Strategy
 
 HELD_OUT: Final = 360
@@ -54,7 +54,7 @@ class Digits(msgspec.Struct, frozen=True):
 def digits() -> tuple[Digits, Digits]:
     """The embedded digits: to train on, and to be judged by."""
     here = Path(__file__)
-    found = [p for p in (here.with_name("digits.npz"), here.parents[3] / "examples/data/digits.npz") if p.exists()]
+    found = [p for p in (here.with_name("digits.npz"), here.parents[4] / "examples/data/digits.npz") if p.exists()]
     if not found:
         raise UsageError("the embedded digits are not installed: install covey from its source tree", ExitCode.BAD_SCRIPT)
     with np.load(found[0]) as stored:
@@ -189,9 +189,9 @@ def simulate(
             counted = [1] * len(chosen) if journey.treatment.noise is not None else sizes
             mean = flat + masked_mean([row - flat for row in rows], counted, f"{seed}/{number}")
         mean = mean + journey.noise_on_mean(len(mean), len(chosen), number)
-        flat = summing.apply(strategy, flat, mean, state)
+        flat = aggregation.apply(strategy, flat, mean, state)
         framework += time.perf_counter() - began
-        told = summing.metrics(total.numbers)
+        told = aggregation.metrics(total.numbers)
         right = accuracy(layout.tensors(flat), judges)
         yield Round(number, len(chosen), right, told["loss"], framework, journey.sent_bytes / len(chosen))
         journey.sent_bytes = 0

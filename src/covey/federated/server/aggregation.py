@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from covey.core.federation import Numbers, Orders
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
-from covey.federated.accumulator import UNIT
-from covey.federated.masked_sum import MaskedSum
-from covey.federated.model import Floats, Layout
-from covey.federated.part import Part, Sum
-from covey.federated.peers import Peers
-from covey.federated.privacy import ring
-from covey.federated.privacy.session import unmask
-from covey.federated.store import State, Unstored
+from covey.federated.model_codec import Floats, Layout
+from covey.federated.privacy import fixed_point_ring
+from covey.federated.privacy.secagg_session import unmask
+from covey.federated.server.accumulator import UNIT
+from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.model_store import State, Unstored
+from covey.federated.server.partial_aggregate import Part, Sum
+from covey.federated.server.server_links import Peers
+from covey.federated.server.update_log import Update, read, unpack
 from covey.federated.strategies import Strategy
-from covey.federated.updates import Update, read, unpack
 from covey.node.log import log
 
 SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
@@ -67,9 +67,9 @@ def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[n
     """The mean that a secure round came to, and what its devices told. Raises `Spoiled`."""
     found = orders.unmasking
     assert found is not None
-    units = ring.scale(orders.plan.reach, found.list.samples, len(found.list.ring))
+    units = fixed_point_ring.scale(orders.plan.reach, found.list.samples, len(found.list.ring))
     try:
-        values, told = ring.decode(unmask(total.total(), found), units)
+        values, told = fixed_point_ring.decode(unmask(total.total(), found), units)
     except ValueError as error:
         raise Spoiled(str(error)) from None
     numbers = total.numbers + Numbers(
