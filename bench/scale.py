@@ -22,7 +22,7 @@ from bench.flock import PER_HOST, Flock, Late
 from bench.hosts import Hosts
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, exponent, machine, publish, spread, table
-from covey.node.sockets import raise_file_limit
+from covey.runtime.listeners import raise_file_limit
 
 PEER_BUDGET_S = 40.0  # for all repeats of one size of the peer: no new one begins after that
 FORM_AIM_S, BEAT_AIM, MEMORY_AIM_KB = 10.0, 0.20, 20.0

@@ -27,7 +27,7 @@ from bench.report import Aim, Spread, aims_table, machine, publish, spread, tabl
 from covey.cli.scheduler_client import look
 from covey.core.model import Phase
 from covey.errors import PeerError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 
 ROOT = Path(__file__).parents[1]
 WORLD, LEASE_S, SLACK_S, LIMIT_S = 4, 5.0, 1.0, 60.0

@@ -13,13 +13,13 @@ import msgspec
 
 from covey.core.model import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
-from covey.node.ending import say_plainly
-from covey.node.launchers import foreign, refusal
-from covey.node.log import configure, log
-from covey.node.spare import is_spare
-from covey.node.worker import INCARNATION_VARIABLE, Node, door, wait_for_the_end
+from covey.log import configure, log
 from covey.settings import load, require_raw, suspects
 from covey.training.collectives.communicator import Group
+from covey.worker.foreign_launchers import foreign, refusal
+from covey.worker.membership_thread import INCARNATION_VARIABLE, Node, door, wait_for_the_end
+from covey.worker.process_exit import say_plainly
+from covey.worker.spare import is_spare
 
 SEED_MAX: Final = 2**32 - 1
 FL_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
@@ -55,7 +55,7 @@ def init() -> None:
         if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
             require_raw(settings)
             if settings.role is Role.SCHEDULER:
-                from covey.node.serve import run_in_this_process
+                from covey.scheduler.main import run_in_this_process
 
                 run_in_this_process(loaded)
             if settings.supervise and settings.role is Role.WORKER:
@@ -73,13 +73,13 @@ def init() -> None:
             _world.node, _world.group = node, Group(node)
             node.at_end = _world.group.finish
             if settings.role is Role.PSERVER:
-                from covey.node.pserver import serve
+                from covey.worker.parameter_server_role import serve
 
                 serve(node, settings)
             if settings.role is not Role.WORKER:
                 wait_for_the_end(node)
             if settings.server_num:
-                from covey.node.pserver import serving_of
+                from covey.worker.parameter_server_role import serving_of
 
                 _world.group.serving = serving_of(settings)
         elif (found := foreign(os.environ)) is not None:
@@ -92,10 +92,10 @@ def init() -> None:
 
 def _stay_behind() -> None:
     """Once: not in a life of this process's own, nor under an agent, which does the same."""
-    from covey.node import supervise
+    from covey.worker import supervisor
 
-    if INCARNATION_VARIABLE not in os.environ and supervise.MARK_VARIABLE not in os.environ:
-        supervise.stay_behind()
+    if INCARNATION_VARIABLE not in os.environ and supervisor.MARK_VARIABLE not in os.environ:
+        supervisor.stay_behind()
 
 
 def get_rank() -> int:

@@ -28,7 +28,7 @@ from covey.cli.scheduler_client import scale
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 
 WORLD, MOST = 4, 7
 STEPS_PER_EPOCH = 4  # of 64 samples in batches of 16

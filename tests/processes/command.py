@@ -125,7 +125,7 @@ class Shell(Cluster):
 
     def schedulers(self) -> list[psutil.Process]:
         """The run's, also those that stand by."""
-        return self.mine(lambda process: "covey.node.serve" in process.cmdline())
+        return self.mine(lambda process: "covey.scheduler.main" in process.cmdline())
 
     def scheduler_pid(self) -> int:
         """That of the run's scheduler, in the life it is in."""

@@ -32,7 +32,7 @@ import psutil
 from covey.cli.scheduler_client import look
 from covey.core.view import ClusterView, NodeView
 from covey.errors import CoveyError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 
 DEADLINE_S = 90.0  # for any one event; reached only when something is wrong
 POLL_S = 0.01

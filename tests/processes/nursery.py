@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from covey.node.children import Children, ChildSpec, Exit
+from covey.agent.children import Children, ChildSpec, Exit
 
-HOME = str(Path(sys.modules["covey.node.children"].__file__ or "").parents[2])
+HOME = str(Path(sys.modules["covey.agent.children"].__file__ or "").parents[2])
 LIMIT_S = 60.0
 
 

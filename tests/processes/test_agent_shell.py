@@ -13,14 +13,14 @@ from typing import Any
 from tests.processes.fakes import FakeScheduler, fake_scheduler
 from tests.processes.harness import free_port, until
 
+from covey.agent.agent import Agent, AgentJob, Outcome
+from covey.agent.scheduler_supervisor import SchedulerProcess
 from covey.core.messages import Assignment, Drain, Goodbye, Leave, Message, RegisterAgent, Start, Welcome
 from covey.errors import ExitCode
-from covey.node.agent import Agent, AgentJob, Outcome
-from covey.node.child import ChildSpec
-from covey.node.office import Kept
-from covey.node.runtime import Door
-from covey.node.scheduler_process import SchedulerProcess
+from covey.runtime.node_runtime import Door
+from covey.scheduler.service import Kept
 from covey.settings import load
+from covey.template_process.protocol import ChildSpec
 
 LIMIT_S = 60.0
 

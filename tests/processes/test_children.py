@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.processes.nursery import HOME, Nursery, python
 
+from covey.agent.children import Exit, why
 from covey.errors import StoreError, UsageError
-from covey.node.children import Exit, why
 
 
 @pytest.fixture

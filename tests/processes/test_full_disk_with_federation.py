@@ -16,7 +16,7 @@ from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
 from covey.federated.device.client import Refused
-from covey.node.faults import full_disk
+from covey.runtime.fault_injection import full_disk
 
 
 @pytest.fixture

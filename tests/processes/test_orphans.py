@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.processes.nursery import FAMILY, HOME, LIMIT_S, Nursery, family, fifo, read_line, wait_until_gone
 
-from covey.node.children import Exit
+from covey.agent.children import Exit
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_closing_leaves_neither_processes_nor_descriptors(tmp_path: Path) -> Non
 
 AGENT = """
     import asyncio, os, sys
-    from covey.node.children import Children, ChildSpec
+    from covey.agent.children import Children, ChildSpec
 
     async def main(folder, script):
         children = Children(on_exit=print, fork=True)
@@ -167,7 +167,7 @@ def test_a_template_that_is_importing_dies_with_its_agent(plain: Nursery) -> Non
     plain.script(f"import os; open({began!r}, 'w').write(str(os.getpid())); open({never!r})", "endless.py")
     script = plain.script("""
         import asyncio
-        from covey.node.children import Children
+        from covey.agent.children import Children
 
         async def main():
             await Children(on_exit=print, fork=True, preload=["endless"]).open()

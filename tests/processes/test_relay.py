@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from covey.agent.relay import UNSENT_MAX, Relay
 from covey.core.messages import (
     Beat,
     Beats,
@@ -33,7 +34,6 @@ from covey.core.messages import (
 )
 from covey.core.model import Host, Progress, Role
 from covey.errors import UsageError
-from covey.node.relay import UNSENT_MAX, Relay
 from covey.transport.connection import Link, connect_to_agent
 
 LIMIT_S = 60.0

@@ -15,9 +15,9 @@ import pytest
 from tests.processes.harness import Process, free_port, nodes_of, until
 from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
+from covey.agent.scheduler_supervisor import SchedulerProcess
 from covey.core.model import ClusterRecord, Ended, Phase
-from covey.node.office import Kept
-from covey.node.scheduler_process import SchedulerProcess
+from covey.scheduler.service import Kept
 from covey.storage.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}

@@ -15,8 +15,8 @@ import pytest
 import uvloop
 from tests.processes.nursery import HOME, Nursery, fifo, python, read_line
 
+from covey.agent.children import Exit
 from covey.errors import CoveyError
-from covey.node.children import Exit
 
 TORCH = ["numpy", "torch", "torch._dynamo"]
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from covey.node.child import ChildSpec, Exit, decode_spec, encode_spec, exit_of
-from covey.node.keeper import SHORT_LIVES_MAX, pause_after
-from covey.node.threads import openblas_threads, physical_cores, torch_threads
+from covey.template_process.client import SHORT_LIVES_MAX, pause_after
+from covey.template_process.protocol import ChildSpec, Exit, decode_spec, encode_spec, exit_of
+from covey.template_process.thread_counts import openblas_threads, physical_cores, torch_threads
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from covey.core.messages import Goodbye
 from covey.errors import PeerError
 from covey.federated.server.scheduler_link import Upstream
 from covey.federated.server.server_links import PIECE_MAX, Bytes, Peers
-from covey.node.host import address_towards
-from covey.node.security import Security
+from covey.runtime.credentials import Security
+from covey.runtime.host_identity import address_towards
 from covey.transport.connection import UNREAD_MAX, Link, Listener
 from covey.transport.framing import FRAME_MAX
 

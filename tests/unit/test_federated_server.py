@@ -26,7 +26,7 @@ from covey.federated.server.server_links import Peers
 from covey.federated.server.update_log import Update
 from covey.federated.server.update_replication import Safekeeping
 from covey.federated.strategies import FedAvg
-from covey.node.security import Security
+from covey.runtime.credentials import Security
 
 WAIT_S = 60.0
 

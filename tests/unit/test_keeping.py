@@ -95,7 +95,7 @@ def test_the_first_one_must_be_written(tmp_path: Path) -> None:
 def test_what_is_printed_to_a_full_disk_is_lost_and_counted(tmp_path: Path, flags: list[str]) -> None:
     script = """
 import resource, sys
-from covey.node.output import outlast_full_disks
+from covey.runtime.log_stream import outlast_full_disks
 outlast_full_disks()
 print("before")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.node.launchers import foreign, refusal
+from covey.worker.foreign_launchers import foreign, refusal
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from covey.node.leading import Leading
+from covey.scheduler.lease_keeper import Leading
 from covey.storage.cas_store import FileCells
 
 LONG_S = 60.0

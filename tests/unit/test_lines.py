@@ -10,7 +10,7 @@ from covey.core.events import Heard, LinkLost
 from covey.core.messages import RELAYED_MAX, Beat, Beats, Goodbye, HangUp, HungUp, Leave, Message, Pulse, Regrouped, To, Via
 from covey.core.model import Progress
 from covey.errors import PeerError
-from covey.node.lines import Lines
+from covey.scheduler.connections import Lines
 from covey.transport.connection import Link
 from covey.transport.framing import from_node
 from covey.transport.handshake import ServerGreeting

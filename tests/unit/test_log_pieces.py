@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli.run.display import Tail
 from covey.core.messages import LOG_MAX, LogAsked
-from covey.node.log_pieces import SCAN_MAX, piece
+from covey.runtime.log_reader import SCAN_MAX, piece
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from covey.agent.scheduler_supervisor import Schedulers
 from covey.errors import StoreError
-from covey.node import office
-from covey.node.commits import SteppedDown
-from covey.node.leading import Leading
-from covey.node.office import Office
-from covey.node.scheduler_process import Schedulers
-from covey.node.sockets import Sockets
+from covey.runtime.listeners import Sockets
+from covey.scheduler import service
+from covey.scheduler.journal_commits import SteppedDown
+from covey.scheduler.lease_keeper import Leading
+from covey.scheduler.service import Office
 from covey.settings import load
 from covey.storage.cas_journal import SharedJournal
 from covey.storage.cas_store import FileCells
@@ -41,7 +41,7 @@ class Elsewhere:
 
 
 def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office, "RETRY_DISK_S", 0.0)
+    monkeypatch.setattr(service, "RETRY_DISK_S", 0.0)
 
     async def check() -> None:
         made = Office(load({"MS_WORKER_NUM": "2", "COVEY_LEASE": "etcd://127.0.0.1:2379"}), None, None)

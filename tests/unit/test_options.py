@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from covey.agent.worker_environment import forget_place
 from covey.cli.run import slurm
 from covey.cli.run.command import given_by_options
 from covey.cli.run.options import BY_NAME, OPTIONS, RunPlan, describe, help_text, parse
 from covey.cli.run.plan import Asked
 from covey.errors import ExitCode, UsageError
-from covey.node.environment import forget_place
 from covey.settings import TABLE
 
 

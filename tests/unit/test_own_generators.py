@@ -45,7 +45,7 @@ FILLS = {
 ALLOWED = {
     "world.py": "covey.set_seed seeds the program's generators because the program asks for it",
     "training/seeding.py": "the Loop seeds the program's generators by (seed, step, micro-batch, rank), as documented",
-    "node/bootstrap.py": "a forked child gets fresh generators before the program's first line, as `python` would give it",
+    "template_process/child_bootstrap.py": "a forked child gets fresh generators before the first line, as `python` gives it",
 }
 
 

@@ -350,7 +350,7 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_needs_no_torch() -> None:
-    code = "import sys, covey, covey.node.pserver; sys.exit('torch' in sys.modules)"
+    code = "import sys, covey, covey.worker.parameter_server_role; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

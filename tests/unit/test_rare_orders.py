@@ -56,9 +56,9 @@ from covey.core.messages import (
 from covey.core.model import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.core.recovery import ladder
 from covey.errors import ExitCode
-from covey.node.runtime import Door, NodeRuntime
-from covey.node.worker import Node
+from covey.runtime.node_runtime import Door, NodeRuntime
 from covey.settings import load
+from covey.worker.membership_thread import Node
 
 THIRD = Host("boot-third", "third", "10.0.0.3")
 

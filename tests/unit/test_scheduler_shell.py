@@ -15,8 +15,8 @@ from covey.core.machine import Machine
 from covey.core.messages import Ask, AskStory, Beat, Beats, FromNode, HungUp, LogTold, Register, ScaleAsked, Via
 from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Role
 from covey.errors import StoreError
-from covey.node import scheduler as shell
-from covey.node.scheduler import Place, Scheduler
+from covey.scheduler import scheduler as shell
+from covey.scheduler.scheduler import Place, Scheduler
 from covey.storage.cas_journal import SharedJournal, open_shared
 from covey.storage.cas_store import FileCells
 

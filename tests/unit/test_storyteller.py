@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from covey.core.effects import Publish
 from covey.core.messages import AskStory, Refused, StoryTold
-from covey.node.storyteller import LISTENERS_MAX, Storyteller
+from covey.runtime.event_stream import LISTENERS_MAX, Storyteller
 
 
 class Ear:

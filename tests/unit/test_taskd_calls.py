@@ -18,7 +18,7 @@ from covey.integrations import taskd
 from covey.integrations.taskd.config import place
 from covey.integrations.taskd.manager_api import settle
 from covey.integrations.taskd.torchrun_patch import CannotTakeOver, command
-from covey.node.log import log
+from covey.log import log
 from covey.settings import STRATEGY, Settings, load
 from covey.storage.journal import has_journal, open_journal
 

@@ -14,8 +14,8 @@ import pytest
 from covey.core.messages import Exited
 from covey.core.model import ERROR_TEXT_MAX, ERROR_TRACE_MAX, Failure, Role, ScriptError
 from covey.errors import UsageError
-from covey.node import uncaught
-from covey.node.report import failure_report
+from covey.runtime import exception_record
+from covey.runtime.failure_report import failure_report
 
 
 def raised(source: str, path: str = "/project/train.py") -> ScriptError:
@@ -24,7 +24,7 @@ def raised(source: str, path: str = "/project/train.py") -> ScriptError:
         exec(compile(source, path, "exec"), {"__name__": "__main__"})
     except BaseException as error:
         assert error.__traceback__ is not None
-        found = uncaught.describe(error, error.__traceback__.tb_next)
+        found = exception_record.describe(error, error.__traceback__.tb_next)
         assert found is not None
         return found
     raise AssertionError("nothing was raised")
@@ -59,9 +59,9 @@ def test_exit_and_interrupt_are_not_described(source: str) -> None:
 
 
 def test_error_of_covey_is_described_in_one_sentence() -> None:
-    found = uncaught.describe(UsageError("--n 0 is invalid: expected 1 or more"), None)
+    found = exception_record.describe(UsageError("--n 0 is invalid: expected 1 or more"), None)
     assert found is not None and found.traceback == "covey: --n 0 is invalid: expected 1 or more"
-    large = uncaught.describe(UsageError("begin" + "x" * 1_000_000), None)
+    large = exception_record.describe(UsageError("begin" + "x" * 1_000_000), None)
     assert large is not None and large.traceback.startswith("covey: begin")
 
 
@@ -88,20 +88,20 @@ def test_exceptions_that_cannot_be_printed_are_described() -> None:
 
 def test_description_reaches_the_agent_once(tmp_path: Path) -> None:
     first, second = raised("raise ValueError('first')"), raised("raise ValueError('second')")
-    uncaught.write(tmp_path, first)
-    uncaught.write(tmp_path, second)
-    assert uncaught.read(tmp_path, os.getpid()) == first
-    uncaught.remove(tmp_path, os.getpid())
-    assert uncaught.read(tmp_path, os.getpid()) is None and not list(tmp_path.iterdir())
-    uncaught.write(tmp_path / "absent", first)
+    exception_record.write(tmp_path, first)
+    exception_record.write(tmp_path, second)
+    assert exception_record.read(tmp_path, os.getpid()) == first
+    exception_record.remove(tmp_path, os.getpid())
+    assert exception_record.read(tmp_path, os.getpid()) is None and not list(tmp_path.iterdir())
+    exception_record.write(tmp_path / "absent", first)
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "ValueError"', json.dumps(dict.fromkeys(("kind", "text"), "x"))])
 def test_half_a_description_is_none(tmp_path: Path, content: str) -> None:
-    uncaught.write(tmp_path, raised("1 / 0"))
+    exception_record.write(tmp_path, raised("1 / 0"))
     (path,) = tmp_path.iterdir()
     path.write_text(content)
-    assert uncaught.read(tmp_path, os.getpid()) is None
+    assert exception_record.read(tmp_path, os.getpid()) is None
 
 
 def test_report_shows_the_exception_before_the_end_of_the_log() -> None:

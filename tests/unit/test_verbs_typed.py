@@ -26,7 +26,7 @@ from covey.cli.run.plan import RunPlan
 from covey.cli.status import draw, node_lines
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 
 PRINTS_NO_JSON = {"run", "completion", "federated up", "operator run"}  # they run, or print what a shell reads
 

@@ -26,7 +26,7 @@ from covey.cli import status
 from covey.cli.scheduler_client import look as ask_view
 from covey.cli.scheduler_client import story as ask_story
 from covey.errors import CoveyError, StoreError, UsageError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 from covey.settings import TABLE, load, rows, shown
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import Entry

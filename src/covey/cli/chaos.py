@@ -22,8 +22,8 @@ from covey.core.incidents import Incident, Outcome
 from covey.core.model import Phase, Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import faults
-from covey.node.runtime import Door
+from covey.runtime import fault_injection
+from covey.runtime.node_runtime import Door
 from covey.storage.cluster_registry import process_started
 
 LOOK_S: Final = 0.05  # between two looks for what is to come back
@@ -135,16 +135,16 @@ class Chaos:
             if fault in AT_NODES and not here:
                 return "no node of this cluster runs on this host"
             for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
-                faults.keeper_of(pid)
+                fault_injection.keeper_of(pid)
             if fault is Fault.CUT:
-                return faults.why_no_cut(here[0], self._keepers)
+                return fault_injection.why_no_cut(here[0], self._keepers)
             if fault is Fault.DISK:
-                return faults.why_no_disk(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
+                return fault_injection.why_no_disk(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
             if fault is Fault.CLOCK:
-                self._clock = faults.clock_file(scheduler)
-            if fault is Fault.TEMPLATE and not (here and faults.template_of(faults.keeper_of(here[0]))):
+                self._clock = fault_injection.clock_file(scheduler)
+            if fault is Fault.TEMPLATE and not (here and fault_injection.template_of(fault_injection.keeper_of(here[0]))):
                 return "this run forks nothing from a template"
-        except (faults.Gone, UsageError) as error:
+        except (fault_injection.Gone, UsageError) as error:
             return str(error)
         return ""
 
@@ -192,30 +192,30 @@ class Chaos:
         """Do it, and undo it when its time is over. Whoever is gone already needs nothing done."""
         words = " ".join([str(strike.fault), strike.node, f"for {strike.for_s:.1f} s" if strike.for_s else ""])
         click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
-        with contextlib.suppress(faults.Gone):
+        with contextlib.suppress(fault_injection.Gone):
             if strike.fault is Fault.KILL:
-                faults.kill(strike.pid, self._keepers)
+                fault_injection.kill(strike.pid, self._keepers)
             elif strike.fault is Fault.STOP:
-                await faults.stop(strike.pid, self._keepers, strike.for_s)
+                await fault_injection.stop(strike.pid, self._keepers, strike.for_s)
             elif strike.fault is Fault.SLOW:
-                await faults.slow(strike.pid, self._keepers, strike.for_s)
+                await fault_injection.slow(strike.pid, self._keepers, strike.for_s)
             elif strike.fault is Fault.CUT:
-                faults.cut(strike.pid, self._keepers)
+                fault_injection.cut(strike.pid, self._keepers)
             elif strike.fault is Fault.SCHEDULER:
-                faults.kill(strike.pid, self._keepers)
+                fault_injection.kill(strike.pid, self._keepers)
                 await self._back(strike, lambda: self._scheduler() not in (0, strike.pid))
             elif strike.fault is Fault.TEMPLATE:
-                killed = faults.template_of(self._keepers[0])
+                killed = fault_injection.template_of(self._keepers[0])
                 if killed:
-                    faults.kill(killed, self._keepers)
-                    await self._back(strike, lambda: faults.template_of(self._keepers[0]) not in (0, killed))
+                    fault_injection.kill(killed, self._keepers)
+                    await self._back(strike, lambda: fault_injection.template_of(self._keepers[0]) not in (0, killed))
             elif strike.fault is Fault.DISK:
                 assert self._view is not None
-                with faults.full_disk(Path(self._view.log_dir)):
+                with fault_injection.full_disk(Path(self._view.log_dir)):
                     await asyncio.sleep(strike.for_s)
             else:
                 assert strike.fault is Fault.CLOCK and self._clock is not None
-                with faults.wrong_clock(self._clock, jump_s(self._seed, strike.number)):
+                with fault_injection.wrong_clock(self._clock, jump_s(self._seed, strike.number)):
                     await asyncio.sleep(strike.for_s)
 
     def _scheduler(self) -> int:
@@ -255,8 +255,8 @@ def _keepers(view: ClusterView) -> list[psutil.Process]:
     """The `covey run`s of this cluster on this host, whose processes are hit. Raises `UsageError` if there is none."""
     found: dict[psutil.Process, None] = {}
     for node in _here(view).nodes:
-        with contextlib.suppress(faults.Gone):
-            found[faults.keeper_of(node.pid)] = None
+        with contextlib.suppress(fault_injection.Gone):
+            found[fault_injection.keeper_of(node.pid)] = None
     if not found:
         raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
     return list(found)

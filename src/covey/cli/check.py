@@ -17,7 +17,7 @@ from covey.cli.scheduler_client import Visit
 from covey.cli.spinner import waiting
 from covey.cli.status import find
 from covey.errors import CoveyError, ExitCode, UsageError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 from covey.transport import address
 
 CONNECT_S: Final = 5.0

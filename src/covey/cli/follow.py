@@ -18,8 +18,8 @@ from covey.cli.status import find
 from covey.core.effects import Level
 from covey.core.story import Event
 from covey.errors import UsageError
-from covey.node.log import one_line
-from covey.node.runtime import Door
+from covey.log import one_line
+from covey.runtime.node_runtime import Door
 
 COLOURS = {Level.WARNING: "yellow", Level.DETAIL: "bright_black"}
 

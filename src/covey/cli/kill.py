@@ -11,7 +11,7 @@ from covey.cli.scheduler_client import kill as ask_to_kill
 from covey.core.model import Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node.log import one_line
+from covey.log import one_line
 from covey.storage import cluster_registry
 
 

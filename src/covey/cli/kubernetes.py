@@ -18,7 +18,7 @@ import msgspec
 from covey.cli.common import say
 from covey.cli.status import echo_line
 from covey.errors import ExitCode, UsageError
-from covey.node.log import configure, log
+from covey.log import configure, log
 from covey.settings import load, shown
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from covey.core.messages import (
 from covey.core.story import Event
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node.runtime import Door
+from covey.runtime.node_runtime import Door
 from covey.transport.connection import Link, connect
 from covey.transport.handshake import SecretNotRequired
 

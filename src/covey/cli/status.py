@@ -19,9 +19,9 @@ from covey.cli.spinner import waiting
 from covey.core.model import Role
 from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import security
-from covey.node.log import one_line
-from covey.node.runtime import Door
+from covey.log import one_line
+from covey.runtime import credentials
+from covey.runtime.node_runtime import Door
 from covey.settings import Settings, load, rows
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import Entry
@@ -70,7 +70,7 @@ def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> Do
     settings = msgspec.structs.replace(
         settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
     )
-    guard = security.find(settings)
+    guard = credentials.find(settings)
     return Door(host, port, guard.secret, guard.configured, guard.client, others)
 
 

@@ -24,11 +24,11 @@ from covey.federated.server.aggregation import SPOOL_MAX, Evaluate
 from covey.federated.server.model_store import write_file
 from covey.federated.server.server import Server, ServerSettings
 from covey.federated.strategies import FedAvg, Strategy
-from covey.node import host as hosts
-from covey.node import security
-from covey.node.log import configure, log
-from covey.node.managing import managed
-from covey.node.sockets import bind_manage, raise_file_limit
+from covey.log import configure, log
+from covey.runtime import credentials
+from covey.runtime import host_identity as hosts
+from covey.runtime.listeners import bind_manage, raise_file_limit
+from covey.runtime.management_port import managed
 from covey.settings import Settings, load
 from covey.storage import cluster_registry
 from covey.transport import address
@@ -111,7 +111,7 @@ async def _schedule(settings: Settings) -> int:
     where = context.text("scheduler_ip")
     sockets = address.listen(where, context.number("scheduler_port"), "scheduler_ip")
     manage = bind_manage(context.number("scheduler_manage_port"), where, strict=True)
-    guard = security.find(settings, listens_at=where)
+    guard = credentials.find(settings, listens_at=where)
     root = context.root()
     cluster_id = _cluster_id(root)
     file = root / cluster_id / "scheduler.record"
@@ -181,9 +181,9 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
     mine = settings.worker_ip or hosts.address_towards(scheduler_ip)
     http = address.listen(mine, context.number("fl_server_port"), "fl_server_port")
     peer = address.listen(mine, 0, "fl_server_port")
-    listens = security.find(settings, listens_at=mine)
-    reaches = security.find(settings, reaches=scheduler_ip)
-    guard = security.Security(reaches.secret or listens.secret, listens.server, reaches.client, reaches.configured)
+    listens = credentials.find(settings, listens_at=mine)
+    reaches = credentials.find(settings, reaches=scheduler_ip)
+    guard = credentials.Security(reaches.secret or listens.secret, listens.server, reaches.client, reaches.configured)
     comes_back = context.recovery() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
     return_s = context.number("server_return_time_window") / 1000
     server = Server(

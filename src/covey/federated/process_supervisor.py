@@ -20,8 +20,8 @@ import msgspec
 from covey.errors import ExitCode, StoreError
 from covey.federated.context import VARIABLE, Value
 from covey.federated.process import CLUSTER_VARIABLE, RAN_VARIABLE
-from covey.node import kernel
-from covey.node.log import log
+from covey.log import log
+from covey.runtime import linux
 
 QUICK_MAX: Final = 5  # deaths in a row, each within a moment of its start
 STEADY_S: Final = 2.0
@@ -130,7 +130,7 @@ class Keeper:
 
         def in_child() -> None:
             os.setpgrp()  # Ctrl-C is the keeper's to hear
-            kernel.die_with(keeper)
+            linux.die_with(keeper)
 
         with self._log(role).open("ab") as file:
             process = await asyncio.create_subprocess_exec(

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
-from covey.node.child import exit_of
-from covey.node.kernel import die_with
+from covey.runtime.linux import die_with
+from covey.template_process.protocol import exit_of
 
 SCHEDULER_S: Final = 60.0  # it looks every 5 s whether all workers have finished
 LOG: Final = "mindspore_scheduler.log"

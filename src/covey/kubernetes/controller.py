@@ -41,7 +41,7 @@ from covey.kubernetes.operator_metrics import Metrics
 from covey.kubernetes.reflector import Index, Key, Reflector
 from covey.kubernetes.scheduler_client import Clusters, Place, token_of
 from covey.kubernetes.work_queue import Queue
-from covey.node.log import log
+from covey.log import log
 
 AT_ONCE = 16  # actions of one kind of one job
 SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job

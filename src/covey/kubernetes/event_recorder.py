@@ -11,7 +11,7 @@ from covey.core.job.clock import stamp
 from covey.kubernetes.api_client import CONFLICT, EVENT, Api, ApiError, Thing
 from covey.kubernetes.reflector import Key
 from covey.kubernetes.work_queue import Queue
-from covey.node.log import log
+from covey.log import log
 
 EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
 EVENTS_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent

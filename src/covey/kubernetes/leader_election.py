@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from covey.kubernetes.api_client import CONFLICT, LEASE, MISSING, Api, ApiError, Thing
-from covey.node.log import log
+from covey.log import log
 
 NAME = "covey-operator"
 DURATION_S = 15

@@ -25,7 +25,7 @@ from covey.kubernetes import scheduler_client
 from covey.kubernetes.api_client import ASCENDJOB, MISSING, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
 from covey.kubernetes.controller import Caches, Controller, Owned
 from covey.kubernetes.reflector import Key, Reflector, key_of
-from covey.node.log import log
+from covey.log import log
 
 WORKERS = 16
 SELECTOR = f"{OPERATOR_LABEL}={OPERATOR}"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from covey.kubernetes.api_client import Api, ApiError, Kind, Thing
-from covey.node.log import log
+from covey.log import log
 
 Key = tuple[str, str]  # namespace, name
 BACKOFF_MIN_S = 0.2

@@ -28,7 +28,7 @@ from covey.errors import PeerError
 from covey.kubernetes.api_client import MISSING, SECRET, Api, ApiError
 from covey.kubernetes.http_client import Http
 from covey.kubernetes.reflector import Key
-from covey.node.log import log
+from covey.log import log
 
 PERIOD_S = 10.0  # between two looks at one job
 HURRY_S = 0.5  # while something is awaited

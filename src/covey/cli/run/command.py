@@ -18,6 +18,9 @@ from typing import Final
 
 import msgspec
 
+from covey.agent.agent import Agent, AgentJob, Outcome
+from covey.agent.scheduler_supervisor import Schedulers
+from covey.agent.worker_environment import forget_place
 from covey.cli.common import unreadable
 from covey.cli.run.display import Aside, Show, put
 from covey.cli.run.dry_run import describe
@@ -27,16 +30,13 @@ from covey.cli.run.options import help_text, parse
 from covey.cli.run.plan import RunPlan
 from covey.core.model import Role
 from covey.errors import ExitCode, UsageError
-from covey.node import security
-from covey.node.agent import Agent, AgentJob, Outcome
-from covey.node.environment import forget_place
-from covey.node.host import address_towards
-from covey.node.log import aside, configure, log, one_line
-from covey.node.office import lease_store
-from covey.node.report import failure_report
-from covey.node.runtime import Door
-from covey.node.scheduler_process import Schedulers
-from covey.node.sockets import Sockets, bind_manage, manage_words
+from covey.log import aside, configure, log, one_line
+from covey.runtime import credentials
+from covey.runtime.failure_report import failure_report
+from covey.runtime.host_identity import address_towards
+from covey.runtime.listeners import Sockets, bind_manage, manage_words
+from covey.runtime.node_runtime import Door
+from covey.scheduler.service import lease_store
 from covey.settings import TABLE, Loaded, Settings, rendered, shown
 from covey.storage.journal import has_journal
 from covey.storage.tempdirs import Scratch
@@ -222,7 +222,7 @@ def _listen(plan: RunPlan) -> Sockets | None:
     return None
 
 
-def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str], security.Security]:
+def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str], credentials.Security]:
     """How this host's processes reach the scheduler, and the environment they start from."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     (host, port), *others = address.several(plan.master_host, plan.master_port)
@@ -235,9 +235,9 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
         settings = _with_passwords(settings)
         environ["COVEY_TLS_SERVER_PASSWORD"] = settings.tls_server_password
         environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
-    guard = security.find(settings, reaches=host)
+    guard = credentials.find(settings, reaches=host)
     if sockets is not None and settings.tls_config:
-        security.find(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
+        credentials.find(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
     secret = guard.secret
     if not secret and sockets is not None and plan.alone:
         secret = secrets.token_hex(16)  # for this run's own processes

@@ -18,8 +18,8 @@ from covey.core.incidents import Outcome
 from covey.core.model import NodeState, Phase, Role
 from covey.core.view import ClusterView, NodeView
 from covey.errors import PeerError
-from covey.node.log import one_line
-from covey.node.runtime import Door
+from covey.log import one_line
+from covey.runtime.node_runtime import Door
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.agent.agent import Outcome as RunOutcome
 from covey.cli.scheduler_client import follow_story
 from covey.core.incidents import Outcome
 from covey.core.story import Event
 from covey.core.words import many
 from covey.errors import CoveyError
-from covey.node.agent import Outcome as RunOutcome
-from covey.node.log import log
-from covey.node.runtime import Door
+from covey.log import log
+from covey.runtime.node_runtime import Door
 
 WAITING_MAX: Final = 1000  # events that wait for the hook
 HOOK_S: Final = 10.0  # how long one call may take

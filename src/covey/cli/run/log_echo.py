@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from covey.agent.agent import Agent
 from covey.cli.run.display import Aside
 from covey.cli.run.plan import EVERY, RunPlan
 from covey.core.messages import Start
 from covey.core.model import Role, ScriptError
-from covey.node.agent import Agent
 
 STDOUT: Final = 1
 STDERR: Final = 2

@@ -29,10 +29,10 @@ from covey.core.view import ClusterView, NodeView
 from covey.core.words import many
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.server.model_store import write_file
-from covey.node.followers import Followers
-from covey.node.log import log
-from covey.node.security import Security
-from covey.node.storyteller import Storyteller
+from covey.log import log
+from covey.runtime.credentials import Security
+from covey.runtime.event_stream import Storyteller
+from covey.runtime.view_stream import Followers
 from covey.transport.connection import Link, Listener
 
 TICK_S: Final = 0.05

@@ -30,7 +30,7 @@ from covey.federated.server.partial_aggregate import Part, Sum
 from covey.federated.server.server_links import Peers
 from covey.federated.server.update_log import Update, read, unpack
 from covey.federated.strategies import Strategy
-from covey.node.log import log
+from covey.log import log
 
 SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
 Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]

@@ -38,7 +38,7 @@ from covey.federated.server.http_server import Request, Site
 from covey.federated.server.request_auth import Gate, Refusal
 from covey.federated.server.secagg_endpoints import PATHS, Relay
 from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, Replies
-from covey.node.log import log
+from covey.log import log
 
 if TYPE_CHECKING:
     from covey.federated.server.server import Server

@@ -18,7 +18,7 @@ from covey.federated.server.model_store import ModelStore, State, unpack_state
 from covey.federated.server.partial_aggregate import Part
 from covey.federated.server.server_links import Bytes, Peers
 from covey.federated.strategies import Strategy
-from covey.node.log import log
+from covey.log import log
 
 
 class Newest(NamedTuple):

@@ -17,7 +17,7 @@ from covey.federated.server.partial_aggregate import Part, Sum
 from covey.federated.server.server_links import Bytes
 from covey.federated.server.update_log import Folder, Logged, mapped, read
 from covey.federated.server.update_replication import Copies, copies_of
-from covey.node.log import log
+from covey.log import log
 
 LOCK_S: Final = 10.0  # for whoever looks into our folder to let go of it
 

@@ -13,8 +13,8 @@ import msgspec
 from covey.core.federation import Alive, ToServer
 from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
-from covey.node.log import log
-from covey.node.security import Security
+from covey.log import log
+from covey.runtime.credentials import Security
 from covey.transport.address import join
 from covey.transport.connection import Link, connect
 

@@ -49,8 +49,8 @@ from covey.federated.server.status_replies import Replies
 from covey.federated.server.update_handler import Intake
 from covey.federated.server.update_replication import Safekeeping
 from covey.federated.strategies import Strategy
-from covey.node.log import log
-from covey.node.security import Security
+from covey.log import log
+from covey.runtime.credentials import Security
 
 BEAT_S: Final = 1.0
 TICK_S: Final = 0.05

@@ -13,8 +13,8 @@ import msgspec
 from covey.core.federation import BetweenServers, Copied, Copy, Fetch, Hello, Peer, Piece
 from covey.core.messages import Message
 from covey.errors import PeerError
-from covey.node.log import log
-from covey.node.security import Security
+from covey.log import log
+from covey.runtime.credentials import Security
 from covey.transport import address
 from covey.transport.connection import Link, Listener, connect
 

@@ -26,7 +26,7 @@ from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, Replie
 from covey.federated.server.update_log import Update
 from covey.federated.server.update_replication import Safekeeping
 from covey.federated.update_compression import NONE, decode
-from covey.node.log import log
+from covey.log import log
 
 if TYPE_CHECKING:
     from covey.federated.server.server import Server

@@ -17,7 +17,7 @@ from covey.federated.model_codec import Floats
 from covey.federated.server.partial_aggregate import Part
 from covey.federated.server.server_links import Peers
 from covey.federated.server.update_log import Folder, Update, UpdateLog, pack, read
-from covey.node.log import log
+from covey.log import log
 
 RETRY_S = 0.1
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.integrations.taskd.config import answers, judge, loaded, place, speak, text
-from covey.node.log import log
-from covey.node.worker import INCARNATION_VARIABLE
+from covey.log import log
+from covey.worker.membership_thread import INCARNATION_VARIABLE
 
 CONNECT_S: Final = 5.0
 FRAMEWORKS: Final = ("PyTorch", "MindSpore")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec
 import msgspec
 
 from covey.errors import CoveyError, UsageError
-from covey.node.log import configure, log
+from covey.log import configure, log
 from covey.settings import HOST, NODES_MAX, Loaded, Settings, load, shown
 from covey.transport import address
 

@@ -30,12 +30,12 @@ from covey.integrations.taskd.config import (
     switch,
     text,
 )
-from covey.node import security
-from covey.node.log import configure, log
-from covey.node.office import Kept
-from covey.node.runtime import Door
-from covey.node.serve import serve
-from covey.node.sockets import Sockets, bind
+from covey.log import configure, log
+from covey.runtime import credentials
+from covey.runtime.listeners import Sockets, bind
+from covey.runtime.node_runtime import Door
+from covey.scheduler.main import serve
+from covey.scheduler.service import Kept
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.storage import cluster_registry
 from covey.storage.journal import has_journal
@@ -175,7 +175,7 @@ def _door(where: Place, settings: Settings) -> Door:
         settings = msgspec.structs.replace(
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
         )
-    guard = security.find(settings, reaches=where.host)
+    guard = credentials.find(settings, reaches=where.host)
     return Door(where.host, where.port, guard.secret, guard.configured, guard.client, where.others)
 
 

@@ -25,10 +25,10 @@ from covey.core.taskd import JOB, RESTARTS_MAX
 from covey.errors import CoveyError
 from covey.integrations.taskd.agent_api import attach
 from covey.integrations.taskd.config import journal_folder, log_folder, place, speak
-from covey.node.log import log
-from covey.node.worker import INCARNATION_VARIABLE
+from covey.log import log
 from covey.settings import load
 from covey.transport import address
+from covey.worker.membership_thread import INCARNATION_VARIABLE
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
 LOCAL_RANK: Final = "${local_rank}"  # torch's macro in the arguments of a command

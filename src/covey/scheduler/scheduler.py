@@ -46,14 +46,14 @@ from covey.core.model import ClusterSettings, Phase, Role
 from covey.core.story import Story
 from covey.core.view import ClusterView, NodeView, show
 from covey.errors import ExitCode, PeerError, StoreError
-from covey.node import kernel
-from covey.node.commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
-from covey.node.followers import Followers
-from covey.node.lines import Lines
-from covey.node.log import log, tell
-from covey.node.log_pieces import LogQuestions
-from covey.node.report import failure_report
-from covey.node.storyteller import Storyteller
+from covey.log import log, tell
+from covey.runtime import linux
+from covey.runtime.event_stream import Storyteller
+from covey.runtime.failure_report import failure_report
+from covey.runtime.log_reader import LogQuestions
+from covey.runtime.view_stream import Followers
+from covey.scheduler.connections import Lines
+from covey.scheduler.journal_commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
 from covey.storage.cas_journal import SharedJournal
 from covey.storage.journal import Journal
 from covey.transport.connection import Link, Listener
@@ -421,7 +421,7 @@ class Scheduler:
     async def _look_up_owner(self, client: tuple[str, int], server: tuple[str, int], workers: dict[int, str]) -> None:
         """Tell the machine which of these workers (names by pid) holds the client's end of a connection, if one does."""
         try:
-            pid = await asyncio.to_thread(kernel.connection_owner, client, server, workers)
+            pid = await asyncio.to_thread(linux.connection_owner, client, server, workers)
         except OSError as error:
             log.warning("the owner of the connection from %s:%d cannot be looked up: %s", *client, error)
             return

@@ -19,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 
 from covey.errors import ExitCode
-from covey.node import entry, kernel, lifeline, uncaught
-from covey.node.child import ChildSpec
-from covey.node.learn import LEARN_VARIABLE, Learner
-from covey.node.output import outlast_full_disks
-from covey.node.threads import restore_threads
+from covey.runtime import exception_record, lifeline, linux
+from covey.runtime.log_stream import outlast_full_disks
+from covey.template_process import script_loader
+from covey.template_process.import_recorder import LEARN_VARIABLE, Learner
+from covey.template_process.protocol import ChildSpec
+from covey.template_process.thread_counts import restore_threads
 
 GROUP_END_S = 0.1
 NANOBIND = "__nb_internals_v17_system_libstdcpp_"  # the key of nanobind's internal data in the interpreter, with their version
@@ -40,18 +41,20 @@ def run(spec: ChildSpec) -> None:
     restore_libraries()
     restore_interpreter(spec)
     try:
-        main, code = entry.load_module(spec.argv[0]) if spec.module else entry.load_script(spec.argv[0], spec.source)
+        main, code = (
+            script_loader.load_module(spec.argv[0]) if spec.module else script_loader.load_script(spec.argv[0], spec.source)
+        )
         exec(code, main.__dict__)
     except SystemExit as end:
-        if ending := sys.modules.get("covey.node.ending"):
+        if ending := sys.modules.get("covey.worker.process_exit"):
             ending.note_exit(end.code)
         raise
     except BaseException as error:
         begin = begin_at_users_line(error)
-        describe = (sys.modules.get("covey.node.ending") or uncaught).describe
+        describe = (sys.modules.get("covey.worker.process_exit") or exception_record).describe
         described = describe(error, begin) if spec.errors and os.getpid() == pid else None
         if described is not None:
-            uncaught.write(spec.errors, described)
+            exception_record.write(spec.errors, described)
         raise
 
 
@@ -62,11 +65,11 @@ def restore_process(spec: ChildSpec) -> None:
     os.environ.update(spec.env)
     time.tzset()
     if sentence := lifeline.bind(spec.cores):
-        entry.end(sentence, ExitCode.BAD_SETTING)
+        script_loader.end(sentence, ExitCode.BAD_SETTING)
     try:
         os.chdir(spec.cwd)
     except OSError as error:
-        entry.end(f"covey: cannot work in the folder {spec.cwd!r}: {error.strerror}", ExitCode.BAD_SETTING)
+        script_loader.end(f"covey: cannot work in the folder {spec.cwd!r}: {error.strerror}", ExitCode.BAD_SETTING)
 
 
 def restore_libraries() -> None:
@@ -90,7 +93,7 @@ def restore_interpreter(spec: ChildSpec) -> None:
     flags = ["-m"] if spec.module else []
     sys.argv = [*(flags or spec.argv[:1]), *spec.argv[1:]]
     sys.orig_argv = [sys.executable, *flags, *spec.argv]
-    kernel.show_command(sys.orig_argv)
+    linux.show_command(sys.orig_argv)
     if path := os.environ.pop(LEARN_VARIABLE, ""):
         sys.meta_path.insert(0, Learner(path))
     for folder in reversed(spec.env.get("PYTHONPATH", "").split(os.pathsep)):
@@ -145,4 +148,4 @@ def begin_at_users_line(error: BaseException) -> TracebackType | None:
 
 def _is_ours(step: TracebackType) -> bool:
     name = step.tb_frame.f_code.co_filename
-    return name in (__file__, entry.__file__, importlib.util.__file__) or name.startswith("<frozen importlib")
+    return name in (__file__, script_loader.__file__, importlib.util.__file__) or name.startswith("<frozen importlib")

@@ -23,8 +23,9 @@ from pathlib import Path
 import msgspec
 
 from covey.core.words import many
-from covey.node import bootstrap, kernel, lifeline
-from covey.node.child import (
+from covey.runtime import lifeline, linux
+from covey.template_process import child_bootstrap
+from covey.template_process.protocol import (
     PACKET_MAX,
     REASON_MAX,
     SPEC_MAX,
@@ -47,12 +48,12 @@ THREAD_END_S = 0.5  # a thread that was joined may be visible a moment longer
 
 def main(fd: int, parent: int) -> None:
     """The whole life of the template, and of each child forked from it."""
-    kernel.die_with(parent)
-    kernel.show_command(["covey: template"])
-    atexit.register(bootstrap.set_imports_aside)  # first to come, last to run
+    linux.die_with(parent)
+    linux.show_command(["covey: template"])
+    atexit.register(child_bootstrap.set_imports_aside)  # first to come, last to run
     spec = serve(socket.socket(fileno=fd))
     if spec is not None:
-        bootstrap.run(spec)
+        child_bootstrap.run(spec)
 
 
 def serve(agent: socket.socket) -> ChildSpec | None:
@@ -186,6 +187,6 @@ def command(fd: int) -> list[str]:
     home = str(Path(__file__).parents[2])
     start = (
         f"import sys; sys.path[:] = [p for p in sys.path if p]; {home!r} in sys.path or sys.path.append({home!r}); "
-        f"from covey.node.template import main; main({fd}, {os.getpid()})"
+        f"from covey.template_process.fork_server import main; main({fd}, {os.getpid()})"
     )
     return [sys.executable, "-c", start, " " * 1000]

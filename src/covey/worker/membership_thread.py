@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.agent.relay import pace_s
 from covey.core.effects import Finish
 from covey.core.messages import (
     Beat,
@@ -44,17 +45,17 @@ from covey.core.messages import (
 from covey.core.model import Progress, Role, ScriptError
 from covey.core.recovery import Strategy
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.node import host, security, spare, supervise
-from covey.node.child_runtime import ChildRuntime
-from covey.node.ending import Ending, exit_flushed
-from covey.node.log import configure, log
-from covey.node.output import outlast_full_disks
-from covey.node.relay import pace_s
-from covey.node.runtime import Door, NodeRuntime, node_settings
-from covey.node.stacks import write_on_signal
+from covey.log import configure, log
+from covey.runtime import credentials, host_identity
+from covey.runtime.log_stream import outlast_full_disks
+from covey.runtime.node_runtime import Door, NodeRuntime, node_settings
+from covey.runtime.relayed_runtime import ChildRuntime
 from covey.settings import Settings, serving_said
 from covey.training.worker_context import Planned, Regroup
 from covey.transport import address
+from covey.worker import spare, supervisor
+from covey.worker.process_exit import Ending, exit_flushed
+from covey.worker.stack_dump import write_on_signal
 
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
 AGENT_VARIABLE: Final = "COVEY_AGENT"  # which scheduler's, and where the socket of a child's agent is
@@ -196,7 +197,7 @@ class Node:
         progress = msgspec.structs.replace(progress, steps=steps)
         if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
             progress = msgspec.structs.replace(progress, loss=self._progress.loss)
-        supervise.note(progress.step)
+        supervisor.note(progress.step)
         self._show(progress)
 
     def followed(self, step: int) -> None:
@@ -293,7 +294,7 @@ class Node:
             role=Role.SPARE if self.began_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
+            host=host_identity.here(settings.host_id, settings.worker_ip, settings.host_life),
             fingerprint=_fingerprint(settings),
             incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
             pid=self._pid,
@@ -417,7 +418,7 @@ def door(settings: Settings) -> Door:
     scheduler, _, relay = os.environ.get(AGENT_VARIABLE, "").partition("@")
     if relay and scheduler == found.name:
         return msgspec.structs.replace(found, relay=relay)
-    guard = security.find(settings, reaches=where)
+    guard = credentials.find(settings, reaches=where)
     return msgspec.structs.replace(found, secret=guard.secret, insist=guard.configured, context=guard.client)
 
 

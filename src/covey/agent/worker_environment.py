@@ -7,8 +7,8 @@ from typing import Final
 
 from covey.core.messages import Assignment, Start
 from covey.core.model import Role
-from covey.node.runtime import Door
-from covey.node.spare import NAMELESS, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
+from covey.runtime.node_runtime import Door
+from covey.worker.spare import NAMELESS, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 
 # What a worker is told of its place and a run would read.
 PLACE: Final = (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from covey import context
-from covey.node.log import log
+from covey.log import log
 from covey.settings import Settings
 from covey.storage import join_secret as secret
 from covey.transport import tls

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from covey.errors import CoveyError, UsageError
-from covey.node import template
-from covey.node.child import (
+from covey.runtime.lifeline import Lifeline
+from covey.template_process import fork_server
+from covey.template_process.protocol import (
     PACKET_MAX,
     ChildSpec,
     Fork,
@@ -34,7 +35,6 @@ from covey.node.child import (
     encode_spec,
     exit_of,
 )
-from covey.node.lifeline import Lifeline
 
 IMPORT_S = 300.0  # limit of one import order
 FORK_S = 60.0  # limit of one fork order
@@ -72,8 +72,8 @@ class TemplateLife:
         self._socket.setblocking(False)
         try:
             process = subprocess.Popen(
-                template.command(theirs.fileno()),
-                env={**os.environ, **template.ONE_THREAD},
+                fork_server.command(theirs.fileno()),
+                env={**os.environ, **fork_server.ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,

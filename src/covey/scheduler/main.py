@@ -13,11 +13,11 @@ import msgspec
 
 from covey import context
 from covey.errors import CoveyError
-from covey.node import kernel
-from covey.node.log import configure, log
-from covey.node.office import Kept, Office
-from covey.node.scheduler import exit_now
-from covey.node.sockets import Sockets, raise_file_limit
+from covey.log import configure, log
+from covey.runtime import linux
+from covey.runtime.listeners import Sockets, raise_file_limit
+from covey.scheduler.scheduler import exit_now
+from covey.scheduler.service import Kept, Office
 from covey.settings import Loaded, load, require_raw
 
 KEPT_VARIABLE = "COVEY_KEPT"
@@ -60,7 +60,7 @@ def main() -> None:
     """The scheduler of `covey run`."""
     kept = msgspec.json.decode(os.environ.pop(KEPT_VARIABLE), type=Kept)
     if kept.agent:
-        kernel.die_with(kept.agent)
+        linux.die_with(kept.agent)
     cluster, manage = ([socket.socket(fileno=number) for number in group] for group in kept.sockets)
     try:
         loaded = load(os.environ)

@@ -18,18 +18,18 @@ from typing import Final
 
 import msgspec
 
+from covey.agent.children import open_log, why
 from covey.errors import ExitCode
-from covey.node.children import open_log, why
-from covey.node.log import log
-from covey.node.office import Kept
-from covey.node.serve import KEPT_VARIABLE
-from covey.node.sockets import Sockets
+from covey.log import log
+from covey.runtime.listeners import Sockets
+from covey.scheduler.main import KEPT_VARIABLE
+from covey.scheduler.service import Kept
 
 RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STEADY_S: Final = 60.0
 LINE_MAX: Final = 2000  # bytes of its log's last line
 # Interrupted while it imports, it ends as other programs do, without the story of an import.
-START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.node.serve import main; main()"
+START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.scheduler.main import main; main()"
 
 
 class Schedulers:
@@ -136,7 +136,7 @@ class SchedulerProcess:
                 sys.executable,
                 "-c",
                 START,
-                "covey.node.serve",
+                "covey.scheduler.main",
                 env={**self._environ, KEPT_VARIABLE: msgspec.json.encode(self._kept).decode()},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

@@ -9,8 +9,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from covey.node.log import log
-from covey.node.security import Security
+from covey.log import log
+from covey.runtime.credentials import Security
 
 
 @contextlib.asynccontextmanager

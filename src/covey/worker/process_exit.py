@@ -20,7 +20,8 @@ from typing import Any, Final, NoReturn, Protocol
 
 from covey.core.model import Progress, ScriptError
 from covey.errors import CoveyError
-from covey.node import supervise, uncaught
+from covey.runtime import exception_record
+from covey.worker import supervisor
 
 FLUSH_S: Final = 0.2
 STUCK_S: Final = 1.0
@@ -82,7 +83,7 @@ class Ending:
 
         def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._code = int(error.exit_code) if isinstance(error, CoveyError) else 1
-            self._reason = uncaught.encodable(f"{kind.__name__}: {error}")[:500]
+            self._reason = exception_record.encodable(f"{kind.__name__}: {error}")[:500]
             self._note_error(self.describe(error, trace))
             before(kind, error, trace)
 
@@ -97,15 +98,15 @@ class Ending:
 
     def describe(self, error: BaseException, trace: TracebackType | None) -> ScriptError | None:
         """Return the description of the exception that ends the program, with the step it was raised in."""
-        return uncaught.describe(error, trace, self._node.progress, loop=self._node.finishes_steps)
+        return exception_record.describe(error, trace, self._node.progress, loop=self._node.finishes_steps)
 
     def _note_error(self, error: ScriptError | None) -> None:
         """Hand the exception over: to the agent in a file, else to the scheduler with the goodbye."""
         if error is None or os.getpid() != self._pid:
             return
-        supervise.note_error(error)
+        supervisor.note_error(error)
         if self._agent_folder:
-            uncaught.write(self._agent_folder, error)
+            exception_record.write(self._agent_folder, error)
         else:
             self._error = error
 
@@ -197,7 +198,7 @@ def say_plainly() -> None:
 
 def describe(error: BaseException, trace: TracebackType | None) -> ScriptError | None:
     """Return the description of the exception that ends this process, which need not have joined a cluster."""
-    return _endings[-1].describe(error, trace) if _endings else uncaught.describe(error, trace)
+    return _endings[-1].describe(error, trace) if _endings else exception_record.describe(error, trace)
 
 
 def note_exit(status: Any) -> None:

@@ -12,12 +12,12 @@ from covey.core.messages import Resumed, Settled
 from covey.core.serving import Serving, parse_mode
 from covey.core.shards import SLOTS, first
 from covey.errors import PeerError, UsageError
-from covey.node.log import log
-from covey.node.worker import Generation, Node
+from covey.log import log
 from covey.parameter_server import discovery
 from covey.parameter_server.server import Server
 from covey.settings import Settings
 from covey.training.worker_context import Regroup
+from covey.worker.membership_thread import Generation, Node
 
 
 def serving_of(settings: Settings) -> Serving | None:

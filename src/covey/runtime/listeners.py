@@ -9,7 +9,7 @@ import socket
 import msgspec
 
 from covey.errors import ExitCode, UsageError
-from covey.node.log import log
+from covey.log import log
 from covey.settings import Settings
 from covey.transport import address
 

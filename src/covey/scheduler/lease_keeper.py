@@ -14,8 +14,8 @@ import msgspec
 
 from covey.core.leadership import Candidate, Cell, Look, Write
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.node import host
-from covey.node.log import log
+from covey.log import log
+from covey.runtime import host_identity
 from covey.storage.cas_store import Cells, FileCells
 from covey.storage.cluster_registry import process_started
 
@@ -40,7 +40,7 @@ class Leading:
     def __init__(self, cells: Cells, *, where: str, cluster: str = "", duration_s: float) -> None:
         self.predecessor = ""  # who led before this one
         self._cells = cells
-        self._name = f"{host.identity()}/{os.getpid()}/{process_started(os.getpid())}/{secrets.token_hex(4)}"
+        self._name = f"{host_identity.identity()}/{os.getpid()}/{process_started(os.getpid())}/{secrets.token_hex(4)}"
         self._candidate = Candidate(self._name, where, cluster=cluster, duration_s=duration_s, now=time.monotonic())
         self._answer_s = duration_s / ANSWERS
         self._version = 0
@@ -168,7 +168,7 @@ def end_predecessor(holder: str) -> bool:
 
 def _process(holder: str) -> tuple[int, float] | None:
     where, pid, started, _ = holder.split("/") if holder.count("/") == 3 else ("", "", "", "")
-    return (int(pid), float(started)) if where == host.identity() and pid.isdigit() else None
+    return (int(pid), float(started)) if where == host_identity.identity() and pid.isdigit() else None
 
 
 def _encode(cell: Cell) -> bytes:

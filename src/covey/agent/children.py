@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from covey.errors import CoveyError, ExitCode, StoreError, UsageError
-from covey.node import kernel, lifeline
-from covey.node.child import ChildSpec, Exit, exit_of
-from covey.node.keeper import Keeper
-from covey.node.lifeline import Lifeline
+from covey.runtime import lifeline, linux
+from covey.runtime.lifeline import Lifeline
+from covey.template_process.client import Keeper
+from covey.template_process.protocol import ChildSpec, Exit, exit_of
 
 __all__ = ["ChildSpec", "Children", "Exit"]
 
@@ -89,8 +89,8 @@ class Children:
 
     async def open(self) -> None:
         """The template, where there is one, begins to import; nobody waits for it before the first `start`."""
-        self._strangers = set(kernel.own_children())
-        kernel.adopt_orphans(True)
+        self._strangers = set(linux.own_children())
+        linux.adopt_orphans(True)
         self._is_open = True
         if self._fork:
             self._keeper = Keeper(self._modules)
@@ -133,7 +133,7 @@ class Children:
     def bind(self, name: str, cores: Sequence[int]) -> None:
         """Bind a child that runs already, with all its threads, to these cores; none: it stays where it is."""
         if name in self._alive and cores:
-            for task in kernel.tasks(self._alive[name].pid):
+            for task in linux.tasks(self._alive[name].pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(task, cores)
 
@@ -161,7 +161,7 @@ class Children:
         await self.end(None, grace_s=0)
         if self._sweep_timer:
             self._sweep_timer.cancel()
-        kernel.adopt_orphans(False)
+        linux.adopt_orphans(False)
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Children:
     def _orphans(self) -> Iterator[tuple[int, int]]:
         """Adopted processes with their sessions, dead or alive."""
         ours = {child.pid for child in self._alive.values()} | self._strangers | {self.template_pid}
-        for pid in kernel.own_children():
+        for pid in linux.own_children():
             with contextlib.suppress(ProcessLookupError):
                 if pid not in ours and (session := os.getsid(pid)) != os.getsid(0):
                     yield pid, session

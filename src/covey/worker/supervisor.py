@@ -24,9 +24,9 @@ from typing import NoReturn
 from covey.core.model import ScriptError
 from covey.core.recovery import FRUITLESS_MAX
 from covey.errors import ExitCode
-from covey.node import kernel
-from covey.node.child import exit_of
-from covey.node.template import company
+from covey.runtime import linux
+from covey.template_process.fork_server import company
+from covey.template_process.protocol import exit_of
 
 MARK_VARIABLE = "COVEY_SUPERVISED"  # in a life: the descriptor on which it notes its newest step
 STEP_SIZE = 8
@@ -143,7 +143,7 @@ def _settle(parent: int, mark: int) -> None:
     """A life leads its group, dies with its supervisor, and nobody else holds its mark."""
     os.setpgid(0, 0)
     os.set_inheritable(mark, False)
-    kernel.die_with(parent)
+    linux.die_with(parent)
 
 
 def _end_with(code: int | None) -> None:
@@ -156,7 +156,7 @@ def _become_small() -> NoReturn:
     home = str(Path(__file__).parents[2])
     start = (
         f"import sys; sys.path[:] = [p for p in sys.path if p]; {home!r} in sys.path or sys.path.append({home!r}); "
-        "from covey.node.supervise import start_anew; start_anew(sys.argv[1:])"
+        "from covey.worker.supervisor import start_anew; start_anew(sys.argv[1:])"
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -173,6 +173,6 @@ def start_anew(command: list[str]) -> NoReturn:
         if pid == 0:
             supervisor.forget_signals()
             os.setpgid(0, 0)
-            kernel.die_with(parent)
+            linux.die_with(parent)
             os.execve(command[0], command, environ)
         _end_with(supervisor.look_after(pid))

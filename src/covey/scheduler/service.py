@@ -23,13 +23,13 @@ from covey.core.effects import End
 from covey.core.model import ClusterSettings
 from covey.core.recovery import ladder
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.node import host, security
-from covey.node.commits import RETRY_DISK_S, HandedOver, SteppedDown, Term
-from covey.node.leading import Leading, Over, end_predecessor
-from covey.node.log import log
-from covey.node.managing import managed
-from covey.node.scheduler import Place, Scheduler, exit_now, on_signal
-from covey.node.sockets import Sockets, bind, bind_cluster, bind_manage, manage_words
+from covey.log import log
+from covey.runtime import credentials, host_identity
+from covey.runtime.listeners import Sockets, bind, bind_cluster, bind_manage, manage_words
+from covey.runtime.management_port import managed
+from covey.scheduler.journal_commits import RETRY_DISK_S, HandedOver, SteppedDown, Term
+from covey.scheduler.lease_keeper import Leading, Over, end_predecessor
+from covey.scheduler.scheduler import Place, Scheduler, exit_now, on_signal
 from covey.settings import Loaded, Settings, rows, serving_said
 from covey.storage import cluster_registry
 from covey.storage.cas_journal import SharedJournal, open_shared
@@ -165,7 +165,7 @@ class Office:
         if not manage or self._sockets is not None:
             yield
             return
-        guard = security.find(self._settings, listens_at=self._own_host())
+        guard = credentials.find(self._settings, listens_at=self._own_host())
         async with managed(lambda: _standby_app(leading), _copies(manage), guard):
             yield
 
@@ -197,12 +197,12 @@ class Office:
 
     async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
         settings, kept = self._settings, self._kept
-        guard = security.find(settings, listens_at=address.split(sockets.address)[0])
+        guard = credentials.find(settings, listens_at=address.split(sockets.address)[0])
         self._token = self._token or _rest_token(guard.secret)
         place = Place(
             address=sockets.address,
             host=socket.gethostname(),
-            host_id=host.here(settings.host_id, "").id,
+            host_id=host_identity.here(settings.host_id, "").id,
             node_id=settings.node_id or "sched",
             manage_port=sockets.manage_port,
             log_dir=kept.log_dir if kept is not None else "",
@@ -237,7 +237,7 @@ class Office:
             finally:
                 entry.unlink(missing_ok=True)
 
-    def _enter(self, scheduler: Scheduler, sockets: Sockets, guard: security.Security) -> Path:
+    def _enter(self, scheduler: Scheduler, sockets: Sockets, guard: credentials.Security) -> Path:
         """Into the registry, where commands on this host find their cluster."""
         return cluster_registry.add(
             cluster_registry.Entry(

@@ -35,7 +35,7 @@ from covey.core.messages import (
 )
 from covey.core.model import Progress
 from covey.errors import UsageError
-from covey.node.log import log
+from covey.log import log
 from covey.transport.connection import Link, Listener
 from covey.transport.framing import from_child
 

@@ -16,6 +16,9 @@ from typing import Final
 
 import msgspec
 
+from covey.agent.children import Children, open_outputs, why
+from covey.agent.relay import Relay
+from covey.agent.worker_environment import worker_environment
 from covey.core.effects import Finish
 from covey.core.messages import (
     Assignment,
@@ -35,19 +38,16 @@ from covey.core.messages import (
 )
 from covey.core.model import JOB, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
-from covey.node import host, log_pieces, uncaught
-from covey.node.child import ChildSpec, Exit
-from covey.node.children import Children, open_outputs, why
-from covey.node.environment import worker_environment
-from covey.node.learn import LEARN_VARIABLE, learned
-from covey.node.log import log
-from covey.node.relay import Relay
-from covey.node.runtime import Door, NodeRuntime, node_settings
-from covey.node.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
-from covey.node.stacks import STACK_SIGNAL
+from covey.log import log
+from covey.runtime import exception_record, host_identity, log_reader
+from covey.runtime.node_runtime import Door, NodeRuntime, node_settings
 from covey.settings import Settings
 from covey.storage.tempdirs import Scratch
+from covey.template_process.import_recorder import LEARN_VARIABLE, learned
+from covey.template_process.protocol import ChildSpec, Exit
 from covey.transport import address
+from covey.worker.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
+from covey.worker.stack_dump import STACK_SIGNAL
 
 LEARN_S: Final = 5.0  # when a first life has imported what it will
 STACKS_S: Final = 1.0  # for writing stacks
@@ -131,7 +131,7 @@ class Agent:
         wish = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
             life=uuid.uuid4().hex,
-            host=host.here(settings.host_id, settings.worker_ip, settings.host_life),
+            host=host_identity.here(settings.host_id, settings.worker_ip, settings.host_life),
             slots=job.slots,
             servers=job.servers,
             spares=settings.spares,
@@ -250,7 +250,7 @@ class Agent:
         if f"{asked.role}:{number}" not in self._started or not number.isdecimal():
             told = LogTold(asked.number, failure=f"{asked.role}:{number} was never started on this host")
         else:
-            told = await asyncio.to_thread(log_pieces.piece, self.log_path(int(number), asked.role), asked)
+            told = await asyncio.to_thread(log_reader.piece, self.log_path(int(number), asked.role), asked)
         self._runtime.say(told)
 
     def _finished(self, finish: Finish) -> None:
@@ -421,11 +421,11 @@ class Agent:
         return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _child_exited(self, ended: Exit) -> None:
-        error = uncaught.read(self._folder.name, ended.pid)
+        error = exception_record.read(self._folder.name, ended.pid)
         known = self._running.get(ended.name)
         if error is not None and known is not None and known.role is Role.WORKER:
             self._errors[known.number] = error  # before the file is removed
-        uncaught.remove(self._folder.name, ended.pid)
+        exception_record.remove(self._folder.name, ended.pid)
         self._pids.pop(ended.name, None)
         if known is None:
             return  # of a generation that is over
@@ -437,7 +437,7 @@ class Agent:
         for name, pid in list(self._pids.items()):
             child = self._running.get(name)
             if child is not None and (child.role, child.number) == (Role.WORKER, number):
-                return uncaught.read(self._folder.name, pid) or self._errors.get(number)
+                return exception_record.read(self._folder.name, pid) or self._errors.get(number)
         return self._errors.get(number)
 
     def _end_life(self, child: Assignment, code: int, reason: str, error: ScriptError | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from covey.errors import StoreError
-from covey.node.log import log
+from covey.log import log
 from covey.storage.cas_journal import SharedJournal
 from covey.storage.journal import Fenced, Journal
 

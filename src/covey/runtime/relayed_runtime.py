@@ -9,7 +9,7 @@ from typing import Any, Final
 from covey.core.events import Heard, LinkLost, LinkMade
 from covey.core.messages import Confirm, Confirmed, Message, Reached, Unreached
 from covey.errors import PeerError
-from covey.node.runtime import NodeRuntime
+from covey.runtime.node_runtime import NodeRuntime
 from covey.transport.connection import Link, connect_to_agent
 
 ANSWER_S: Final = 1.0  # for the agent's answer to one question

@@ -8,7 +8,7 @@ from covey.clock import wall
 from covey.core.effects import Publish
 from covey.core.messages import AskStory, Refused, StoryTold
 from covey.core.story import Event, Story
-from covey.node.log import tell
+from covey.log import tell
 from covey.transport.connection import Link
 
 LISTENERS_MAX = 64

@@ -1,0 +1,9 @@
+"""The scheduler process of a training cluster, around `covey.core.cluster.scheduler_machine`.
+
+`main`              entry point of the process
+`service`           builds a scheduler from the settings and runs it; leads or stands by
+`scheduler`         sockets, journal and clock around the state machine
+`connections`       direct and relayed connections by number
+`journal_commits`   makes effects durable before they are carried out, only while this scheduler leads
+`lease_keeper`      acquires and renews the leader's lease
+"""
