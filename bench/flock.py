@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from covey.core.cluster.node_machine import NodeSettings
 from covey.core.messages import Beat, Formed, Goodbye, Leave, Refused, Register, Regrouped, Stop, Welcome
-from covey.core.model import Host, Progress, Role
-from covey.core.node import NodeSettings
+from covey.core.types import Host, Progress, Role
 from covey.errors import PeerError
 from covey.transport.connection import Link, connect
 

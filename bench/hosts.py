@@ -29,7 +29,7 @@ from covey.core.messages import (
     Via,
     Welcome,
 )
-from covey.core.model import Progress, Role
+from covey.core.types import Progress, Role
 from covey.transport.connection import Link
 
 KILLED = 137

@@ -26,7 +26,7 @@ import psutil
 
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from covey.core.serving import Serving
+from covey.core.parameter_server.settings import Serving
 from covey.parameter_server.client import Client, Given
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.messages import Begin, Spec

@@ -25,7 +25,7 @@ from bench.formation import BIN
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.cli.scheduler_client import look
-from covey.core.model import Phase
+from covey.core.types import Phase
 from covey.errors import PeerError
 from covey.runtime.node_runtime import Door
 

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from covey.cli.main import verbs
 from covey.cli.run.options import help_text
 from covey.core import messages
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Outcome, Stage, Total
-from covey.core.model import Phase, Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import Phase, Role
 from covey.errors import HELP, ExitCode
 from covey.federated.scheduler.management_api import FEDERATED
 from covey.federated.server import openapi as devices

@@ -11,7 +11,7 @@ import sys
 
 import msgspec
 
-from covey.core.serving import Serving
+from covey.core.parameter_server.settings import Serving
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.server import Server
 

@@ -12,13 +12,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from covey.context import get_ps_context, reset_ps_context, set_ps_context
 from covey.errors import CoveyError, UsageError
-from covey.training.checkpoint.checkpoint import Checkpoint
-from covey.training.data.loader import Data
-from covey.training.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
-from covey.version import VERSION
-from covey.world import (
+from covey.ps_context import get_ps_context, reset_ps_context, set_ps_context
+from covey.script_api import (
     get_group_size,
     get_local_rank,
     get_local_rank_size,
@@ -30,6 +26,10 @@ from covey.world import (
     restart_count,
     set_seed,
 )
+from covey.training.checkpoint.checkpoint import Checkpoint
+from covey.training.data.loader import Data
+from covey.training.model import Callback, CheckpointConfig, LossMonitor, ModelCheckpoint
+from covey.version import VERSION
 
 if TYPE_CHECKING:
     from covey.federated import get_fl_context, reset_fl_context, set_fl_context

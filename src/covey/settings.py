@@ -1,9 +1,8 @@
 """Every setting: its variable, what is allowed, its default and its meaning, in one table (`Settings`).
 
-Settings come in layers, each over the one before: defaults, a TOML or JSON file, TaskD's variables (`core/taskd.py`), the
-environment, options of a command.
-`load` lays them together and remembers where each value came from. Only the value that wins is read, so a good option
-mends a bad variable. An empty variable counts as one that is not set.
+Settings come in layers, each over the one before: defaults, a TOML or JSON file, TaskD's variables (`core/taskd_variables.py`),
+the environment, options of a command. `load` lays them together and remembers where each value came from. Only the value that
+wins is read, so a good option mends a bad variable. An empty variable counts as one that is not set.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
+from covey.core.cluster.recovery_strategy import Strategy, ladder
 from covey.core.messages import NODE_ID_MAX
-from covey.core.model import Role
-from covey.core.recovery import Strategy, ladder
-from covey.core.serving import MESSAGE_MAX, parse_mode
-from covey.core.taskd import PORT as TASKD_PORT
-from covey.core.taskd import wishes
+from covey.core.parameter_server.settings import MESSAGE_MAX, parse_mode
+from covey.core.taskd_variables import PORT as TASKD_PORT
+from covey.core.taskd_variables import wishes
+from covey.core.types import Role
 from covey.errors import UsageError
 
 Scalar = str | int | float | bool

@@ -14,11 +14,11 @@ from typing import Any, cast
 import httpx2
 from starlette.types import ASGIApp
 
+from covey.core.cluster.view import ClusterView, NodeView
+from covey.core.event_log import Story
 from covey.core.incidents import Incident, Outcome, Stage, Total
 from covey.core.messages import Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
-from covey.core.model import NodeState, Phase, Role
-from covey.core.story import Story
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import NodeState, Phase, Role
 from covey.errors import PeerError
 from covey.management.http_server import Limits, Server
 from covey.management.training_api import make_app

@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import TOKEN, Shown, a_node, a_view, client, dial, read_to_end, serving
 from tests.requirements import CURL, needs
 
+from covey.core.cluster.view import MINDSPORE_STATES, ClusterView
 from covey.core.incidents import Incident
 from covey.core.messages import KillAsked, ScaleAsked, StopAsked
-from covey.core.model import NodeState, Phase, Role
-from covey.core.view import MINDSPORE_STATES, ClusterView
+from covey.core.types import NodeState, Phase, Role
 from covey.errors import UsageError
 from covey.management.common_api import BODY_MAX
 from covey.management.schemas import ASKED, REASON_MAX

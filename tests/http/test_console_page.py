@@ -22,11 +22,11 @@ from tests.http.serving import TOKEN, Shown, a_node, a_view, serving
 from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.effects import Level, Publish
+from covey.core.event_log import Story
 from covey.core.messages import KillAsked, ScaleAsked
-from covey.core.model import NodeState, Role
-from covey.core.story import Story
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import NodeState, Role
 from covey.errors import ExitCode, PeerError
 from covey.management import jobs_api
 

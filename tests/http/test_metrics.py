@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import a_node, a_view
 
-from covey.core.model import Role
+from covey.core.types import Role
 from covey.kubernetes.operator_metrics import Metrics
 from covey.management.cluster_metrics import OTHERS, render
 

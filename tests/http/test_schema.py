@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.http.serving import Shown, a_node, a_view, client, serving
 
-from covey.core.model import NodeState, Role
+from covey.core.types import NodeState, Role
 from covey.management.training_api import OPERATIONS
 
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
 from tests.requirements import IPV6, needs
 
-from covey.core.model import Role
+from covey.core.types import Role
 from covey.management import standby_api
 from covey.management.http_server import Limits, Server
 from covey.management.training_api import make_app

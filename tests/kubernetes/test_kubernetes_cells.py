@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from tests.kubernetes.cluster import Kubernetes
 
-from covey.core.leadership import Cell
+from covey.core.leader_election import Cell
 from covey.kubernetes.api_client import LEASE
 from covey.kubernetes.cas_store import KubernetesCells
 from covey.storage.cas_journal import open_shared

@@ -25,8 +25,8 @@ from tests.processes.elastic import check, start
 from tests.processes.harness import Process, until
 
 from covey.cli.scheduler_client import scale
-from covey.core.model import Phase, Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.cluster.view import ClusterView, NodeView
+from covey.core.types import Phase, Role
 from covey.errors import PeerError
 from covey.runtime.node_runtime import Door
 

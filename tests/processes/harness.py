@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from covey.cli.scheduler_client import look
-from covey.core.view import ClusterView, NodeView
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.errors import CoveyError
 from covey.runtime.node_runtime import Door
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.processes.harness import Cluster, Process, until
 
-from covey.core.model import Phase
-from covey.core.view import ClusterView
+from covey.core.cluster.view import ClusterView
+from covey.core.types import Phase
 
 # Only events may explain what happens here, so every timeout is long unless a test is about it.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 600}

@@ -13,7 +13,7 @@ from tests.processes.harness import Cluster, Process, free_port, nodes_of, until
 from tests.requirements import HOSTS, MOUNTS, OWN_MOUNTS, needs
 
 from covey.core.messages import Beat, Formed, Message, Register, Welcome
-from covey.core.model import Phase
+from covey.core.types import Phase
 
 SAID = "import covey\ntry:\n    covey.{call}\nexcept covey.CoveyError as error:\n    print(error)\n"
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}

@@ -10,7 +10,7 @@ from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import Cluster, Process, nodes_of
 
 from covey.core.messages import Formed, Message, Register, Stop, Welcome
-from covey.core.model import Failure, Role
+from covey.core.types import Failure, Role
 
 # No timeout here is short enough to explain an end within a test's deadline: only the event itself can.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 600, "MS_RECEIVE_MSG_TIMEOUT": 1800}

@@ -15,7 +15,7 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Federation, expected, update
 from tests.processes.harness import until
 
-from covey.core.federation import Peer, owner
+from covey.core.federated.messages import Peer, owner
 from covey.federated.device.client import Device, Task
 from covey.federated.server.accumulator import Accumulator
 

@@ -12,7 +12,7 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Federation, update
 
-from covey.core import dp
+from covey.core.federated import dp_accounting
 from covey.federated.privacy.dp_noise import clipped
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.update_compression import KINDS, Compressor, decode
@@ -49,18 +49,20 @@ def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
     counted = trained(federation, 3)
     assert sorted(counted) == [1, 2, 3]
     instance = federation.instance()
-    assert instance["privacy"]["epsilon"] == pytest.approx(dp.epsilon(np.sqrt(3) / dp.multiplier(8.0, 1e-5), 1e-5))
+    assert instance["privacy"]["epsilon"] == pytest.approx(
+        dp_accounting.epsilon(np.sqrt(3) / dp_accounting.multiplier(8.0, 1e-5), 1e-5)
+    )
     assert instance["privacy"]["delta"] == 1e-5 and "loss" not in instance["metrics"], "a loss has no noise on it"
     with federation.device("judge") as device:
         flat = device.model(3)[1]["w"].reshape(-1)
-    deviation = 2 * 2.0 * dp.multiplier(8.0, 1e-5) / np.sqrt(3) * np.sqrt(3)  # mean of three, three rounds in a row
+    deviation = 2 * 2.0 * dp_accounting.multiplier(8.0, 1e-5) / np.sqrt(3) * np.sqrt(3)  # mean of three, three rounds in a row
     signal = sum(clipped(update(number, n), 2.0) for number in range(3) for n in (1, 2, 3)) / 3
     assert (flat - signal).std() == pytest.approx(deviation, rel=0.1)
 
 
 def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) -> None:
     """Devices clip what nobody sees; the same noise whoever adds the parts; the third round would be too much."""
-    budget = dp.epsilon(np.sqrt(2.5) / 3.0, 1e-5)
+    budget = dp_accounting.epsilon(np.sqrt(2.5) / 3.0, 1e-5)
     federation = Federation(
         shell,
         2,
@@ -77,7 +79,7 @@ def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) ->
     instance = federation.instance()
     assert instance["instanceStatus"] == "kFinish"
     assert (
-        instance["privacy"]["epsilon"] == pytest.approx(dp.epsilon(np.sqrt(2) / 3.0, 1e-5))
+        instance["privacy"]["epsilon"] == pytest.approx(dp_accounting.epsilon(np.sqrt(2) / 3.0, 1e-5))
         and instance["privacy"]["budget"] == budget
     )
     text = httpx2.get(f"http://127.0.0.1:{federation.manage}/metrics").text

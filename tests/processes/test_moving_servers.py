@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from tests.rows import WAIT_S, WORKERS, Training, declare, equal
 
-from covey.core.serving import Serving
-from covey.core.shards import Sharing, first, rescale
+from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.sharding import Sharing, first, rescale
 from covey.parameter_server.client import Client
 from covey.parameter_server.discovery import AGAIN_S, Peer
 
@@ -27,8 +27,8 @@ STEPS = 60
 SERVER = """
 import pathlib, sys, time
 import msgspec
-from covey.core.serving import Serving
-from covey.core.shards import Sharing
+from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.sharding import Sharing
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.server import Server
 

@@ -12,7 +12,7 @@ from tests.processes.fakes import listener
 from tests.processes.harness import Cluster, Process, nodes_of, until
 
 from covey.core.messages import PROTOCOL, Message, Put, Register
-from covey.core.model import Host, Phase, Role
+from covey.core.types import Host, Phase, Role
 from covey.transport.framing import frame
 
 # Nothing here may be explained by a timeout running out.

@@ -32,7 +32,7 @@ from covey.core.messages import (
     Unreached,
     Via,
 )
-from covey.core.model import Host, Progress, Role
+from covey.core.types import Host, Progress, Role
 from covey.errors import UsageError
 from covey.transport.connection import Link, connect_to_agent
 

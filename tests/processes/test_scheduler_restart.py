@@ -16,7 +16,7 @@ from tests.processes.harness import Process, free_port, nodes_of, until
 from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
 from covey.agent.scheduler_supervisor import SchedulerProcess
-from covey.core.model import ClusterRecord, Ended, Phase
+from covey.core.types import ClusterRecord, Ended, Phase
 from covey.scheduler.service import Kept
 from covey.storage.journal import open_journal
 

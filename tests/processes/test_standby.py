@@ -20,7 +20,7 @@ from tests.processes.healing import LONG_S, outcome, reached, release, start
 from tests.processes.recovering import Recovering, recovering
 from tests.processes.test_scheduler_restart import TRAIN_TOGETHER
 
-from covey.core.model import Phase
+from covey.core.types import Phase
 from covey.errors import StoreError
 from covey.storage.cas_store import open_cells
 

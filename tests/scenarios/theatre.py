@@ -28,10 +28,10 @@ from tests.simulation.plan import Place, Plan
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 from tests.simulation.world import World
 
+from covey.core.cluster.node_machine import NodeSettings
 from covey.core.incidents import Incident
 from covey.core.messages import FromScheduler, Value, Welcome
-from covey.core.model import AgentRecord, ClusterRecord, ClusterSettings, Record, Role
-from covey.core.node import NodeSettings
+from covey.core.types import AgentRecord, ClusterRecord, ClusterSettings, Record, Role
 
 SETTLE_S = 0.2  # how long the world goes on after each command
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from tests.simulation.federation import SimDevice, SimServer, Simulated
 
-from covey.core.claims import Outcome
-from covey.core.federation import token
+from covey.core.federated.claims import Outcome
+from covey.core.federated.messages import token
 
 
 class Buffered(Simulated):

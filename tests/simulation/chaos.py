@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tests.simulation.plan import Place
 from tests.simulation.processes import AgentProcess, NodeProcess
 
+from covey.core.cluster.recovery_strategy import Strategy
 from covey.core.messages import Register
-from covey.core.recovery import Strategy
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

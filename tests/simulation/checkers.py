@@ -22,7 +22,7 @@ from covey.core.messages import (
     Start,
     Welcome,
 )
-from covey.core.model import ClusterRecord, MemberRecord, NodeState, Phase, Record, Role
+from covey.core.types import ClusterRecord, MemberRecord, NodeState, Phase, Record, Role
 
 if TYPE_CHECKING:
     from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess

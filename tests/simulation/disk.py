@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 
 from covey.core.incidents import Incident
-from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Record, Role
+from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Record, Role
 
 Key = tuple[str, ...]
 GROUPS = {Role.WORKER: "workers", Role.SPARE: "spares"}  # the others are servers

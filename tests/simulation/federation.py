@@ -12,10 +12,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from covey.core.claims import Answer, Claims, Outcome, Store, Tell, Wish
 from covey.core.effects import Close, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
-from covey.core.federation import (
+from covey.core.federated.claims import Answer, Claims, Outcome, Store, Tell, Wish
+from covey.core.federated.federation_machine import Managed
+from covey.core.federated.messages import (
     Admitted,
     Enlist,
     FederationRecord,
@@ -27,10 +28,9 @@ from covey.core.federation import (
     Stage,
     Standing,
 )
-from covey.core.managed import Managed
-from covey.core.model import Host
-from covey.core.roster import Effect, Keep, Limits
-from covey.core.secure import Secure, Secured
+from covey.core.federated.secagg.messages import Secure, Secured
+from covey.core.federated.server_membership import Effect, Keep, Limits
+from covey.core.types import Host
 
 DELAY_S = (0.001, 0.02)
 

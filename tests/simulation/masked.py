@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.simulation.federation import SimDevice, Simulated
 
-from covey.core.claims import Outcome
-from covey.core.secure import (
+from covey.core.federated.claims import Outcome
+from covey.core.federated.secagg.messages import (
     SEALED,
     ClientList,
     ExchangeKeys,

@@ -8,9 +8,9 @@ from random import Random
 from msgspec import structs
 from tests.simulation.net import Weather
 
-from covey.core.model import ClusterSettings, Role
-from covey.core.node import NodeSettings
-from covey.core.recovery import Strategy
+from covey.core.cluster.node_machine import NodeSettings
+from covey.core.cluster.recovery_strategy import Strategy
+from covey.core.types import ClusterSettings, Role
 
 FAULTS = (
     "kill node",

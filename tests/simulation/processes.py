@@ -15,6 +15,8 @@ from tests.simulation.net import NODE, SCHEDULER, Link
 from tests.simulation.plan import TRAINING_MAX, Place
 from tests.simulation.training import Trainer
 
+from covey.core.cluster.node_machine import NodeMachine, NodeSettings, Stage
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import (
     Close,
     Connect,
@@ -29,7 +31,6 @@ from covey.core.effects import (
     SendBeat,
 )
 from covey.core.events import Heard, HostGone, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
-from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
@@ -47,8 +48,7 @@ from covey.core.messages import (
     StopAsked,
     Value,
 )
-from covey.core.model import Host, Phase, Progress, Role
-from covey.core.node import NodeMachine, NodeSettings, Stage
+from covey.core.types import Host, Phase, Progress, Role
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

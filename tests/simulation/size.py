@@ -10,10 +10,10 @@ from tests.simulation.plan import Place, Plan
 from tests.simulation.processes import AgentProcess, ChildProcess
 from tests.simulation.world import World
 
+from covey.core.cluster.node_machine import NodeSettings
+from covey.core.cluster.recovery_strategy import Strategy
 from covey.core.messages import Register
-from covey.core.model import ClusterSettings, Phase
-from covey.core.node import NodeSettings
-from covey.core.recovery import Strategy
+from covey.core.types import ClusterSettings, Phase
 
 PER_HOST = 8
 

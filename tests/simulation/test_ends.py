@@ -10,8 +10,8 @@ from tests.simulation.plan import Place, Plan
 from tests.simulation.processes import AgentProcess
 from tests.simulation.world import World
 
-from covey.core.model import ClusterSettings, Phase, Role
-from covey.core.node import NodeSettings
+from covey.core.cluster.node_machine import NodeSettings
+from covey.core.types import ClusterSettings, Phase, Role
 from covey.errors import ExitCode
 
 CRASHES = 12  # more than there are effects in an end

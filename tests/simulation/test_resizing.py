@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import Persist, Publish, Send
 from covey.core.events import Heard, Restored, Ticked
 from covey.core.incidents import Incident, Outcome
-from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
@@ -36,7 +36,7 @@ from covey.core.messages import (
     Start,
     Stop,
 )
-from covey.core.model import ClusterRecord, ClusterSettings, Host, Phase, Progress, Role
+from covey.core.types import ClusterRecord, ClusterSettings, Host, Phase, Progress, Role
 from covey.training.data import sample_schedule
 from covey.training.data.sample_schedule import Course
 from covey.training.seeding import mix

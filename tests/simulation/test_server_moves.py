@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from covey.core.cluster.recovery_strategy import RESTARTS_MAX
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import Persist, Send
 from covey.core.events import Heard, Restored, Ticked
 from covey.core.incidents import Incident, Outcome
-from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
@@ -31,9 +32,8 @@ from covey.core.messages import (
     Start,
     Stop,
 )
-from covey.core.model import ClusterSettings, Host, MemberRecord, NodeState, Phase, Progress, Role
-from covey.core.recovery import RESTARTS_MAX
-from covey.core.shards import SLOTS, Owners, Sharing, first
+from covey.core.parameter_server.sharding import SLOTS, Owners, Sharing, first
+from covey.core.types import ClusterSettings, Host, MemberRecord, NodeState, Phase, Progress, Role
 
 BOX = Host("boot", "box", "10.0.0.1")
 AGENT, VISITOR, WORKERS, SERVERS = 1, 9, 2, 2

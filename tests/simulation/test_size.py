@@ -6,9 +6,9 @@ from tests.simulation import size
 from tests.simulation.plan import Place, Plan
 from tests.simulation.world import World
 
+from covey.core.cluster.node_machine import NodeSettings, Stage
 from covey.core.messages import Register
-from covey.core.model import ClusterSettings, Phase
-from covey.core.node import NodeSettings, Stage
+from covey.core.types import ClusterSettings, Phase
 
 NODES = 10_000
 FEWER = 1_000

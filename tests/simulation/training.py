@@ -25,7 +25,7 @@ from covey.core.messages import (
     Report,
     Resumed,
 )
-from covey.core.model import Progress
+from covey.core.types import Progress
 
 if TYPE_CHECKING:
     from tests.simulation.processes import NodeProcess

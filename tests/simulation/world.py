@@ -22,9 +22,9 @@ from tests.simulation.plan import TRAINING_MAX, Place, Plan, draw, resizes
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 from tests.simulation.training import Fabric, Trainer
 
+from covey.core.cluster.resize_plan import ARRIVE_S
 from covey.core.messages import Register, RegisterAgent
-from covey.core.model import Host, NodeState, Phase, Role
-from covey.core.scaling import ARRIVE_S
+from covey.core.types import Host, NodeState, Phase, Role
 
 STORY_MAX = 20_000  # events remembered
 RESTARTS_MAX = 20  # per place, while there is chaos

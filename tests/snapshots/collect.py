@@ -25,8 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from covey.cli.main import verbs
 from covey.cli.run.event_hooks import KINDS, Notice
 from covey.cli.run.options import OPTIONS
-from covey.context import DEFAULTS as PS_CONTEXT
-from covey.core.story import Event
+from covey.core.event_log import Event
 from covey.errors import ExitCode
 from covey.federated.context import KEYS
 from covey.federated.scheduler.management_api import FEDERATED
@@ -34,6 +33,7 @@ from covey.federated.server import openapi as device_port
 from covey.management.jobs_api import CLUSTERS_OWN, JOBS, PASSED_ON, SCALE, STREAM, SUSPEND
 from covey.management.openapi import COMMON, document
 from covey.management.training_api import OPERATIONS as TRAINING
+from covey.ps_context import DEFAULTS as PS_CONTEXT
 from covey.settings import FILE_VARIABLE, TABLE, Settings
 
 ROOT = Path(__file__).parents[2]

@@ -33,7 +33,7 @@ from tests.processes.harness import free_port, until
 from tests.processes.test_taskd import MANAGER
 
 from covey.core.messages import Ask, Register
-from covey.core.model import Host, Role
+from covey.core.types import Host, Role
 from covey.transport.framing import frame
 from covey.transport.handshake import ClientGreeting
 

@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 
 from covey.core import messages
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.events import Heard, LinkLost, Restored, Ticked
-from covey.core.machine import Machine
 from covey.core.messages import Message, Register, RegisterAgent
-from covey.core.model import ClusterSettings, Host, Progress, Role
+from covey.core.types import ClusterSettings, Host, Progress, Role
 from covey.errors import PeerError, UsageError
 from covey.management import schemas
 from covey.transport import framing

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from covey.core.claims import Claims
-from covey.core.machine import Machine
-from covey.core.managed import Managed
-from covey.core.node import NodeMachine
+from covey.core.cluster.node_machine import NodeMachine
+from covey.core.cluster.scheduler_machine import Machine
+from covey.core.federated.claims import Claims
+from covey.core.federated.federation_machine import Managed
 
 
 class Recorded(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from covey.core.job import Observed, Plan, plan
-from covey.core.job.actions import Adopt, CreatePod, CreateService, DeletePod, DeleteService, EndPod, Label
-from covey.core.job.clock import stamp
-from covey.core.job.live import Live
-from covey.core.job.spec import pod_name
+from covey.core.jobs import Observed, Plan, plan
+from covey.core.jobs.actions import Adopt, CreatePod, CreateService, DeletePod, DeleteService, EndPod, Label
+from covey.core.jobs.scheduler_status import Live
+from covey.core.jobs.spec import pod_name
+from covey.core.jobs.timestamps import stamp
 
 NOW = 1_800_000_000.0
 UID = "job-uid"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.secure import (
+from covey.core.federated.secagg.messages import (
     ClientList,
     ExchangeKeys,
     GetClientList,
@@ -18,7 +18,7 @@ from covey.core.secure import (
     ShareSecrets,
     Verdict,
 )
-from covey.core.secure_round import SecureRound, Spoken
+from covey.core.federated.secagg.protocol import SecureRound, Spoken
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import Told, Words
 from covey.federated.privacy.secagg_session import Session, units, unmask

@@ -33,11 +33,13 @@ from tests.unit.test_machine import (
 from tests.unit.test_machine_tells import noted, records, serve, served, warnings
 from tests.unit.test_spare_decisions import SPARE, Bench
 
+from covey.core.cluster.recovery_strategy import ladder
+from covey.core.cluster.resize_plan import ARRIVE_S
+from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.transitions import TELL_S
 from covey.core.effects import Close, End, Persist
 from covey.core.events import Heard, HostGone, LinkLost, Ticked
 from covey.core.incidents import Outcome, Stage
-from covey.core.ledger import TELL_S
-from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
@@ -61,9 +63,7 @@ from covey.core.messages import (
     StopAsked,
     Unsaved,
 )
-from covey.core.model import AgentRecord, ClusterRecord, Ended, Host, MemberRecord, NodeState, Phase, Progress, Role
-from covey.core.recovery import ladder
-from covey.core.scaling import ARRIVE_S
+from covey.core.types import AgentRecord, ClusterRecord, Ended, Host, MemberRecord, NodeState, Phase, Progress, Role
 from covey.errors import ExitCode
 
 IN_PLACE = ladder(("recover-in-place",))

@@ -12,10 +12,10 @@ from tests.unit.test_machine import (
 )
 from tests.unit.test_machine_tells import records, served, warnings
 
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import Send
 from covey.core.events import Heard
 from covey.core.incidents import Outcome
-from covey.core.machine import Machine
 from covey.core.messages import (
     Agreed,
     Exited,
@@ -27,7 +27,7 @@ from covey.core.messages import (
     Started,
     StopAsked,
 )
-from covey.core.model import Phase, Role
+from covey.core.types import Phase, Role
 
 VISITOR = 9
 

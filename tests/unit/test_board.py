@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.core.board import Board
+from covey.core.cluster.rendezvous import Board
 
 
 def test_a_value_reaches_everyone_who_waited_for_it_once() -> None:

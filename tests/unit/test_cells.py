@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from covey.core.model import ClusterRecord, Ended, Phase
-from covey.core.story import Event
+from covey.core.event_log import Event
+from covey.core.types import ClusterRecord, Ended, Phase
 from covey.errors import StoreError, UsageError
 from covey.storage.cas_journal import SharedJournal, open_shared
 from covey.storage.cas_store import Cells, FileCells, open_cells

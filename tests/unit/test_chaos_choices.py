@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from covey import clock
-from covey.core.chaos import Fault, Seen, Strike, choose, jump_s, pause_s, tally
+from covey import wall_clock
+from covey.core.cluster.fault_schedule import Fault, Seen, Strike, choose, jump_s, pause_s, tally
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome
-from covey.core.model import Phase, Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import Phase, Role
 from covey.runtime import fault_injection
 
 
@@ -157,5 +157,5 @@ def test_the_wall_clock_can_be_told_to_be_wrong(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "clock"
     monkeypatch.setenv("COVEY_FAULT_CLOCK", str(file))
     with fault_injection.wrong_clock(file, 3000.0):
-        assert clock.wall() - time.time() > 2000
-    assert abs(clock.wall() - time.time()) < 1000
+        assert wall_clock.wall() - time.time() > 2000
+    assert abs(wall_clock.wall() - time.time()) < 1000

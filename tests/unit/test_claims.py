@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from covey.core.claims import RETRY_S, Answer, Claims, Outcome, Store, Tell
-from covey.core.federation import Claim, Held, Instance, Orders, Peer, Plan, Release, Stage, Verdict, owner
-from covey.core.secure import DEVICE_ID_MAX
+from covey.core.federated.claims import RETRY_S, Answer, Claims, Outcome, Store, Tell
+from covey.core.federated.messages import Claim, Held, Instance, Orders, Peer, Plan, Release, Stage, Verdict, owner
+from covey.core.federated.secagg.messages import DEVICE_ID_MAX
 
 MEMBERS = (Peer("a", 0), Peer("b", 1))
 

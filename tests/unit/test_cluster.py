@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from covey.core.cluster import Cluster
-from covey.core.model import (
+from covey.core.cluster.state import Cluster
+from covey.core.parameter_server.sharding import first
+from covey.core.types import (
     Agent,
     AgentRecord,
     ClusterRecord,
@@ -20,7 +21,6 @@ from covey.core.model import (
     Record,
     Role,
 )
-from covey.core.shards import first
 
 BOX, OTHER = Host("boot-box", "box", "10.0.0.1"), Host("boot-other", "other", "10.0.0.2")
 

@@ -8,7 +8,7 @@ import msgspec
 from tests.documents import ROOT
 
 from covey.cli.run.event_hooks import Notice
-from covey.core.job import spec
+from covey.core.jobs import spec
 from covey.core.messages import PROTOCOL
 from covey.federated.server import update_log
 from covey.parameter_server import checkpoint_files as row_files

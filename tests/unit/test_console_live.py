@@ -11,7 +11,7 @@ import msgspec
 from tests.http.serving import Shown, a_node, a_recovery, a_view
 
 from covey.core.effects import Publish
-from covey.core.model import NodeState, Phase, Role
+from covey.core.types import NodeState, Phase, Role
 from covey.management.live_stream import CLIENTS_MAX, PIECES_MAX, Client, History, Live, Point
 
 

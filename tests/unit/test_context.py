@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from covey import context
-from covey.context import get_ps_context, is_set, reset_ps_context, set_ps_context
+from covey import ps_context
 from covey.errors import ExitCode, UsageError
+from covey.ps_context import get_ps_context, is_set, reset_ps_context, set_ps_context
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_the_originals_undocumented_keys_are_taken() -> None:
 def test_a_reset_forgets_everything_tls_included() -> None:
     set_ps_context(enable_ps=True, enable_ssl=True, client_password="secret", scheduler_manage_port=1, worker_num=3)
     reset_ps_context()
-    for key, default in context.DEFAULTS.items():
+    for key, default in ps_context.DEFAULTS.items():
         assert get_ps_context(key) == default
         assert not is_set(key)
 
@@ -119,7 +119,7 @@ def test_one_bad_key_changes_nothing() -> None:
 
 def test_passwords_are_never_shown() -> None:
     set_ps_context(client_password="hunter2", server_password="hunter3", enable_ssl=True)
-    assert "hunter" not in repr(context._context)
-    assert "enable_ssl=True" in repr(context._context)
+    assert "hunter" not in repr(ps_context._context)
+    assert "enable_ssl=True" in repr(ps_context._context)
     assert "hunter" not in refusal(client_password=b"hunter4")
     assert "hunter" not in refusal(client_password="hunter" * 200)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.test_rounds import PLAN, Bench
 
-from covey.core import dp
-from covey.core.dp import Noise
-from covey.core.federation import Instance, Numbers
+from covey.core.federated import dp_accounting as dp
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.messages import Instance, Numbers
 from covey.errors import UsageError
 from covey.federated.privacy import dp_noise
 

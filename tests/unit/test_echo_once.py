@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covey.cli.run.log_echo import TracebackFilter
-from covey.core.model import ScriptError
+from covey.core.types import ScriptError
 
 HEAD = "Traceback (most recent call last):"
 LINES = [HEAD, '  File "train.py", line 4, in <module>', "    main()", "ValueError: bad"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.core.serving import Serving
+from covey.core.parameter_server.settings import Serving
 from covey.errors import UsageError
 from covey.parameter_server.client import Client
 from covey.parameter_server.discovery import Peer

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.claims import Claims
-from covey.core.federation import Copy, Numbers, Plan, evaluates
+from covey.core.federated.claims import Claims
+from covey.core.federated.messages import Copy, Numbers, Plan, evaluates
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, fit, strategies, update_compression
 from covey.federated.model_codec import Floats, Layout, Small, take

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from covey.core.federation import Alive, Copy, FromServer, Peer
+from covey.core.federated.messages import Alive, Copy, FromServer, Peer
 from covey.core.messages import Goodbye
 from covey.errors import PeerError
 from covey.federated.server.scheduler_link import Upstream

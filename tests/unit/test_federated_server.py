@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from covey.core.claims import Claims
-from covey.core.federation import Instance, Made, Numbers, Orders, Peer, Plan, Stage
-from covey.core.model import Host
+from covey.core.federated.claims import Claims
+from covey.core.federated.messages import Instance, Made, Numbers, Orders, Peer, Plan, Stage
+from covey.core.types import Host
 from covey.errors import PeerError
 from covey.federated.model_codec import digest, take
 from covey.federated.protocol import now_ms

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from covey.core import formation
-from covey.core.cluster import Cluster
+from covey.core.cluster import formation
+from covey.core.cluster.state import Cluster
 from covey.core.messages import Assignment, Formed
-from covey.core.model import Agent, ClusterSettings, Host, Member, Role
-from covey.core.shards import first
+from covey.core.parameter_server.sharding import first
+from covey.core.types import Agent, ClusterSettings, Host, Member, Role
 
 NEAR, FAR = Host("boot-near", "box", "10.0.0.1"), Host("boot-far", "box", "10.0.0.2")
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.healing import Gathering, left_alone, plan
+from covey.core.cluster.heal_plan import Gathering, left_alone, plan
 from covey.core.messages import Giver, HealPlan, Holder, Number, Report
 from covey.transport.framing import from_node
 

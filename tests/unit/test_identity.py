@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.unit.authorities import Authority
 
-from covey.core.secure import KeyList, ListSignature, RemoteKeys
+from covey.core.federated.secagg.messages import KeyList, ListSignature, RemoteKeys
 from covey.errors import PeerError, UsageError
 from covey.federated import Device
 from covey.federated.device.secagg_client import Names

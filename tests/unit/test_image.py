@@ -109,7 +109,7 @@ def test_the_training_image_has_what_the_examples_import(tmp_path: Path) -> None
 
 def test_what_docker_leaves_out() -> None:
     assert ignored("src/covey/__pycache__/world.pyc", "**/__pycache__") and ignored(".venv/bin/python", ".venv")
-    assert not ignored("src/covey/world.py", "**/__pycache__") and not ignored("src/.venv.py", ".venv")
+    assert not ignored("src/covey/script_api.py", "**/__pycache__") and not ignored("src/.venv.py", ".venv")
 
 
 def test_copies_of_a_stage_before_and_after_it_installs() -> None:

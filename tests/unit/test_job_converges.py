@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.jobs import NOW, Thing, World, container, job, node, pod
 
-from covey.core.job.actions import CreatePod, DeleteJob, Tell
+from covey.core.jobs.actions import CreatePod, DeleteJob, Tell
 
 TURNS = 12  # more than any state needs
 NAMES = ["train-scheduler-0", *(f"train-worker-{n}" for n in range(4)), "train-ps-0"]

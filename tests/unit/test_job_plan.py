@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.unit.jobs import NOW, World, container, job, node, pod, service
 
-from covey.core.job import Observed, Plan, plan
-from covey.core.job.actions import (
+from covey.core.jobs import Observed, Plan, plan
+from covey.core.jobs.actions import (
     Adopt,
     CreateGang,
     CreatePod,
@@ -22,9 +22,9 @@ from covey.core.job.actions import (
     SayGone,
     Tell,
 )
-from covey.core.job.clock import stamp
-from covey.core.job.live import Live
-from covey.core.model import Phase
+from covey.core.jobs.scheduler_status import Live
+from covey.core.jobs.timestamps import stamp
+from covey.core.types import Phase
 
 
 def states(made: Plan) -> dict[str, str]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.unit.jobs import UID, Thing, job
 
-from covey.core.job import Invalid, read
-from covey.core.job.actions import CreateGang, CreatePod
-from covey.core.job.ascend import convert
+from covey.core.jobs import Invalid, read
+from covey.core.jobs.actions import CreateGang, CreatePod
+from covey.core.jobs.ascend_job import convert
 from covey.kubernetes import pod_builder
 
 OWNER = {"apiVersion": "v1", "kind": "MSJob", "name": "train", "uid": UID, "controller": True}

@@ -8,13 +8,13 @@ import pytest
 from tests.unit.jobs import World, job
 from tests.unit.test_job_plan import of, told
 
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome, Stage
-from covey.core.job import live as lives
-from covey.core.job.actions import CreatePod, DeletePod, Expect, LetGo
-from covey.core.job.live import Live
-from covey.core.job.resize import ASK_S, PATIENCE_S, STRANGE_S
-from covey.core.model import Phase, Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.jobs import scheduler_status as lives
+from covey.core.jobs.actions import CreatePod, DeletePod, Expect, LetGo
+from covey.core.jobs.resize import ASK_S, PATIENCE_S, STRANGE_S
+from covey.core.jobs.scheduler_status import Live
+from covey.core.types import Phase, Role
 
 
 def cluster(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 0) -> Live:

@@ -6,9 +6,9 @@ from typing import Any
 
 from tests.unit.jobs import NOW, World, container, job, pod
 
-from covey.core.job import Observed, Plan, plan
-from covey.core.job.actions import Tell
-from covey.core.job.clock import stamp
+from covey.core.jobs import Observed, Plan, plan
+from covey.core.jobs.actions import Tell
+from covey.core.jobs.timestamps import stamp
 
 
 def told(made: Plan) -> list[Tell]:

@@ -11,9 +11,9 @@ from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import free_port
 
 from covey.cli.kill import kill
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.messages import Ask, Told
-from covey.core.model import Phase, Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import Phase, Role
 from covey.errors import ExitCode, PeerError
 
 

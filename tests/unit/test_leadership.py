@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.leadership import BELIEVES, LOOKS, Candidate, Cell, Look, Write
+from covey.core.leader_election import BELIEVES, LOOKS, Candidate, Cell, Look, Write
 
 D = 3.0
 

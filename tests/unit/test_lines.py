@@ -8,7 +8,7 @@ import pytest
 
 from covey.core.events import Heard, LinkLost
 from covey.core.messages import RELAYED_MAX, Beat, Beats, Goodbye, HangUp, HungUp, Leave, Message, Pulse, Regrouped, To, Via
-from covey.core.model import Progress
+from covey.core.types import Progress
 from covey.errors import PeerError
 from covey.scheduler.connections import Lines
 from covey.transport.connection import Link

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from covey.core.board import Board
+from covey.core.cluster.recovery_strategy import ladder
+from covey.core.cluster.rendezvous import Board
+from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.transitions import PHASES
 from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
 from covey.core.events import Heard, HostGone, LinkLost, Restored, SpokeMindSpore, Ticked
 from covey.core.incidents import Incident, Outcome
-from covey.core.ledger import PHASES
-from covey.core.machine import Machine
 from covey.core.messages import (
     Agreed,
     Assignment,
@@ -47,7 +48,7 @@ from covey.core.messages import (
     Value,
     Welcome,
 )
-from covey.core.model import (
+from covey.core.types import (
     AgentRecord,
     ClusterRecord,
     ClusterSettings,
@@ -61,7 +62,6 @@ from covey.core.model import (
     Role,
     ScriptError,
 )
-from covey.core.recovery import ladder
 from covey.errors import ExitCode
 
 BOX, OTHER = Host("boot-box", "box", "10.0.0.1"), Host("boot-other", "other", "10.0.0.2")

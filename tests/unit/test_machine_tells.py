@@ -22,10 +22,13 @@ from tests.unit.test_machine import (
     workers_of,
 )
 
+from covey.core.cluster.failure_detector import EXPLAIN_S, RETRIES_MAX
+from covey.core.cluster.recovery_strategy import ladder
+from covey.core.cluster.resize_plan import ARRIVE_S
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import Level, Publish, SchedulerEffect
 from covey.core.events import Heard, Ticked
 from covey.core.incidents import Outcome, Stage
-from covey.core.machine import Machine
 from covey.core.messages import (
     Beat,
     Broke,
@@ -48,10 +51,7 @@ from covey.core.messages import (
     Start,
     Stop,
 )
-from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Role
-from covey.core.recovery import ladder
-from covey.core.scaling import ARRIVE_S
-from covey.core.watch import EXPLAIN_S, RETRIES_MAX
+from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Role
 from covey.errors import ExitCode
 
 SAID = "connection reset"

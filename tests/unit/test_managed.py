@@ -8,7 +8,7 @@ import pytest
 from tests.unit.test_rounds import PLAN, Bench
 from tests.unit.test_rounds_tell import told
 
-from covey.core.federation import SERVERS_MAX, Instance
+from covey.core.federated.messages import SERVERS_MAX, Instance
 from covey.errors import UsageError
 
 

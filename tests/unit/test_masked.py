@@ -7,12 +7,12 @@ from tests.unit.secure import Sim
 from tests.unit.test_rounds import PLAN, Bench
 from tests.unit.test_rounds_tell import told
 
-from covey.core.dp import Noise
 from covey.core.effects import Level, Send
-from covey.core.federation import FederationRecord, Instance, Joined, Joining, Numbers, Orders, Stage
-from covey.core.roster import Effect, Keep
-from covey.core.secure import ClientList, GetSecrets, Phase, Secure, Secured, Verdict
-from covey.core.secure_round import SecureRound, Spoken
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.messages import FederationRecord, Instance, Joined, Joining, Numbers, Orders, Stage
+from covey.core.federated.secagg.messages import ClientList, GetSecrets, Phase, Secure, Secured, Verdict
+from covey.core.federated.secagg.protocol import SecureRound, Spoken
+from covey.core.federated.server_membership import Effect, Keep
 
 SECURE = msgspec.structs.replace(PLAN, threshold=4, ratio=0.75, secure=True, cipher_window_s=5.0, update_window_s=2.0)
 NAMES = tuple(f"device-{number}" for number in range(4))

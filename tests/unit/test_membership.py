@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from covey.core import scaling
-from covey.core.cluster import Cluster
-from covey.core.membership import Answer, Verdict, answer_agent, answer_node, names, node_id
+from covey.core.cluster import resize_plan
+from covey.core.cluster.admission import Answer, Verdict, answer_agent, answer_node, names, node_id
+from covey.core.cluster.state import Cluster
 from covey.core.messages import NAMES_MAX, Register, RegisterAgent
-from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
+from covey.core.types import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
 
 BOX = Host("boot-box", "box", "10.0.0.1")
 OTHER = Host("boot-other", "other", "10.0.0.2")
@@ -338,7 +338,7 @@ def growing(**changed: Any) -> Cluster:
 
 def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
     cluster = growing(worker_max=3)
-    later = Answer(Verdict.HOLD, f"there is place for 3 workers, but not yet: {scaling.why_not(cluster)}")
+    later = Answer(Verdict.HOLD, f"there is place for 3 workers, but not yet: {resize_plan.why_not(cluster)}")
     assert answer_node(cluster, wish("1")) == later
     asked = growing()
     asked.asked = 3

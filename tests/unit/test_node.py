@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from covey.core.cluster.node_machine import NodeMachine, NodeSettings, Stage
 from covey.core.effects import Close, Connect, Deliver, Finish, Level, NodeEffect, Publish, Send, SendBeat
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, SchedulerRefused, Ticked
 from covey.core.messages import (
@@ -24,8 +25,7 @@ from covey.core.messages import (
     Value,
     Welcome,
 )
-from covey.core.model import Host, Role
-from covey.core.node import NodeMachine, NodeSettings, Stage
+from covey.core.types import Host, Role
 from covey.errors import ExitCode
 
 BOX = Host("boot-box", "box", "10.0.0.1")

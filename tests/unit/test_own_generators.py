@@ -43,7 +43,7 @@ FILLS = {
 }  # tensors' methods
 
 ALLOWED = {
-    "world.py": "covey.set_seed seeds the program's generators because the program asks for it",
+    "script_api.py": "covey.set_seed seeds the program's generators because the program asks for it",
     "training/seeding.py": "the Loop seeds the program's generators by (seed, step, micro-batch, rank), as documented",
     "template_process/child_bootstrap.py": "a forked child gets fresh generators before the first line, as `python` gives it",
 }

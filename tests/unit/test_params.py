@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from tests.rows import WAIT_S, Seen, Together, Training, declare, equal, values
 
-from covey.core.serving import Mode, Serving
+from covey.core.parameter_server.settings import Mode, Serving
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.parameter_server import checkpoint_files
 from covey.parameter_server.client import Client, Given
@@ -357,7 +357,7 @@ def test_a_server_needs_no_torch() -> None:
 FULL = """
 import resource, sys
 import numpy as np
-from covey.core.serving import Serving
+from covey.core.parameter_server.settings import Serving
 from covey.errors import StoreError
 from covey.parameter_server import checkpoint_files as files
 from covey.parameter_server.messages import Begin, Spec

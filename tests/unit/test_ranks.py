@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core import ranks
-from covey.core.model import Host, Member, Role
+from covey.core.cluster import ranks
+from covey.core.types import Host, Member, Role
 
 HOSTS = [
     Host(f"boot-{n}", "same-name", address)

@@ -24,10 +24,11 @@ from tests.unit.test_machine import (
     training,
 )
 
+from covey.core.cluster.recovery_strategy import ladder
+from covey.core.cluster.registration import HELD_MAX
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import Persist, Send
 from covey.core.events import Heard, LinkLost, Ticked
-from covey.core.joining import HELD_MAX
-from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
@@ -53,8 +54,7 @@ from covey.core.messages import (
     Start,
     StopAsked,
 )
-from covey.core.model import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
-from covey.core.recovery import ladder
+from covey.core.types import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.errors import ExitCode
 from covey.runtime.node_runtime import Door, NodeRuntime
 from covey.settings import load

@@ -7,9 +7,9 @@ from tests.unit.test_rounds import HERE, PLAN, Bench
 from tests.unit.test_rounds_tell import FAR, lose, sent, told
 
 from covey.core.effects import Close, Level, Send
-from covey.core.federation import Adoption, Enlist, Numbers, Plan
+from covey.core.federated.messages import Adoption, Enlist, Numbers, Plan
 from covey.core.messages import Refused
-from covey.core.model import Host
+from covey.core.types import Host
 
 
 def enlist(bench: Bench, link: int, life: str, http: str = "", wish: int = -1, host: Host = HERE) -> str:

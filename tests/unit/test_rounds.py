@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.dp import Noise
 from covey.core.effects import Close, End, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
-from covey.core.federation import (
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.federation_machine import Managed
+from covey.core.federated.messages import (
     Admitted,
     Adoption,
     Alive,
@@ -28,12 +29,11 @@ from covey.core.federation import (
     Standing,
     keeper,
 )
-from covey.core.managed import Managed
+from covey.core.federated.rounds import REATTACH_S
+from covey.core.federated.secagg.messages import Uploaders
+from covey.core.federated.server_membership import Effect, Keep, Limits
 from covey.core.messages import Goodbye, Refused, Stop, StopAsked
-from covey.core.model import Host
-from covey.core.roster import Effect, Keep, Limits
-from covey.core.rounds import REATTACH_S
-from covey.core.secure import Uploaders
+from covey.core.types import Host
 from covey.errors import UsageError
 
 PLAN = Plan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0, iterations=3)

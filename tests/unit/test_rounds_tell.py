@@ -7,15 +7,27 @@ from typing import Any
 import msgspec
 from tests.unit.test_rounds import HERE, PLAN, Bench, record_of
 
-from covey.core.dp import Noise
 from covey.core.effects import Close, End, Level, Publish, Send
 from covey.core.events import Heard, LinkLost, Ticked
-from covey.core.federation import Admitted, Enlist, Instance, Joined, Joining, Numbers, Orders, Peer, Plan, Stage, Standing
-from covey.core.managed import Managed
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.federation_machine import Managed
+from covey.core.federated.messages import (
+    Admitted,
+    Enlist,
+    Instance,
+    Joined,
+    Joining,
+    Numbers,
+    Orders,
+    Peer,
+    Plan,
+    Stage,
+    Standing,
+)
+from covey.core.federated.rounds import ADOPT_AGAIN_S, over_budget
+from covey.core.federated.server_membership import Effect, Limits
 from covey.core.messages import Goodbye, Stop, StopAsked
-from covey.core.model import Host
-from covey.core.roster import Effect, Limits
-from covey.core.rounds import ADOPT_AGAIN_S, over_budget
+from covey.core.types import Host
 
 FAR = Host("far", "far", "10.0.0.2")
 FIRST = Orders(

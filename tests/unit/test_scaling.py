@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from covey.core import recovery, scaling
-from covey.core.cluster import Cluster
-from covey.core.membership import Verdict, answer_agent
+from covey.core.cluster import recovery_strategy, resize_plan
+from covey.core.cluster.admission import Verdict, answer_agent
+from covey.core.cluster.state import Cluster
 from covey.core.messages import RegisterAgent, ScaleAsked
-from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
+from covey.core.types import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
 
 HERE, THERE = Host("a", "host-a", "10.0.0.1"), Host("b", "host-b", "10.0.0.2")
 
@@ -41,16 +41,16 @@ def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterA
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(asked: ScaleAsked, sentence: str) -> None:
-    assert scaling.decide(formed(worker_max=6), asked) == (None, sentence)
+    assert resize_plan.decide(formed(worker_max=6), asked) == (None, sentence)
 
 
 def test_nothing_changes_while_the_cluster_heals_or_when_somebody_has_finished() -> None:
     healing = formed()
     healing.phase, healing.reason = Phase.HEALING, "worker:1 died"
-    assert scaling.decide(healing, ScaleAsked(5))[1] == "The cluster is not ready. It is healing: worker:1 died"
+    assert resize_plan.decide(healing, ScaleAsked(5))[1] == "The cluster is not ready. It is healing: worker:1 died"
     leaving = formed()
     leaving.members[(Role.WORKER, "2")].state = NodeState.LEFT
-    assert scaling.decide(leaving, ScaleAsked(3)) == (None, "some workers have finished and left already")
+    assert resize_plan.decide(leaving, ScaleAsked(3)) == (None, "some workers have finished and left already")
 
 
 def test_a_host_that_comes_late_is_taken_where_it_is_of_use() -> None:
@@ -67,11 +67,11 @@ def test_a_host_that_comes_late_is_taken_where_it_is_of_use() -> None:
 def test_the_world_grows_by_what_is_offered_up_to_its_goal() -> None:
     cluster = formed(worker_max=5)
     cluster.agents["c"] = Agent("c", "life of c", THERE, 2, link=3)
-    plan, reason = scaling.growth(cluster)
+    plan, reason = resize_plan.growth(cluster)
     assert plan is not None and plan.agents == ["c"]
     assert reason == "the world grows from 4 to 5 workers, as host-b came"
     cluster.asked = 4
-    assert scaling.growth(cluster)[0] is None
+    assert resize_plan.growth(cluster)[0] is None
 
 
 @pytest.mark.parametrize(("first_rank", "host", "taken"), [(2, HERE, "2"), (-1, THERE, "2"), (0, THERE, "0"), (-1, HERE, "0")])
@@ -80,16 +80,16 @@ def test_a_host_takes_back_the_very_ranks_it_had(first_rank: int, host: Host, ta
     for node_id in ("0", "2"):
         cluster.members[(Role.WORKER, node_id)].state = NodeState.DEAD
     cluster.agents = {"c": Agent("c", "life of c", host, 1, first_rank, link=3)}
-    assert [(member.node_id, agent.id) for member, agent in recovery.takers(cluster)] == [(taken, "c")]
+    assert [(member.node_id, agent.id) for member, agent in recovery_strategy.takers(cluster)] == [(taken, "c")]
 
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
-    strategies = recovery.ladder(("recover", "elastic-training"))
+    strategies = recovery_strategy.ladder(("recover", "elastic-training"))
     for shrink_after_s, trains, after in (
-        (30.0, True, recovery.After.WAIT),
-        (0.0, True, recovery.After.SHRINK),
-        (0.0, False, recovery.After.WAIT),  # no step is finished, so it cannot shrink
+        (30.0, True, recovery_strategy.After.WAIT),
+        (0.0, True, recovery_strategy.After.SHRINK),
+        (0.0, False, recovery_strategy.After.WAIT),  # no step is finished, so it cannot shrink
     ):
         cluster = formed()
         settings = ClusterSettings(4, recovery=True, strategies=strategies, extra_ranks=0, shrink_after_s=shrink_after_s)
@@ -97,4 +97,4 @@ def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
         del cluster.agents["b"]
         lost = cluster.members[(Role.WORKER, "3")]
         lost.agent, lost.state = "" if raw else "b", NodeState.DEAD
-        assert recovery.decide(cluster, lost)[0] is after
+        assert recovery_strategy.decide(cluster, lost)[0] is after

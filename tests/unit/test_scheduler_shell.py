@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.events import Heard
-from covey.core.machine import Machine
 from covey.core.messages import Ask, AskStory, Beat, Beats, FromNode, HungUp, LogTold, Register, ScaleAsked, Via
-from covey.core.model import ClusterRecord, ClusterSettings, Host, Progress, Role
+from covey.core.types import ClusterRecord, ClusterSettings, Host, Progress, Role
 from covey.errors import StoreError
 from covey.scheduler import scheduler as shell
 from covey.scheduler.scheduler import Place, Scheduler

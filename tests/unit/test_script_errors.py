@@ -7,14 +7,14 @@ import pytest
 from tests.unit.test_machine import BOX, OTHER, Effects, ended, machine, register, training
 from tests.unit.test_machine_tells import noted, warnings
 
-from covey.core import recovery
-from covey.core.cluster import Cluster
+from covey.core.cluster import recovery_strategy
+from covey.core.cluster.recovery_strategy import ladder
+from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.state import Cluster
 from covey.core.events import Heard
 from covey.core.incidents import Outcome
-from covey.core.machine import Machine
 from covey.core.messages import Beat, Exited, Number, Put, RegisterAgent, Report, Resumed
-from covey.core.model import ClusterSettings, FullRestart, Member, NodeState, Phase, Progress, Role, ScriptError
-from covey.core.recovery import ladder
+from covey.core.types import ClusterSettings, FullRestart, Member, NodeState, Phase, Progress, Role, ScriptError
 
 IN_PLACE = ladder(("recover-in-place",))
 ERROR = ScriptError("NameError", "name 'los' is not defined", "train.py:4", "Traceback ...", step=5, loop=True)
@@ -67,7 +67,7 @@ def test_error_of_a_parameter_server_is_none_of_the_script() -> None:
     made = Cluster("c", ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
     server = Member(Role.PSERVER, "0", "life", BOX, rank=0, agent="a", state=NodeState.DEAD, error=ERROR)
     made.add(server)
-    assert "correct the script" not in recovery.decide(made, server, 1, ERROR)[1]
+    assert "correct the script" not in recovery_strategy.decide(made, server, 1, ERROR)[1]
 
 
 def test_exception_of_all_ranks_ends_the_run() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.secure import REACH, Sim
 
-from covey.core import graph, shamir
-from covey.core.secure import (
+from covey.core.federated.secagg import neighbor_graph, shamir
+from covey.core.federated.secagg.messages import (
     ExchangeKeys,
     GetClientList,
     GetKeys,
@@ -29,7 +29,7 @@ from covey.core.secure import (
     SignatureList,
     Verdict,
 )
-from covey.core.secure_round import SecureRound
+from covey.core.federated.secagg.protocol import SecureRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
 from covey.federated.privacy.fixed_point_ring import Told
@@ -78,7 +78,7 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
         return  # too few to hide among: a device refuses
     sharing = some(keyed)
     sim.shares(sharing)
-    needed = graph.default_needed(len(keyed))
+    needed = neighbor_graph.default_needed(len(keyed))
     if len(sharing) < needed:
         with pytest.raises(PeerError, match="shared secrets"):
             sim.upload(sharing)
@@ -101,8 +101,8 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
 
 
 def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [graph.degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
-    monkeypatch.setattr(graph, "degree", lambda count: 10)
+    assert [neighbor_graph.degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
+    monkeypatch.setattr(neighbor_graph, "degree", lambda count: 10)
     sim = Sim(40)
     sim.keys(sim.names)
     assert len(sim.round._key_list("device-0").remote_publickeys) == 10
@@ -117,7 +117,7 @@ def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.Monkey
 @given(st.integers(2, 60), st.integers(1, 30))
 def test_neighbours_are_mutual(size: int, half: int) -> None:
     names = [str(number) for number in range(size)]
-    near = [graph.neighbours(names, place, 2 * half) for place in range(size)]
+    near = [neighbor_graph.neighbours(names, place, 2 * half) for place in range(size)]
     assert all(place in near[other] for place in range(size) for other in near[place])
     assert all(len(found) == min(2 * half, size - 1) and place not in found for place, found in enumerate(near))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.model import Role
+from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.settings import (
     FIELD_OF,

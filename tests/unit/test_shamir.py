@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core import shamir
+from covey.core.federated.secagg import shamir
 
 SECRET = st.binary(min_size=32, max_size=32)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core.shards import SLOTS, Owners, count, first, form, holder, rescale, slot_of, span
+from covey.core.parameter_server.sharding import SLOTS, Owners, count, first, form, holder, rescale, slot_of, span
 
 SERVERS = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
 ROWS = st.integers(1, 5000)

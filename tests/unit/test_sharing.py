@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rows import TABLE, WAIT_S, WHOLE, WORKERS, Seen, Together, Training, declare, equal
 
-from covey.core.serving import Mode, Serving
-from covey.core.shards import SLOTS, Sharing, first, rescale
+from covey.core.parameter_server.settings import Mode, Serving
+from covey.core.parameter_server.sharding import SLOTS, Sharing, first, rescale
 from covey.parameter_server.client import Client, Given
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.messages import ALL, Part, Push, Spec

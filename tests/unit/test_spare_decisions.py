@@ -6,9 +6,9 @@ from typing import Any
 
 from tests.unit.test_machine import BOX, OTHER, journal, kept, phase, restored, sent, told
 
+from covey.core.cluster.scheduler_machine import Machine
 from covey.core.effects import Close, Level, Persist, Publish, Send
 from covey.core.events import Heard, LinkLost, Restored, Ticked
-from covey.core.machine import Machine
 from covey.core.messages import (
     Assignment,
     Beat,
@@ -23,7 +23,7 @@ from covey.core.messages import (
     Resumed,
     Start,
 )
-from covey.core.model import AgentRecord, ClusterSettings, MemberRecord, NodeState, Phase, Progress, Record, Role
+from covey.core.types import AgentRecord, ClusterSettings, MemberRecord, NodeState, Phase, Progress, Record, Role
 
 LADDER = ("recover-in-place", "recover", "dump", "exit")
 SPARE = 20  # the link of spare 0; those of workers are 10, 11, 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covey.core.effects import Level, Publish
-from covey.core.story import KEPT_MAX, Event, Story
+from covey.core.event_log import KEPT_MAX, Event, Story
 
 
 def story(*told: tuple[str, str]) -> Story:

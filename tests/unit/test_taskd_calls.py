@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from covey.core.model import ClusterRecord, Phase
-from covey.core.taskd import Wish, wishes
+from covey.core.taskd_variables import Wish, wishes
+from covey.core.types import ClusterRecord, Phase
 from covey.errors import UsageError
 from covey.integrations import taskd
 from covey.integrations.taskd.config import place

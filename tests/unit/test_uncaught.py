@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from covey.core.messages import Exited
-from covey.core.model import ERROR_TEXT_MAX, ERROR_TRACE_MAX, Failure, Role, ScriptError
+from covey.core.types import ERROR_TEXT_MAX, ERROR_TRACE_MAX, Failure, Role, ScriptError
 from covey.errors import UsageError
 from covey.runtime import exception_record
 from covey.runtime.failure_report import failure_report

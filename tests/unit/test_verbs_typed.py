@@ -24,7 +24,7 @@ from covey.cli.run.command import log_folder
 from covey.cli.run.display import Show
 from covey.cli.run.plan import RunPlan
 from covey.cli.status import draw, node_lines
-from covey.core.model import Role
+from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.runtime.node_runtime import Door
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from covey.core.cluster import Cluster
+from covey.core.cluster.state import Cluster
+from covey.core.cluster.view import RECENT, ClusterView, NodeView, show, straggles, usual_step
 from covey.core.incidents import Incidents, Outcome
-from covey.core.model import Agent, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
-from covey.core.serving import Mode, parse_mode
-from covey.core.view import RECENT, ClusterView, NodeView, show, straggles, usual_step
+from covey.core.parameter_server.settings import Mode, parse_mode
+from covey.core.types import Agent, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
 
 SCHEDULER = NodeView(Role.SCHEDULER, "0", 0, "host", "127.0.0.1", "alive", True)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from covey.core.federation import Plan
-from covey.core.window import Enough, Missed, Window
+from covey.core.federated.messages import Plan
+from covey.core.federated.round_window import Enough, Missed, Window
 
 PLAN = Plan(threshold=4, ratio=0.5, start_window_s=10.0, update_window_s=2.0, iteration_window_s=60.0)
 

@@ -36,7 +36,7 @@ from covey.core.messages import (
     StopAsked,
     Welcome,
 )
-from covey.core.model import JOB, Failure, Role, ScriptError
+from covey.core.types import JOB, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
 from covey.log import log
 from covey.runtime import exception_record, host_identity, log_reader

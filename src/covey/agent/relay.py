@@ -33,7 +33,7 @@ from covey.core.messages import (
     Unreached,
     Via,
 )
-from covey.core.model import Progress
+from covey.core.types import Progress
 from covey.errors import UsageError
 from covey.log import log
 from covey.transport.connection import Link, Listener

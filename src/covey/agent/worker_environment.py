@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 from covey.core.messages import Assignment, Start
-from covey.core.model import Role
+from covey.core.types import Role
 from covey.runtime.node_runtime import Door
 from covey.worker.spare import NAMELESS, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 

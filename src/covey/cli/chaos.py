@@ -17,10 +17,10 @@ import psutil
 
 from covey.cli import status
 from covey.cli.scheduler_client import Visit
-from covey.core.chaos import AT_NODES, Fault, Row, Seen, Strike, choose, jump_s, pause_s, tally
+from covey.core.cluster.fault_schedule import AT_NODES, Fault, Row, Seen, Strike, choose, jump_s, pause_s, tally
+from covey.core.cluster.view import ClusterView
 from covey.core.incidents import Incident, Outcome
-from covey.core.model import Phase, Role
-from covey.core.view import ClusterView
+from covey.core.types import Phase, Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.runtime import fault_injection
 from covey.runtime.node_runtime import Door

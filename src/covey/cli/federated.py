@@ -17,7 +17,7 @@ from covey.cli.common import JSON, examples, say, unreadable
 from covey.cli.federated_simulate import simulate
 from covey.cli.scheduler_client import stop as ask_to_stop
 from covey.cli.status import door_of, draw, look
-from covey.core.words import many
+from covey.core.plurals import many
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import Value, check, check_file, from_text
 from covey.federated.server.update_log import DURABILITIES

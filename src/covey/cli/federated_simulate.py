@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from covey.cli.common import JSON, examples, say
-from covey.core.words import many
+from covey.core.plurals import many
 from covey.errors import StoreError, UsageError
 from covey.federated.update_compression import KINDS, NONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from covey.core.dp import Noise
+    from covey.core.federated.dp_accounting import Noise
     from covey.federated.simulation.simulator import Round
 
 DELTA = 1e-5  # of what noise hides
@@ -64,8 +64,8 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
-    from covey.core.dp import Noise
-    from covey.core.federation import Plan
+    from covey.core.federated.dp_accounting import Noise
+    from covey.core.federated.messages import Plan
     from covey.federated import privacy_settings
     from covey.federated.simulation import simulator as simulation
     from covey.federated.simulation.privacy_pipeline import Treatment

@@ -16,7 +16,7 @@ from covey.cli.scheduler_client import SCHEDULER_BACK_S, Visit, follow_story, lo
 from covey.cli.scheduler_client import story as ask_story
 from covey.cli.status import find
 from covey.core.effects import Level
-from covey.core.story import Event
+from covey.core.event_log import Event
 from covey.errors import UsageError
 from covey.log import one_line
 from covey.runtime.node_runtime import Door

@@ -8,8 +8,8 @@ import signal
 
 from covey.cli import status
 from covey.cli.scheduler_client import kill as ask_to_kill
-from covey.core.model import Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.cluster.view import ClusterView, NodeView
+from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import one_line
 from covey.storage import cluster_registry

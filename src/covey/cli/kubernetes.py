@@ -177,7 +177,7 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
             },
         },
     }
-    from covey.core.job import read
+    from covey.core.jobs import read
 
     read({**job, "metadata": {**job["metadata"], "uid": "", "namespace": ""}})  # type: ignore[dict-item]
     return job, text
@@ -273,7 +273,7 @@ def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bo
     """What the pod of a rank prints; without a rank, each worker's in turn."""
 
     async def work() -> None:
-        from covey.core.job import read
+        from covey.core.jobs import read
         from covey.kubernetes.api_client import MSJOB, ApiError
 
         api = _connect(where)

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.core.cluster.view import ClusterView
+from covey.core.event_log import Event
 from covey.core.messages import (
     Agreed,
     Ask,
@@ -23,8 +25,6 @@ from covey.core.messages import (
     StoryTold,
     Told,
 )
-from covey.core.story import Event
-from covey.core.view import ClusterView
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.runtime.node_runtime import Door
 from covey.transport.connection import Link, connect

@@ -16,8 +16,8 @@ from covey.cli.run.display import COLUMNS, follow_file, heading, row, table
 from covey.cli.scheduler_client import Visit
 from covey.cli.scheduler_client import look as ask_view
 from covey.cli.spinner import waiting
-from covey.core.model import Role
-from covey.core.view import ClusterView
+from covey.core.cluster.view import ClusterView
+from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import one_line
 from covey.runtime import credentials

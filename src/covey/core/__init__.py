@@ -1,20 +1,19 @@
-"""Decisions, and nothing else.
+"""State machines and pure functions: everything that covey decides.
 
-Here lives what covey decides: who is a member, who has which rank, when the cluster is complete, when a node is dead, what
-happens then. Decisions take events and `now` and return effects and a reason.
+A decision takes an event and the current time, and returns effects and a reason. The processes in the other packages carry the
+effects out. Not here: sockets, files, clocks, random numbers, asyncio, torch. If a test of a module here needs a sleep or a
+patch, the decision is in the wrong place.
 
-    nouns               `model`, `cluster`, `messages` (said on the wire), `events` (facts in), `effects` (wishes out)
-    the scheduler's     `ledger`, `resizing`, `sharing`, `spares`, `lifecycle`, `watch`, `joining`, `asking`, `machine`: one
-                        object, layer on layer, which carries out what these decide: `membership`, `formation`, `ranks`,
-                        `recovery`, `scaling`, `healing`; `board` is where ranks meet. `ledger` says what each layer does
-    a node's            `node`
-    several schedulers  `leadership`
-    parameter servers   `serving`, `shards`
-    what people see     `view`, `story`, `incidents`, `words` (counts in sentences); `chaos` chooses faults
-    federated           `federation` (nouns), `rounds` on `window` and `roster`, `managed`, `claims`; secure rounds: `secure`
-                        (nouns), `secure_round`, `masked`, `graph`, `shamir`; `dp` counts privacy
-    elsewhere's words   `taskd`; Kubernetes' are in `core.job`
-
-Not here: sockets, files, clocks, randomness, asyncio, torch. If a test of something here needs a sleep or a patch, the
-decision is in the wrong room.
+    `cluster`             the scheduler's state machine and a node's, for a training cluster
+    `federated`           the state machine of federated rounds, secure aggregation, privacy accounting
+    `jobs`                what to do about an MSJob now, as a pure function
+    `parameter_server`    how rows are distributed over parameter servers
+    `messages`            wire messages of a training cluster
+    `events`, `effects`   input and output of the state machines
+    `types`               roles, states, settings and records that the messages and machines share
+    `event_log`           bounded list of the events that users see
+    `incidents`           one record for each recovery or resize: stages, durations, outcome
+    `leader_election`     who leads among several schedulers, over a compare-and-swap value
+    `taskd_variables`     TaskD's environment variables as covey's settings
+    `plurals`             counts in sentences
 """

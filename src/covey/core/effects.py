@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from covey.core.messages import FromScheduler
-from covey.core.model import Failure, Record
+from covey.core.types import Failure, Record
 
 
 class Level(StrEnum):

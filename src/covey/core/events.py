@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.model import Record, ScriptError
+from covey.core.types import Record, ScriptError
 
 
 class Heard(msgspec.Struct, frozen=True):

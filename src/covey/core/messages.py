@@ -17,8 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from covey.core.model import Failure, Host, Progress, Role, ScriptError
-from covey.core.shards import Sharing
+from covey.core.parameter_server.sharding import Sharing
+from covey.core.types import Failure, Host, Progress, Role, ScriptError
 
 PROTOCOL = 1
 NODE_ID_MAX = 100
@@ -324,13 +324,13 @@ class Value(Message, frozen=True):
 
 
 class Told(Message, frozen=True):
-    """The cluster as JSON (a `covey.core.view.ClusterView`)."""
+    """The cluster as JSON (a `covey.core.cluster.view.ClusterView`)."""
 
     view: bytes
 
 
 class StoryTold(Message, frozen=True):
-    """What happened, as JSON (a list of `covey.core.story.Event`)."""
+    """What happened, as JSON (a list of `covey.core.event_log.Event`)."""
 
     events: bytes
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from covey.core.dp import Noise, multiplier
-from covey.core.federation import SERVERS_MAX, Plan
+from covey.core.federated.dp_accounting import Noise, multiplier
+from covey.core.federated.messages import SERVERS_MAX, Plan
 from covey.errors import UsageError
 from covey.federated import update_compression
 from covey.federated.server.update_log import DURABILITIES
 
-VARIABLE = "COVEY_FL_CONTEXT"  # `covey.world` knows it too
+VARIABLE = "COVEY_FL_CONTEXT"  # `covey.script_api` knows it too
 HOST_MAX = 100
 PORT_MAX = 65535
 NUMBER_MAX = 2**53  # which every language can be told

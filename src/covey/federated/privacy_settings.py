@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.core import graph
-from covey.core.federation import Plan
-from covey.core.secure import DEVICES_MAX
+from covey.core.federated.messages import Plan
+from covey.core.federated.secagg import neighbor_graph
+from covey.core.federated.secagg.messages import DEVICES_MAX
 from covey.errors import UsageError
 from covey.federated import context
 from covey.federated.server.request_auth import GateSettings
@@ -30,7 +30,7 @@ def check(plan: Plan, strategy: Strategy) -> None:
     if not DEVICES_MIN <= plan.threshold <= DEVICES_MAX:
         raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold from {DEVICES_MIN} to {DEVICES_MAX}, not {plan.threshold}")
     least = min(plan.needed, plan.update_min or plan.needed)
-    needed = plan.reconstruct or graph.default_needed(graph.degree(plan.threshold) + 1)
+    needed = plan.reconstruct or neighbor_graph.default_needed(neighbor_graph.degree(plan.threshold) + 1)
     if plan.reconstruct and 2 * plan.reconstruct <= plan.threshold:
         raise UsageError(
             f"reconstruct_secrets_threshold={plan.reconstruct} of {plan.threshold} devices would let two lists be answered: "

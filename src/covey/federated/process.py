@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federation import Stage
-from covey.core.managed import Managed
-from covey.core.roster import Limits
+from covey.core.federated.federation_machine import Managed
+from covey.core.federated.messages import Stage
+from covey.core.federated.server_membership import Limits
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model_codec, privacy_settings
 from covey.federated.scheduler.scheduler import Scheduler, load_record

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from covey.clock import wall
-from covey.core.dp import Noise
-from covey.core.secure import DEVICE_ID_MAX, FlId, ListSignature, RemoteKeys, SealedShare
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.secagg.messages import DEVICE_ID_MAX, FlId, ListSignature, RemoteKeys, SealedShare
+from covey.wall_clock import wall
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.leadership import Cell
+from covey.core.leader_election import Cell
 from covey.errors import StoreError
 from covey.kubernetes.api_client import CONFIG_MAP, CONFLICT, LEASE, MISSING, Api, ApiError, Kind, connect
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from covey.core.job import Observed, Plan, plan, read
-from covey.core.job.actions import (
+from covey.core.jobs import Observed, Plan, plan, read
+from covey.core.jobs.actions import (
     Action,
     Adopt,
     CreateGang,
@@ -31,8 +31,8 @@ from covey.core.job.actions import (
     SayGone,
     Tell,
 )
-from covey.core.job.pod import JOB_LABEL, owner
-from covey.core.job.spec import Duty, Invalid, Job, Role, pod_name
+from covey.core.jobs.pod_state import JOB_LABEL, owner
+from covey.core.jobs.spec import Duty, Invalid, Job, Role, pod_name
 from covey.errors import PeerError
 from covey.kubernetes import pod_builder
 from covey.kubernetes.api_client import CONFLICT, MISSING, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing

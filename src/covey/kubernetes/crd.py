@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.core.job.ascend import ASCEND_GROUP
-from covey.core.job.spec import GROUP, VERSION, Clean, Restart
+from covey.core.jobs.ascend_job import ASCEND_GROUP
+from covey.core.jobs.spec import GROUP, VERSION, Clean, Restart
 
 Thing = dict[str, Any]
 

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 
-from covey.core.job.actions import Tell
-from covey.core.job.clock import stamp
+from covey.core.jobs.actions import Tell
+from covey.core.jobs.timestamps import stamp
 from covey.kubernetes.api_client import CONFLICT, EVENT, Api, ApiError, Thing
 from covey.kubernetes.reflector import Key
 from covey.kubernetes.work_queue import Queue

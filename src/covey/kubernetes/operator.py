@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from covey.core.effects import Level, Publish
-from covey.core.job import ascend
-from covey.core.job.actions import Tell
-from covey.core.job.pod import JOB_LABEL, OPERATOR, OPERATOR_LABEL
-from covey.core.story import Story
-from covey.core.words import many
+from covey.core.event_log import Story
+from covey.core.jobs import ascend_job
+from covey.core.jobs.actions import Tell
+from covey.core.jobs.pod_state import JOB_LABEL, OPERATOR, OPERATOR_LABEL
+from covey.core.plurals import many
 from covey.errors import PeerError
 from covey.kubernetes import leader_election as leases
 from covey.kubernetes import operator_metrics as numbers
@@ -212,7 +212,7 @@ class Operator:
         if gang:
             caches.groups = Reflector(api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(key_of(g)))
             mine.append(caches.groups)
-        convert = ascend.convert if kind is ASCENDJOB else (lambda thing: thing)
+        convert = ascend_job.convert if kind is ASCENDJOB else (lambda thing: thing)
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
         controller.events.on_tell = self._note
         found.append(controller)

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from covey.core.job.actions import CreateGang, CreatePod
-from covey.core.job.pod import INDEX_LABEL, JOB_LABEL, OPERATOR, OPERATOR_LABEL, TYPE_LABEL
-from covey.core.job.spec import GROUP, PORT, Duty, Job, Restart, Role, pod_name
+from covey.core.jobs.actions import CreateGang, CreatePod
+from covey.core.jobs.pod_state import INDEX_LABEL, JOB_LABEL, OPERATOR, OPERATOR_LABEL, TYPE_LABEL
+from covey.core.jobs.spec import GROUP, PORT, Duty, Job, Restart, Role, pod_name
 
 Thing = dict[str, Any]
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from covey.core.job import live as lives
-from covey.core.job.live import Live
-from covey.core.view import ClusterView
+from covey.core.cluster.view import ClusterView
+from covey.core.jobs import scheduler_status as lives
+from covey.core.jobs.scheduler_status import Live
 from covey.errors import PeerError
 from covey.kubernetes.api_client import MISSING, SECRET, Api, ApiError
 from covey.kubernetes.http_client import Http

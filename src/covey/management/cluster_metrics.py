@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric, SummaryMetricFamily
 
+from covey.core.cluster.view import ClusterView
 from covey.core.incidents import Outcome, Stage
-from covey.core.model import NodeState, Phase, Role
-from covey.core.view import ClusterView
+from covey.core.types import NodeState, Phase, Role
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

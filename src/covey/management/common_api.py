@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.core.story import TOLD_MAX
+from covey.core.event_log import TOLD_MAX
 from covey.errors import CoveyError, StoreError
 from covey.management import auth, cluster_metrics, live_stream, openapi, schemas, web_files
 from covey.version import VERSION

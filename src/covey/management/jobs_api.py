@@ -17,11 +17,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from covey.core.model import Phase
-from covey.core.scaling import WORLD_MAX
-from covey.core.story import Story
-from covey.core.view import ClusterView
-from covey.core.words import be, many
+from covey.core.cluster.resize_plan import WORLD_MAX
+from covey.core.cluster.view import ClusterView
+from covey.core.event_log import Story
+from covey.core.plurals import be, many
+from covey.core.types import Phase
 from covey.errors import PeerError
 from covey.management import common_api, live_stream, schemas, training_api
 from covey.management.openapi import EVENT_STREAM, Operation, Parameter

@@ -15,10 +15,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from covey.core.cluster.view import ClusterView, NodeView
+from covey.core.event_log import Event, Story
 from covey.core.incidents import Incident
-from covey.core.model import Phase, Role
-from covey.core.story import Event, Story
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import Phase, Role
 
 CLIENTS_MAX: Final = 32
 TURN_S: Final = 0.5  # while somebody looks

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from covey.core.cluster.view import ClusterView
+from covey.core.event_log import TOLD_MAX
 from covey.core.messages import NODE_ID_MAX
-from covey.core.story import TOLD_MAX
-from covey.core.view import ClusterView
 from covey.management.cluster_metrics import CONTENT_TYPE
 from covey.management.schemas import ErrorReply, KeyReply, NodesReply, Reply, SettingsReply, StateReply, StopBody, StoryReply
 

@@ -12,13 +12,13 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from covey.core.cluster.resize_plan import WORLD_MAX
+from covey.core.cluster.view import MINDSPORE_STATES, ClusterView, NodeView
+from covey.core.event_log import Event
 from covey.core.incidents import Incident, Outcome
 from covey.core.messages import NODE_ID_MAX, LogTold, ScaleAsked
-from covey.core.model import Role
-from covey.core.scaling import WORLD_MAX
-from covey.core.shards import SLOTS
-from covey.core.story import Event
-from covey.core.view import MINDSPORE_STATES, ClusterView, NodeView
+from covey.core.parameter_server.sharding import SLOTS
+from covey.core.types import Role
 from covey.errors import UsageError
 
 REASON_MAX = 500

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from covey.core.shards import Owners
+from covey.core.parameter_server.sharding import Owners
 from covey.errors import StoreError
 from covey.parameter_server.messages import DTYPES, Spec
 from covey.parameter_server.optimizers import Array

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from covey.core.serving import Serving
-from covey.core.shards import Sharing, first
+from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.sharding import Sharing, first
 from covey.errors import UsageError
 from covey.parameter_server.discovery import Find
 from covey.parameter_server.messages import (

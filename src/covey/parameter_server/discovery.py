@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from covey.core.shards import Sharing
+from covey.core.parameter_server.sharding import Sharing
 from covey.errors import PeerError
 from covey.parameter_server.messages import family, quick
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from covey.core.shards import Sharing
+from covey.core.parameter_server.sharding import Sharing
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.parameter_server.optimizers import Array, Rule
 from covey.transport.connection import tune

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Collection
 
-from covey.core.serving import Serving
+from covey.core.parameter_server.settings import Serving
 from covey.parameter_server.messages import Change, Declare, Follow, Push, Sever, Take, Whole, Yes, receive_asked, send
 from covey.parameter_server.optimizers import Array
 from covey.parameter_server.replication import Kept

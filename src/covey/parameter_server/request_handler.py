@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from covey.core.serving import Mode, Serving
-from covey.core.shards import SLOTS, Sharing
+from covey.core.parameter_server.settings import Mode, Serving
+from covey.core.parameter_server.sharding import SLOTS, Sharing
 from covey.errors import UsageError
 from covey.parameter_server import checkpoint_files
 from covey.parameter_server.messages import (

@@ -1,10 +1,13 @@
-"""Where a row lies: on which server, and at which place among that server's rows. `covey.core.shards`, for whole arrays."""
+"""Where a row lies: on which server, and at which place among that server's rows.
+
+`covey.core.parameter_server.sharding`, for whole arrays.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from covey.core.shards import SLOTS, Owners, count, slot_of, span
+from covey.core.parameter_server.sharding import SLOTS, Owners, count, slot_of, span
 from covey.parameter_server.optimizers import Array
 
 

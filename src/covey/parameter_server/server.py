@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from covey.core.serving import Serving
-from covey.core.shards import SLOTS, Sharing, first, holder
+from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.sharding import SLOTS, Sharing, first, holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.parameter_server.discovery import Find, Peer
 from covey.parameter_server.messages import (

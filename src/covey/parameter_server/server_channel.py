@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.shards import Sharing
+from covey.core.parameter_server.sharding import Sharing
 from covey.errors import CoveyError
 from covey.parameter_server.discovery import AGAIN_S, Find
 from covey.parameter_server.messages import Answered, Moved, No, Request, Yes, receive_answer, send

@@ -20,8 +20,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from covey.core.serving import Mode, Serving
-from covey.core.shards import SLOTS, Owners
+from covey.core.parameter_server.settings import Mode, Serving
+from covey.core.parameter_server.sharding import SLOTS, Owners
 from covey.errors import UsageError
 from covey.parameter_server.array_codec import Piece, typed
 from covey.parameter_server.messages import ALL, Push, Spec

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from covey.core.serving import Mode, Serving
-from covey.core.shards import Owners
+from covey.core.parameter_server.settings import Mode, Serving
+from covey.core.parameter_server.sharding import Owners
 from covey.errors import UsageError
 from covey.parameter_server.array_codec import Face, Piece, parse
 from covey.parameter_server.messages import DTYPES, Part, Push, Spec

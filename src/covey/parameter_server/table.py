@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from covey.core.shards import Owners
+from covey.core.parameter_server.sharding import Owners
 from covey.parameter_server.messages import DTYPES, Begin, Spec
 from covey.parameter_server.optimizers import Array, update, update_rows
 from covey.parameter_server.row_placement import Placement

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from covey import context
+from covey import ps_context
 from covey.log import log
 from covey.settings import Settings
 from covey.storage import join_secret as secret
@@ -41,15 +41,15 @@ def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Secu
     join_secret = ""
     if configured or beyond or not listens_at:
         join_secret = secret.find(settings.secret, settings.secret_file, make=beyond)
-    if not settings.tls_config and not context.get_ps_context("enable_ssl"):
+    if not settings.tls_config and not ps_context.get_ps_context("enable_ssl"):
         return Security(join_secret, configured=configured)
-    config = settings.tls_config or str(context.get_ps_context("config_file_path"))
+    config = settings.tls_config or str(ps_context.get_ps_context("config_file_path"))
     files = tls.read_config(config)
     unused = {"client_cert_path": ""} if listens_at else {"server_cert_path": ""}  # a side needs only its own identity
     contexts = tls.build(
         msgspec.structs.replace(files, **unused),
-        server_password=settings.tls_server_password or str(context.get_ps_context("server_password")),
-        client_password=settings.tls_client_password or str(context.get_ps_context("client_password")),
+        server_password=settings.tls_server_password or str(ps_context.get_ps_context("server_password")),
+        client_password=settings.tls_client_password or str(ps_context.get_ps_context("client_password")),
         now=datetime.now(UTC),
     )
     for warning in contexts.warnings:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from covey.clock import wall
 from covey.core.effects import Publish
+from covey.core.event_log import Event, Story
 from covey.core.messages import AskStory, Refused, StoryTold
-from covey.core.story import Event, Story
 from covey.log import tell
 from covey.transport.connection import Link
+from covey.wall_clock import wall
 
 LISTENERS_MAX = 64
 

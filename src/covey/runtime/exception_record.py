@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.model import ERROR_KIND_MAX, ERROR_PLACE_MAX, ERROR_TEXT_MAX, ERROR_TRACE_MAX, Progress, ScriptError
+from covey.core.types import ERROR_KIND_MAX, ERROR_PLACE_MAX, ERROR_TEXT_MAX, ERROR_TRACE_MAX, Progress, ScriptError
 from covey.errors import CoveyError
 
 PART_MAX: Final = 2000  # characters of one frame, or of the exception's text, in the traceback

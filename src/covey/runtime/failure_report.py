@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.core.model import Failure
+from covey.core.types import Failure
 
 
 def grouped(others: list[str]) -> list[str]:

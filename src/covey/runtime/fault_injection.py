@@ -20,8 +20,8 @@ from typing import Final
 
 import psutil
 
-from covey.clock import CLOCK_VARIABLE
 from covey.errors import UsageError
+from covey.wall_clock import CLOCK_VARIABLE
 
 PIDFD_GETFD: Final = 438  # the system call; Python has no word for it
 SLOW_ON_S: Final = 0.02  # of every tenth of a second

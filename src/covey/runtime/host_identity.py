@@ -7,7 +7,7 @@ import hashlib
 import socket
 from pathlib import Path
 
-from covey.core.model import Host
+from covey.core.types import Host
 from covey.errors import ExitCode, PeerError
 
 

@@ -13,11 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from covey.agent.relay import Relay
+from covey.core.cluster.node_machine import NodeMachine, NodeSettings
 from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
 from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, SchedulerRefused, Ticked
 from covey.core.messages import Beat, Beats, FromScheduler, Message, Refused, Register, RegisterAgent
-from covey.core.model import ScriptError
-from covey.core.node import NodeMachine, NodeSettings
+from covey.core.types import ScriptError
 from covey.errors import PeerError
 from covey.log import tell
 from covey.settings import Settings

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
+from covey.core.cluster.view import ClusterView
 from covey.core.messages import Ask, Refused, Told
-from covey.core.view import ClusterView
 from covey.transport.connection import Link
 
 FOLLOWERS_MAX: Final = 64

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.leadership import Candidate, Cell, Look, Write
+from covey.core.leader_election import Candidate, Cell, Look, Write
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
 from covey.runtime import host_identity

@@ -11,7 +11,7 @@ import socket
 
 import msgspec
 
-from covey import context
+from covey import ps_context
 from covey.errors import CoveyError
 from covey.log import configure, log
 from covey.runtime import linux
@@ -45,8 +45,8 @@ def run_in_this_process(loaded: Loaded) -> None:
     try:
         require_raw(loaded.settings)
         settings = loaded.settings
-        port = int(context.get_ps_context("scheduler_manage_port"))
-        if context.is_set("scheduler_manage_port"):
+        port = int(ps_context.get_ps_context("scheduler_manage_port"))
+        if ps_context.is_set("scheduler_manage_port"):
             origins = loaded.origins | {"manage_port": "set_ps_context"}
             loaded = Loaded(msgspec.structs.replace(settings, manage_port=port), origins)
         code = serve(loaded)

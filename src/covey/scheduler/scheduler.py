@@ -20,11 +20,12 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.clock import wall
+from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.view import ClusterView, NodeView, show
 from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
+from covey.core.event_log import Story
 from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, SpokeMindSpore, Ticked
 from covey.core.incidents import Incident
-from covey.core.machine import Machine
 from covey.core.messages import (
     Agreed,
     Ask,
@@ -42,9 +43,7 @@ from covey.core.messages import (
     StopAsked,
     Via,
 )
-from covey.core.model import ClusterSettings, Phase, Role
-from covey.core.story import Story
-from covey.core.view import ClusterView, NodeView, show
+from covey.core.types import ClusterSettings, Phase, Role
 from covey.errors import ExitCode, PeerError, StoreError
 from covey.log import log, tell
 from covey.runtime import linux
@@ -57,6 +56,7 @@ from covey.scheduler.journal_commits import TOO_LATE, Commits, HandedOver, Stepp
 from covey.storage.cas_journal import SharedJournal
 from covey.storage.journal import Journal
 from covey.transport.connection import Link, Listener
+from covey.wall_clock import wall
 
 TICK_S: Final = 0.25
 WAITING_EFFECTS_MAX: Final = 1_000_000

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from covey.core.cluster.recovery_strategy import ladder
 from covey.core.effects import End
-from covey.core.model import ClusterSettings
-from covey.core.recovery import ladder
+from covey.core.types import ClusterSettings
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
 from covey.runtime import credentials, host_identity

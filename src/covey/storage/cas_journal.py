@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from covey.core.model import ClusterRecord, Record
-from covey.core.story import Event
+from covey.core.event_log import Event
+from covey.core.types import ClusterRecord, Record
 from covey.errors import ExitCode, StoreError
 from covey.storage.cas_store import Cells
 from covey.storage.journal import Fenced, check_job, is_over, key_of

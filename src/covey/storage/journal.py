@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
+from covey.core.event_log import Event
 from covey.core.incidents import KEPT_MAX, Incident
-from covey.core.model import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
-from covey.core.story import Event
+from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
 from covey.errors import ExitCode, StoreError
 
 FORMAT = 1

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from covey.core.words import many
+from covey.core.plurals import many
 from covey.runtime import lifeline, linux
 from covey.template_process import child_bootstrap
 from covey.template_process.protocol import (

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from covey.core.messages import Dumped, Resumed
-from covey.core.model import Progress
+from covey.core.types import Progress
 from covey.errors import UsageError
 from covey.training import loop_arguments
 from covey.training.argument_checks import of_kind

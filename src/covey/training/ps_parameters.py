@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from covey.core.serving import Mode
+from covey.core.parameter_server.settings import Mode
 from covey.errors import PeerError, UsageError
 from covey.parameter_server import checkpoint_files
 from covey.parameter_server.client import Client, Given

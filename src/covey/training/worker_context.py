@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import msgspec
 
 from covey.core.messages import HealPlan, Message, Number
-from covey.core.model import Progress
-from covey.core.shards import Sharing
+from covey.core.parameter_server.sharding import Sharing
+from covey.core.types import Progress
 
 
 class Place(Protocol):

@@ -20,13 +20,13 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from covey.clock import wall
 from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.transport import address, tls
 from covey.transport.address import BACKLOG
 from covey.transport.framing import Frames, frame, from_agent, from_node, from_scheduler
 from covey.transport.handshake import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting, is_mindspore
+from covey.wall_clock import wall
 
 GREETING_S: Final = 10.0
 HOLD_S: Final = 1.0  # for a caller's first bytes, after which it is greeted all the same; covey's nodes send theirs at once

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from covey.agent.relay import pace_s
+from covey.core.cluster.recovery_strategy import Strategy
 from covey.core.effects import Finish
 from covey.core.messages import (
     Beat,
@@ -42,8 +43,7 @@ from covey.core.messages import (
     Stop,
     Value,
 )
-from covey.core.model import Progress, Role, ScriptError
-from covey.core.recovery import Strategy
+from covey.core.types import Progress, Role, ScriptError
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import configure, log
 from covey.runtime import credentials, host_identity

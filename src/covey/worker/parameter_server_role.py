@@ -9,8 +9,8 @@ from typing import NoReturn
 import msgspec
 
 from covey.core.messages import Resumed, Settled
-from covey.core.serving import Serving, parse_mode
-from covey.core.shards import SLOTS, first
+from covey.core.parameter_server.settings import Serving, parse_mode
+from covey.core.parameter_server.sharding import SLOTS, first
 from covey.errors import PeerError, UsageError
 from covey.log import log
 from covey.parameter_server import discovery

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol
 
-from covey.core.model import Progress, ScriptError
+from covey.core.types import Progress, ScriptError
 from covey.errors import CoveyError
 from covey.runtime import exception_record
 from covey.worker import supervisor

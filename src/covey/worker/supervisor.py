@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from covey.core.model import ScriptError
-from covey.core.recovery import FRUITLESS_MAX
+from covey.core.cluster.recovery_strategy import FRUITLESS_MAX
+from covey.core.types import ScriptError
 from covey.errors import ExitCode
 from covey.runtime import linux
 from covey.template_process.fork_server import company

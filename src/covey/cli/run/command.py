@@ -28,7 +28,7 @@ from covey.cli.run.event_hooks import Notifier
 from covey.cli.run.log_echo import Echo
 from covey.cli.run.options import help_text, parse
 from covey.cli.run.plan import RunPlan
-from covey.core.model import Role
+from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.log import aside, configure, log, one_line
 from covey.runtime import credentials

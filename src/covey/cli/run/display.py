@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 import msgspec
 
 from covey.cli.scheduler_client import Visit
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Outcome
-from covey.core.model import NodeState, Phase, Role
-from covey.core.view import ClusterView, NodeView
+from covey.core.types import NodeState, Phase, Role
 from covey.errors import PeerError
 from covey.log import one_line
 from covey.runtime.node_runtime import Door

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from covey.cli.run.plan import EVERY, RunPlan
-from covey.core.words import many
+from covey.core.plurals import many
 from covey.settings import rendered, rows
 from covey.transport import address
 

@@ -20,9 +20,9 @@ import msgspec
 
 from covey.agent.agent import Outcome as RunOutcome
 from covey.cli.scheduler_client import follow_story
+from covey.core.event_log import Event
 from covey.core.incidents import Outcome
-from covey.core.story import Event
-from covey.core.words import many
+from covey.core.plurals import many
 from covey.errors import CoveyError
 from covey.log import log
 from covey.runtime.node_runtime import Door

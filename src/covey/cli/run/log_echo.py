@@ -11,7 +11,7 @@ from covey.agent.agent import Agent
 from covey.cli.run.display import Aside
 from covey.cli.run.plan import EVERY, RunPlan
 from covey.core.messages import Start
-from covey.core.model import Role, ScriptError
+from covey.core.types import Role, ScriptError
 
 STDOUT: Final = 1
 STDERR: Final = 2

@@ -20,7 +20,7 @@ import msgspec
 
 from covey.cli.run.dry_run import describe
 from covey.cli.run.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
-from covey.core.recovery import Strategy
+from covey.core.cluster.recovery_strategy import Strategy
 from covey.errors import UsageError
 from covey.settings import (
     COUNT,

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from covey.cli.run import slurm
-from covey.core.recovery import Strategy
-from covey.core.words import many
+from covey.core.cluster.recovery_strategy import Strategy
+from covey.core.plurals import many
 from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, Given, Loaded, load, shown
 

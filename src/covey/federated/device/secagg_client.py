@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.core.secure import (
+from covey.core.federated.secagg.messages import (
     ExchangeKeys,
     GetClientList,
     GetKeys,

@@ -10,7 +10,7 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.dp import Noise
+from covey.core.federated.dp_accounting import Noise
 from covey.federated.privacy import secagg_masks
 
 Floats = NDArray[np.float32]

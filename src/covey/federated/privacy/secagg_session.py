@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from covey.core import graph, shamir
-from covey.core.secure import KeyList, PlainShare, RemoteKeys, SealedShare, ShareList, Unmasking
+from covey.core.federated.secagg import neighbor_graph, shamir
+from covey.core.federated.secagg.messages import KeyList, PlainShare, RemoteKeys, SealedShare, ShareList, Unmasking
 from covey.errors import PeerError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
 from covey.federated.privacy.fixed_point_ring import Words
@@ -120,7 +120,7 @@ def unmask(total: Words, found: Unmasking) -> Words:
         if secagg_masks.public(key) != listed.s_pks[device]:
             raise ValueError(f"the key of {device} that its neighbours gave is not its own")
         place = everyone[device]
-        for other in graph.neighbours(listed.ring, place, listed.degree):
+        for other in neighbor_graph.neighbours(listed.ring, place, listed.degree):
             name = listed.ring[other]
             if name in found.seeds:  # it masked with the one that dropped out, and that mask is still in the sum
                 mask = secagg_masks.pair_mask(key, listed.s_pks[name], listed.session, len(bare))

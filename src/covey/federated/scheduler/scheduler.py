@@ -15,18 +15,17 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.clock import wall
-from covey.core.dp import Noise
+from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.effects import Close, End, Publish, Send
+from covey.core.event_log import Story
 from covey.core.events import Heard, LinkLost, Ticked
-from covey.core.federation import FederationRecord, FromServer, Instance, Plan, Stage
-from covey.core.managed import Managed
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.federation_machine import Managed
+from covey.core.federated.messages import FederationRecord, FromServer, Instance, Plan, Stage
+from covey.core.federated.server_membership import Effect, Keep
 from covey.core.messages import Ask, AskStory, Message, Stop
-from covey.core.model import Phase, Role
-from covey.core.roster import Effect, Keep
-from covey.core.story import Story
-from covey.core.view import ClusterView, NodeView
-from covey.core.words import many
+from covey.core.plurals import many
+from covey.core.types import Phase, Role
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.server.model_store import write_file
 from covey.log import log
@@ -34,6 +33,7 @@ from covey.runtime.credentials import Security
 from covey.runtime.event_stream import Storyteller
 from covey.runtime.view_stream import Followers
 from covey.transport.connection import Link, Listener
+from covey.wall_clock import wall
 
 TICK_S: Final = 0.05
 GOODBYE_S: Final = 5.0

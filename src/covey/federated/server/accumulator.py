@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import Numbers
+from covey.core.federated.messages import Numbers
 from covey.federated.model_codec import Floats
 
 UNIT: Final = 2.0**24

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import Numbers, Orders
+from covey.core.federated.messages import Numbers, Orders
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.federated.model_codec import Floats, Layout
 from covey.federated.privacy import fixed_point_ring

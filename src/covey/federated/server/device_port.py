@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Instance, Joined, Orders, Plan, Stage, evaluates, token
+from covey.core.federated.messages import Instance, Joined, Orders, Plan, Stage, evaluates, token
 from covey.federated import update_compression
 from covey.federated.model_codec import Floats, raw
 from covey.federated.protocol import (

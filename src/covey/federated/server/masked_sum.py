@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import Numbers
+from covey.core.federated.messages import Numbers
 from covey.federated.model_codec import Floats
 from covey.federated.privacy.fixed_point_ring import TOLD, Words
 from covey.federated.server.accumulator import NOTHING, WEIGHT_MAX

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from covey.core.federation import Orders
+from covey.core.federated.messages import Orders
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated.model_codec import Floats, Layout, Small, digest
 from covey.federated.privacy.dp_noise import on_mean

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from covey.core.federation import Numbers
+from covey.core.federated.messages import Numbers
 from covey.federated.model_codec import Floats
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.server.masked_sum import MaskedSum

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from covey.core.claims import Claims
-from covey.core.federation import Adoption, Copy, Orders, Stage
+from covey.core.federated.claims import Claims
+from covey.core.federated.messages import Adoption, Copy, Orders, Stage
 from covey.errors import PeerError, StoreError
 from covey.federated.server.partial_aggregate import Part, Sum
 from covey.federated.server.server_links import Bytes

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federation import Alive, ToServer
+from covey.core.federated.messages import Alive, ToServer
 from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
 from covey.log import log

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federation import Orders
-from covey.core.messages import Message
-from covey.core.secure import (
+from covey.core.federated.messages import Orders
+from covey.core.federated.secagg.messages import (
     ExchangeKeys,
     GetClientList,
     GetKeys,
@@ -29,6 +28,7 @@ from covey.core.secure import (
     ShareSecrets,
     Verdict,
 )
+from covey.core.messages import Message
 from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, now_ms, read_fields, ticket
 from covey.federated.server.http_server import Request
 from covey.federated.server.status_replies import RETRY_MS, Replies

@@ -17,22 +17,11 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.claims import Claims
-from covey.core.federation import (
-    BATCH_MAX,
-    Admitted,
-    Enlist,
-    Instance,
-    Joined,
-    Joining,
-    Orders,
-    Plan,
-    Stage,
-    Standing,
-)
+from covey.core.federated.claims import Claims
+from covey.core.federated.messages import BATCH_MAX, Admitted, Enlist, Instance, Joined, Joining, Orders, Plan, Stage, Standing
+from covey.core.federated.secagg.messages import Secured
 from covey.core.messages import Message, Refused, Stop
-from covey.core.model import Host
-from covey.core.secure import Secured
+from covey.core.types import Host
 from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated.model_codec import Floats, Layout
 from covey.federated.server import aggregation

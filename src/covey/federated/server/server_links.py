@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federation import BetweenServers, Copied, Copy, Fetch, Hello, Peer, Piece
+from covey.core.federated.messages import BetweenServers, Copied, Copy, Fetch, Hello, Peer, Piece
 from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.log import log

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from covey.core.federation import Instance
+from covey.core.federated.messages import Instance
 from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
 from covey.federated.server.http_server import Request
 

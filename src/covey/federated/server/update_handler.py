@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.claims import Answer, Outcome, Store, Tell, Wish
-from covey.core.federation import Numbers, Orders, token
+from covey.core.federated.claims import Answer, Outcome, Store, Tell, Wish
+from covey.core.federated.messages import Numbers, Orders, token
 from covey.errors import ExitCode, StoreError
 from covey.federated.model_codec import Floats, decode_flat, decode_masked
 from covey.federated.privacy.dp_noise import clipped

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from covey.core.federation import Numbers
+from covey.core.federated.messages import Numbers
 from covey.errors import StoreError
 from covey.federated.model_codec import Floats, raw
 

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.dp import Noise
-from covey.core.secure import (
+from covey.core.federated.dp_accounting import Noise
+from covey.core.federated.secagg.messages import (
     ClientList,
     ExchangeKeys,
     GetClientList,
@@ -21,7 +21,7 @@ from covey.core.secure import (
     ShareList,
     ShareSecrets,
 )
-from covey.core.secure_round import SecureRound
+from covey.core.federated.secagg.protocol import SecureRound
 from covey.errors import PeerError
 from covey.federated.model_codec import Floats
 from covey.federated.privacy import dp_noise, fixed_point_ring

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federation import Numbers, share
+from covey.core.federated.messages import Numbers, share
 from covey.errors import ExitCode, UsageError
 from covey.federated.model_codec import Floats, Layout
 from covey.federated.server import aggregation

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.core.cluster.view import ClusterView
 from covey.core.messages import Ask, Told
-from covey.core.model import Phase, Role
-from covey.core.taskd import RESTARTS_MAX
-from covey.core.view import ClusterView
+from covey.core.taskd_variables import RESTARTS_MAX
+from covey.core.types import Phase, Role
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.integrations.taskd.config import (
     Place,

@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from covey.core.taskd import JOB, RESTARTS_MAX
+from covey.core.taskd_variables import JOB, RESTARTS_MAX
 from covey.errors import CoveyError
 from covey.integrations.taskd.agent_api import attach
 from covey.integrations.taskd.config import journal_folder, log_folder, place, speak

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.core.serving import Serving
+from covey.core.parameter_server.settings import Serving
 from covey.errors import UsageError
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.collectives.numbered import Collectives

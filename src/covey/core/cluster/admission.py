@@ -1,0 +1,225 @@
+"""Who may be a member: the answer to a registration, as a pure decision with its reason.
+
+Identity is fenced. A node id names a place; a *life* names the process in it; the *incarnation* counts lives. A registration
+is admitted when its place is free, re-attached when it is the very life the scheduler knows, and returned (the next
+incarnation of a place) when the life before it is known to be over. When that is not known, the newcomer is held off until
+it is: two processes never hold one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+from covey.core.cluster import ranks, resize_plan
+from covey.core.cluster.state import Cluster, Key
+from covey.core.messages import NAMES_MAX, Register, RegisterAgent
+from covey.core.plurals import many
+from covey.core.types import Member, NodeState, Phase, Role
+
+HOLD_OFF_S = 0.5  # how soon a node that is held off asks again
+
+
+class Verdict(StrEnum):
+    ADMIT = "admit"
+    REATTACH = "re-attach"
+    RETURN = "return"
+    HOLD = "hold off"
+    REFUSE = "refuse"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The decision, its reason, and the place it concerns where there is one already."""
+
+    verdict: Verdict
+    reason: str
+    place: Key | None = None
+
+
+def answer_node(cluster: Cluster, wish: Register) -> Answer:
+    """May this node join, and as what?"""
+    if reason := _foreign(cluster, wish) or _impossible(cluster, wish):
+        return Answer(Verdict.REFUSE, reason)
+    if promoted := _promoted(cluster, wish):
+        return promoted
+    member = _holder(cluster, wish)
+    if member is None:
+        return _newcomer(cluster, wish)
+    place = (member.role, member.node_id)
+    if member.agent:
+        return _child(member, wish, place)
+    if member.life == wish.life:
+        return Answer(Verdict.REATTACH, "the same life again", place)
+    return _other_life(cluster, member, wish, place)
+
+
+def node_id(wish: Register) -> str:
+    """The id a node asks for, or one made of its life, which must not look like a claim to a rank."""
+    return wish.node_id or (wish.life if ranks.claim(wish.life) is None else f"n{wish.life}")
+
+
+def answer_agent(cluster: Cluster, wish: RegisterAgent) -> Answer:
+    """May this agent bring its workers?"""
+    if reason := _foreign(cluster, wish):
+        return Answer(Verdict.REFUSE, reason)
+    known = cluster.agents.get(wish.agent)
+    if known is not None and known.life == wish.life:
+        return Answer(Verdict.REATTACH, "the same agent again")
+    if known is not None and known.link:
+        return Answer(Verdict.REFUSE, f"an agent named {wish.agent} is here already, on {known.host.name}")
+    if known is not None and any(m.present for m in cluster.children(known.id)):
+        return Answer(Verdict.HOLD, f"the life before of the agent {wish.agent} is not known to be over yet")
+    if wish.spares and not wish.slots and not wish.servers:
+        return Answer(Verdict.ADMIT, f"{wish.host.name} brings {many(wish.spares, 'spare')}")
+    if cluster.phase is not Phase.FORMING:
+        return _late(cluster, wish)
+    here, world = cluster.size(Role.WORKER), cluster.goal
+    if here + wish.slots > world:
+        reason = (
+            f"this host brings {many(wish.slots, 'worker')}, but {here} of {world} are here already:"
+            " start fewer, or raise the number of workers on every host"
+        )
+        return Answer(Verdict.REFUSE, reason)
+    servers, places = cluster.size(Role.PSERVER), cluster.settings.server_num
+    if servers + wish.servers > places:
+        return Answer(
+            Verdict.REFUSE, f"this host brings {many(wish.servers, 'server')}, but {servers} of {places} are here already"
+        )
+    wanted = range(wish.first_rank, wish.first_rank + wish.slots) if wish.first_rank >= 0 else range(0)
+    if wanted.stop > world:
+        return Answer(Verdict.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+    for rank in wanted:
+        if (member := cluster.at(Role.WORKER, rank)) is not None:
+            who = f"{member.name} on {member.host.name}"
+            return Answer(Verdict.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?")
+    brings = many(wish.slots, "worker") + (f" and {many(wish.servers, 'server')}" if wish.servers else "")
+    return Answer(Verdict.ADMIT, f"{wish.host.name} brings {brings}")
+
+
+def _late(cluster: Cluster, wish: RegisterAgent) -> Answer:
+    """A host that comes after the formation may take over what a lost one had, or make the world larger."""
+    brings, world = f"{wish.host.name} brings {many(wish.slots, 'worker')}", cluster.size(Role.WORKER)
+    if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
+        return Answer(Verdict.ADMIT, f"{brings}, and {names(lost)} can be started again")
+    world += sum(cluster.offers(Role.WORKER).values())  # of hosts that are here already, and whose turn is next
+    if world < cluster.goal and not cluster.size(Role.PSERVER):
+        return Answer(Verdict.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.goal}")
+    if away := [agent for agent in cluster.agents.values() if not agent.link and cluster.children(agent.id)]:
+        return Answer(Verdict.HOLD, f"the agent on {away[0].host.name} is out of reach: its places may become free")
+    return Answer(Verdict.REFUSE, f"the cluster has formed with its {many(world, 'worker')}: this host came too late")
+
+
+def names(members: Iterable[Member]) -> str:
+    """Members in a sentence, in a human order, at most `NAMES_MAX` of them."""
+    sorted_names = sorted((member.name for member in members), key=ranks.natural)
+    shown = ", ".join(sorted_names[:NAMES_MAX])
+    more = len(sorted_names) - NAMES_MAX
+    return f"{shown} and {more} more" if more > 0 else shown or "nobody"
+
+
+def _foreign(cluster: Cluster, wish: Register | RegisterAgent) -> str:
+    """Why a registration belongs to another cluster, to a host that is over, or to this cluster started with other settings; ""
+    when it does not."""
+    if cluster.over:
+        return f"the cluster has ended: {cluster.reason}"
+    if wish.cluster_id and wish.cluster_id != cluster.cluster_id:
+        return f"it belongs to cluster {wish.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
+    if wish.host.life in cluster.gone:
+        return f"this life of the host {wish.host.id} is over ({wish.host.life})"
+    ours = cluster.settings.fingerprint()
+    differences = [
+        f"{name} is {theirs} there and {ours[name]} here"
+        for name, theirs in sorted(wish.fingerprint.items())
+        if name in ours and ours[name] != theirs
+    ]
+    return f"its settings differ from the scheduler's: {'; '.join(differences)}" if differences else ""
+
+
+def _impossible(cluster: Cluster, wish: Register) -> str:
+    """Why no place can exist for this registration; "" when one can."""
+    world = cluster.goal if wish.role is Role.WORKER else cluster.settings.wanted(wish.role)
+    if world == 0 and wish.role is not Role.SPARE:
+        count = "MS_WORKER_NUM" if wish.role is Role.WORKER else "MS_SERVER_NUM"
+        return f"this cluster has no place for the role {wish.role} ({count} is {world})"
+    rank = ranks.claim(wish.node_id)
+    if rank is not None and rank >= world and wish.role is not Role.SPARE and (wish.role, wish.node_id) not in cluster.members:
+        return f"MS_NODE_ID={wish.node_id} claims rank {rank}, but the {world} {wish.role} ranks end at {world - 1}"
+    if wish.generation > cluster.generation:
+        return f"it has seen generation {wish.generation}, but the scheduler's journal ends at {cluster.generation}"
+    return ""
+
+
+def _promoted(cluster: Cluster, wish: Register) -> Answer | None:
+    """A spare that was given a worker's place, and has not heard of it."""
+    if wish.role is not Role.SPARE:
+        return None
+    process = f"{wish.role}:{wish.node_id}.{wish.incarnation}"
+    member = next((m for m in cluster.members.values() if m.process == process and m.life == wish.life), None)
+    return Answer(Verdict.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
+
+
+def _holder(cluster: Cluster, wish: Register) -> Member | None:
+    """The member in the place this registration asks for: by id, or by the rank that id claims."""
+    if (member := cluster.members.get((wish.role, node_id(wish)))) is not None:
+        return member
+    rank = ranks.claim(wish.node_id)
+    if cluster.phase is not Phase.FORMING and (wish.incarnation or cluster.resized or cluster.settings.worker_max):
+        return None  # its place is gone, or it is new in a world that changes: that rank is another's
+    return cluster.at(wish.role, rank) if rank is not None else None
+
+
+def _newcomer(cluster: Cluster, wish: Register) -> Answer:
+    world = cluster.goal if wish.role is Role.WORKER else cluster.settings.wanted(wish.role)
+    if cluster.phase is Phase.FORMING and cluster.size(wish.role) < world:
+        return Answer(Verdict.ADMIT, f"{cluster.size(wish.role) + 1} of {world} {wish.role}s are here")
+    if wish.incarnation:
+        return Answer(Verdict.REFUSE, f"this life is over: another node took its rank {wish.rank}")
+    here = cluster.of(wish.role)
+    if cluster.phase is not Phase.FORMING and cluster.settings.recovery:
+        raw = sorted((m for m in here if not m.agent), key=lambda m: m.rank)
+        for vacant in (m for m in raw if m.state is NodeState.DEAD):
+            return Answer(Verdict.RETURN, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id))
+        for silent in (m for m in raw if m.state is NodeState.SUSPECT):
+            return Answer(Verdict.HOLD, f"every place is taken, but {silent.name} is silent: its place may become free")
+    if wish.role is Role.WORKER and cluster.size(Role.WORKER) < world and not cluster.size(Role.PSERVER):
+        if later := resize_plan.why_not(cluster):
+            return Answer(Verdict.HOLD, f"there is place for {world} workers, but not yet: {later}")
+        return Answer(Verdict.ADMIT, f"there is place for {world} workers")
+    reason = (
+        f"one {wish.role} too many: the cluster has its {world}"
+        f" ({names(here)}). Stop this one, or start the cluster with a larger number"
+    )
+    return Answer(Verdict.REFUSE, reason)
+
+
+def _child(member: Member, wish: Register, place: Key) -> Answer:
+    """A worker whose process an agent started: the agent's word says which incarnation may speak."""
+    if wish.incarnation == 0:
+        rank = ranks.claim(wish.node_id)
+        return Answer(Verdict.REFUSE, f"rank {rank} is taken by {member.name}, which the agent on {member.host.name} runs")
+    if wish.incarnation != member.incarnation or not member.present:
+        now = f"incarnation {member.incarnation} is {member.state}"
+        return Answer(Verdict.REFUSE, f"incarnation {wish.incarnation} of {member.name} is over: {now}")
+    if member.life in ("", wish.life):
+        return Answer(Verdict.REATTACH, "the process its agent started", place)
+    return Answer(Verdict.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
+
+
+def _other_life(cluster: Cluster, member: Member, wish: Register, place: Key) -> Answer:
+    process = f" (process {member.pid})" if member.pid else ""  # the journal does not know it
+    where = f"{member.name} on {member.host.name}{process}"
+    if wish.incarnation:
+        return Answer(Verdict.REFUSE, f"this life is over: {where} took its rank {member.rank}")
+    if member.state is NodeState.LEFT:
+        return Answer(Verdict.REFUSE, f"{member.name} has finished and left: its work is done")
+    if member.state is NodeState.DEAD:
+        if cluster.settings.recovery:
+            return Answer(Verdict.RETURN, f"incarnation {member.incarnation + 1} of {member.name}", place)
+        return Answer(Verdict.REFUSE, f"{member.name} is dead and recovery is off: set MS_ENABLE_RECOVERY=1")
+    if member.link and member.state is not NodeState.SUSPECT:
+        if member.node_id == wish.node_id:
+            return Answer(Verdict.REFUSE, f"{where} is alive: a second node with its id is not allowed")
+        return Answer(Verdict.REFUSE, f"rank {ranks.claim(wish.node_id)} is taken by {where}")
+    return Answer(Verdict.HOLD, f"the life before, {where}, is not known to be over yet")

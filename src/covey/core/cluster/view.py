@@ -1,0 +1,173 @@
+"""The cluster as people and programs may see it: read-only, complete, cheap to make."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from covey.core.cluster import resize_plan
+from covey.core.cluster.state import Cluster
+from covey.core.incidents import Incident, Incidents, Total
+from covey.core.types import FullRestart, Member, Phase, Role
+
+RECENT = 20  # recoveries shown
+STRAGGLER_AMONG = 3  # of fewer, nobody can say who is slow
+STRAGGLER_TIMES = 1.5
+STRAGGLER_MORE_S = 0.005
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One node. `beat_age_s` is negative where the node has no beats of its own."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.node_id}"
+
+    role: Role
+    node_id: str
+    rank: int
+    host: str
+    address: str
+    state: str
+    alive: bool
+    step: int = -1
+    phase: str = ""
+    beat_age_s: float = -1.0
+    restarts: int = 0
+    incarnation: int = 1
+    pid: int = 0
+    agent: str = ""
+    log: str = ""
+    busy_s: float = 0.0  # of a step, without the waiting for others
+    straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
+    loss: float | None = None
+    host_id: str = ""  # what tells hosts apart; COVEY_HOST_ID where that is set
+    host_life: str = ""  # COVEY_HOST_LIFE
+
+
+class ClusterView(msgspec.Struct, frozen=True):
+    """The whole cluster, the scheduler included as a node."""
+
+    cluster_id: str
+    phase: Phase
+    reason: str
+    generation: int
+    worker_num: int
+    server_num: int
+    started_at: float  # wall clock, seconds since 1970
+    now: float
+    nodes: list[NodeView]
+    restarts: int = 0
+    address: str = ""
+    manage_port: int = 0
+    log_dir: str = ""
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}  # numbers that go up and down
+    recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
+    recovery_totals: list[Total] = []
+    resizable: bool = False  # the world can change its size now
+    goal: int = 0  # how many workers there should be
+    heals: bool = False  # its program calls covey.init(), so the others can wait for one that is started again
+    job: str = ""  # its name, if somebody gave it one
+    trains: bool = False  # a covey.Loop has finished a step, so the others can go on without one that is lost
+    full_restart: FullRestart | None = None  # the newest start of all ranks from a checkpoint or from step 0
+
+    @property
+    def headline(self) -> str:
+        """The reason of the phase, and the newest full restart."""
+        restart = str(self.full_restart or "")
+        return self.reason if restart in self.reason else f"{self.reason}; {restart}"
+
+
+# MindSpore's words for the phases, as GET /state says them.
+MINDSPORE_STATES: dict[Phase, str] = {
+    Phase.FORMING: "CLUSTER_STARTING",
+    Phase.READY: "CLUSTER_READY",
+    Phase.HEALING: "NODE_TIMEOUT",
+    Phase.RETURNING: "CLUSTER_SCHEDULER_RECOVERY",
+    Phase.ENDED: "CLUSTER_EXIT",
+}
+
+
+def show(
+    cluster: Cluster,
+    *,
+    scheduler: NodeView,
+    started_at: float,
+    wall: float,
+    now: float,
+    incidents: Incidents | None = None,
+    **more: Any,
+) -> ClusterView:
+    """The view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times for people."""
+    median = usual_step(cluster.of(Role.WORKER))
+    nodes = [scheduler, *(_node(cluster, m, now, median) for m in sorted(cluster.members.values(), key=_order))]
+    if incidents is not None:
+        more |= {"recoveries": incidents.kept[-RECENT:], "recovery_totals": list(incidents.totals.values())}
+    return ClusterView(
+        cluster_id=cluster.cluster_id,
+        phase=cluster.phase,
+        reason=cluster.reason,
+        generation=cluster.generation,
+        worker_num=cluster.settings.worker_num,
+        server_num=cluster.size(Role.PSERVER) if cluster.generation else cluster.settings.server_num,
+        started_at=started_at,
+        now=wall,
+        nodes=nodes,
+        restarts=cluster.restarts,
+        resizable=resize_plan.why_not(cluster) == "",
+        goal=cluster.goal,
+        heals=cluster.heals,
+        job=cluster.settings.job,
+        trains=cluster.trains,
+        full_restart=cluster.full_restart,
+        **more,
+    )
+
+
+def _order(member: Member) -> tuple[str, int, str]:
+    return (member.role, member.rank, member.node_id)
+
+
+def usual_step(workers: Iterable[Member]) -> float:
+    """The median of what a step takes a worker, without the waiting for others; 0 where too few have said it."""
+    busy = [member.progress.busy_s for member in workers if member.present and member.progress.busy_s > 0]
+    return statistics.median(busy) if len(busy) >= STRAGGLER_AMONG else 0.0
+
+
+def straggles(busy_s: float, usual_s: float) -> float:
+    """How many times the usual a rank takes, if others notice; else 0."""
+    notable = usual_s > 0 and busy_s > STRAGGLER_TIMES * usual_s and busy_s - usual_s > STRAGGLER_MORE_S
+    return busy_s / usual_s if notable else 0.0
+
+
+def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeView:
+    agent = cluster.agents.get(member.agent)
+    heard = member.beat_at if member.life else (agent.beat_at if agent else 0.0)
+    return NodeView(
+        role=member.role,
+        node_id=member.node_id,
+        rank=member.rank,
+        host=member.host.name,
+        address=member.host.address,
+        state=str(member.state),
+        alive=member.present,
+        step=member.progress.step,
+        phase=member.progress.phase,
+        beat_age_s=max(0.0, now - heard) if heard else -1.0,
+        restarts=member.restarts,
+        incarnation=member.incarnation,
+        pid=member.pid,
+        agent=member.agent,
+        log=agent.logs.replace("{rank}", member.node_id)
+        if agent and member.rank >= 0 and member.role is not Role.SPARE
+        else "",
+        busy_s=member.progress.busy_s,
+        loss=member.progress.loss,
+        straggles=straggles(member.progress.busy_s, usual_s),
+        host_id=member.host.id,
+        host_life=member.host.life,
+    )

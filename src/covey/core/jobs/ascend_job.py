@@ -1,0 +1,44 @@
+"""An AscendJob read as an MSJob: one function, and everything after it is the same.
+
+The container is `ascend` instead of `mindspore`, the port `ascendjob-port`, the roles Master, Scheduler and Worker, and the
+success, TTL and deadline fields, documented there as without effect, work.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from covey.core.jobs.spec import GROUP, VERSION
+
+ASCEND_GROUP = "mindxdl.gitee.com"
+CONTAINER = "ascend"
+PORT_NAME = "ascendjob-port"
+
+
+def convert(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The MSJob an AscendJob is; metadata and status stay as they are."""
+    spec = copy.deepcopy(dict(job.get("spec") or {}))
+    roles = spec.pop("replicaSpecs", None) or {}
+    policy = spec.get("runPolicy") or {}
+    backoff = policy.get("backoffLimit")
+    if isinstance(backoff, int) and backoff <= 0:  # there: no limit
+        policy.pop("backoffLimit")
+    return {
+        **copy.deepcopy(dict(job)),
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "MSJob",
+        "spec": {
+            **spec,
+            "runPolicy": policy,
+            "successPolicy": spec.get("successPolicy") or "AllWorkers",
+            "msReplicaSpecs": {_role(key): replica for key, replica in roles.items()},
+            "container": CONTAINER,
+            "portName": PORT_NAME,
+        },
+    }
+
+
+def _role(key: str) -> str:
+    return key[:1].upper() + key[1:]

@@ -1,0 +1,187 @@
+"""This process's place in the world: what `covey.init()` finds out, and what the program may ask afterwards."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from covey.core.types import PHASE_MAX, Role
+from covey.errors import CoveyError, UsageError
+from covey.log import configure, log
+from covey.settings import load, require_raw, suspects
+from covey.training.collectives.communicator import Group
+from covey.worker.foreign_launchers import foreign, refusal
+from covey.worker.membership_thread import INCARNATION_VARIABLE, Node, door, wait_for_the_end
+from covey.worker.process_exit import say_plainly
+from covey.worker.spare import is_spare
+
+SEED_MAX: Final = 2**32 - 1
+FL_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
+
+
+class _World:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.node: Node | None = None  # none: a world of one
+        self.group = Group(None)
+
+
+_world = _World()
+
+
+def init() -> None:
+    """Join the cluster that the MS_* variables describe; without them this process is a world of one.
+
+    A process to which another launcher (torchrun, mpirun, srun) gave a rank in a larger world is refused. In the process whose
+    role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a refusal is one
+    sentence on stderr and the exit code of its family.
+    """
+    if _world.ready:
+        return
+    say_plainly()
+    try:
+        if sentence := _federated():
+            raise UsageError(sentence)
+        loaded = load(os.environ)
+        settings = loaded.settings
+        if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
+            require_raw(settings)
+            if settings.role is Role.SCHEDULER:
+                from covey.scheduler.main import run_in_this_process
+
+                run_in_this_process(loaded)
+            if settings.supervise and settings.role is Role.WORKER:
+                _stay_behind()
+            role = Role.SPARE if is_spare() else settings.role
+            configure(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
+            for remark in suspects(os.environ):
+                log.warning("%s", remark)
+            if settings.lccl:
+                log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
+            node = Node(settings, door(settings))
+            place = node.join()
+            if place.rank >= 0:
+                os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
+            _world.node, _world.group = node, Group(node)
+            node.at_end = _world.group.finish
+            if settings.role is Role.PSERVER:
+                from covey.worker.parameter_server_role import serve
+
+                serve(node, settings)
+            if settings.role is not Role.WORKER:
+                wait_for_the_end(node)
+            if settings.server_num:
+                from covey.worker.parameter_server_role import serving_of
+
+                _world.group.serving = serving_of(settings)
+        elif (found := foreign(os.environ)) is not None:
+            raise UsageError(refusal(found, Path(sys.argv[0]).name))
+    except CoveyError as error:
+        print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(int(error.exit_code))
+    _world.ready = True
+
+
+def _stay_behind() -> None:
+    """Once: not in a life of this process's own, nor under an agent, which does the same."""
+    from covey.worker import supervisor
+
+    if INCARNATION_VARIABLE not in os.environ and supervisor.MARK_VARIABLE not in os.environ:
+        supervisor.stay_behind()
+
+
+def get_rank() -> int:
+    """This worker's rank, from 0. A spare waits here until it has one."""
+    return _joined().group.rank
+
+
+def get_group_size() -> int:
+    """How many workers there are. This and the rank may change where the world may (docs/elastic.md), inside a collective."""
+    return _joined().group.world
+
+
+def get_local_rank() -> int:
+    """This worker's place among those of its host, from 0."""
+    node = _joined().node
+    return node.place.local_rank if node is not None else 0
+
+
+def get_local_rank_size() -> int:
+    """How many workers this host has."""
+    node = _joined().node
+    return node.place.local_world if node is not None else 1
+
+
+def restart_count() -> int:
+    """How many lives of this rank there were before this one."""
+    node = _joined().node
+    return node.place.restarts if node is not None else 0
+
+
+def is_replacement() -> bool:
+    """Whether this process took the place of one that died."""
+    node = _joined().node
+    return (node is not None and node.began_as_spare) or restart_count() > 0
+
+
+def group() -> Group:
+    """The group of all workers."""
+    return _joined().group
+
+
+def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
+    """Say what this worker is doing; the next beat carries it to `covey status`, the live view and the console. What is left
+    out stays as it was: in a `covey.Loop`, which tells the step itself, `covey.report(loss=loss)` is enough."""
+    node = _joined().node
+    if node is None:
+        return
+    before = node.progress
+    step, phase = (before.step, before.phase) if step is None else (step, phase)
+    said = msgspec.structs.replace(before, step=step, phase=phase[:PHASE_MAX], loop=node.finishes_steps, waits="")
+    node.report(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite(loss)))
+
+
+def _finite(loss: Any) -> float:
+    """A number that equals itself: two beats must be seen to say the same. A tensor's is its item."""
+    value = float(loss.item() if hasattr(loss, "item") else loss)
+    return value if math.isfinite(value) else math.inf
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy and torch (where it is loaded or loadable)."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
+        raise UsageError(f"set_seed({seed!r}) is not possible: give a whole number from 0 to {SEED_MAX}")
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.manual_seed(seed)
+
+
+def _federated() -> str:
+    """Return why this process has no rank: it is one of a federated cluster. Return "" if it is none."""
+    if "covey.federated.context" not in sys.modules and FL_VARIABLE not in os.environ:
+        return ""  # the import needs numpy
+    from covey.federated import context
+
+    return context.needs_run() if context.enabled() else ""
+
+
+def _joined() -> _World:
+    if not _world.ready:
+        if sentence := _federated():
+            raise UsageError(sentence)
+        raise UsageError("call covey.init() first: before it this process has no rank")
+    return _world
