@@ -85,8 +85,7 @@ peers: $(INSTALLED_DEV)
 NEWEST := .venv-newest
 NEWEST_INSTALLED := $(NEWEST)/.installed
 NEWEST_GB := 10
-TRAINING := $(addprefix tests/unit/test_,$(addsuffix .py,checkpoint child course doors_parts embedding_calls following keeping \
-	model sharded_parts state stream_parts transfer)) $(addprefix tests/processes/test_,$(addsuffix .py,template healing sharded \
+TRAINING := tests/unit/training tests/unit/template_process $(addprefix tests/processes/test_,$(addsuffix .py,template healing sharded \
 	spares elastic growing integrations torchrun_scripts stream run generators failing_scripts))
 .PHONY: test-newest-torch
 
@@ -110,7 +109,7 @@ test-newest-torch: $(NEWEST_INSTALLED)
 soak: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest -n 4 --dist worksteal --long -m long
 	for game in cluster resizing servers federation; do \
-		$(BIN)/python -m tests.simulation.soak $$game --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES) || exit 1; done
+		$(BIN)/python -m tests.simulation.seed_sweep $$game --seeds $(SEEDS) --from $(or $(FROM),0) --minutes $(MINUTES) || exit 1; done
 	$(BIN)/python -m tests.soak.trained --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.federated_load --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.fuzz --seconds $$(( 60 * $(MINUTES) ))

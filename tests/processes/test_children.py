@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.nursery import HOME, Nursery, python
+from tests.processes.child_helpers import HOME, Nursery, python
 
 from covey.agent.children import Exit, why
 from covey.errors import StoreError, UsageError

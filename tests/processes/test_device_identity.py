@@ -14,7 +14,7 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Federation, update
 from tests.processes.harness import until
-from tests.unit.authorities import Authority
+from tests.unit.federated.privacy.certificates import Authority
 
 from covey.errors import PeerError
 from covey.federated import Device

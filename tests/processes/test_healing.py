@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes import odd
+from tests.processes import unusual_training as odd
 from tests.processes.command import Shell, shells
 from tests.processes.healing import LADDER, LONG_S, SCRIPT, WORLD, final
 

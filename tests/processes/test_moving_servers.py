@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.rows import WAIT_S, WORKERS, Training, declare, equal
+from tests.parameter_server_workload import WAIT_S, WORKERS, Training, declare, equal
 
 from covey.core.parameter_server.settings import Serving
 from covey.core.parameter_server.sharding import Sharing, first, rescale

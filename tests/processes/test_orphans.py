@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.nursery import FAMILY, HOME, LIMIT_S, Nursery, family, fifo, read_line, wait_until_gone
+from tests.processes.child_helpers import FAMILY, HOME, LIMIT_S, Nursery, family, fifo, read_line, wait_until_gone
 
 from covey.agent.children import Exit
 

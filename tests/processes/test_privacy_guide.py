@@ -14,7 +14,7 @@ import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.federation import MODEL, SIZE, ports
 from tests.processes.harness import free_port
-from tests.unit.authorities import Authority
+from tests.unit.federated.privacy.certificates import Authority
 
 from covey.federated import Device, get_fl_context, reset_fl_context, set_fl_context
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from tests.processes.nursery import HOME, Nursery, fifo, python, read_line
+from tests.processes.child_helpers import HOME, Nursery, fifo, python, read_line
 
 from covey.agent.children import Exit
 from covey.errors import CoveyError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.scenarios.theatre import play
+from tests.scenarios.scenario_player import play
 
 SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.processes.command import Shell
 from tests.processes.federation import Crowd, Federation
-from tests.soak.harm import ground, harm, parser, table, words
+from tests.soak.chaos_command import ground, harm, parser, table, words
 
 SERVERS, DEVICES = 3, 8
 ROUNDS_MAX = 100_000

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tests.processes import healing
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
-from tests.soak.harm import harm, parser, table, words
+from tests.soak.chaos_command import harm, parser, table, words
 
 WORLD = 4
 PACE_S = 0.02  # of a step, beside what it computes

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.scenarios import theatre
-from tests.simulation import soak
+from tests.scenarios import scenario_player as theatre
+from tests.simulation import seed_sweep
 from tests.soak import fuzz
 from tests.traces.recorder import Call, Recorder, Summary
 
@@ -37,7 +37,7 @@ def messages(seed: int) -> None:
 
 
 GAMES = {
-    **{name: Game(play) for name, play in soak.GAMES.items()},
+    **{name: Game(play) for name, play in seed_sweep.GAMES.items()},
     "messages": Game(messages),
     "scenarios": Game(scenario, len(SCENARIOS)),
 }

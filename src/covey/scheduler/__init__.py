@@ -1,4 +1,4 @@
-"""The scheduler process of a training cluster, around `covey.core.cluster.state.scheduler_machine`.
+"""The scheduler process of a training cluster, around `covey.core.cluster.scheduler_machine`.
 
 `main`              entry point of the process
 `service`           builds a scheduler from the settings and runs it; leads or stands by

@@ -1,0 +1,321 @@
+"""Secure aggregation without a wire: masks, dropouts at every phase, and what must never be told."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.documents import ROOT
+from tests.unit.core.federated.secagg.secure_devices import REACH, Sim
+
+from covey.core.federated.secagg import neighbor_graph, shamir
+from covey.core.federated.secagg.messages import (
+    ExchangeKeys,
+    GetClientList,
+    GetKeys,
+    GetListSign,
+    GetSecrets,
+    KeyList,
+    Phase,
+    PlainShare,
+    PushListSign,
+    ReconstructSecrets,
+    RemoteKeys,
+    ShareSecrets,
+    SignatureList,
+    Verdict,
+)
+from covey.core.federated.secagg.protocol import SecureRound
+from covey.errors import PeerError, UsageError
+from covey.federated.privacy import fixed_point_ring, secagg_masks
+from covey.federated.privacy.fixed_point_ring import Told
+from covey.federated.privacy.secagg_session import Session, units
+from covey.federated.simulation.privacy_pipeline import Treatment
+from covey.federated.simulation.simulator import simulate
+from covey.federated.strategies import FedAvg
+
+VECTORS = ROOT / "tests" / "vectors" / "secure.json"
+
+
+@given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
+def test_a_round_cannot_overflow(devices: int, samples: int, reach: float) -> None:
+    """Every device at the edge of what it may send, all with the same sign."""
+    units_ = fixed_point_ring.scale(reach, devices * samples, devices)
+    edge = np.array([np.float32(reach)], np.float32)
+    edge = np.minimum(edge, np.nextafter(np.float32(reach), np.float32(0)))
+    one = fixed_point_ring.encode(edge, Told(1.0, 1024.0), samples, units_)
+    total = np.zeros_like(one)
+    for _ in range(devices):
+        total += one
+    values, told = fixed_point_ring.decode(total, units_)
+    assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / units_.values)
+    assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / units_.told)
+
+
+@pytest.mark.parametrize("value", [16.5, -16.5, float("nan"), float("inf")])
+def test_values_that_do_not_fit_are_refused_not_cut(value: float) -> None:
+    with pytest.raises(UsageError, match="nothing was sent"):
+        fixed_point_ring.encode(np.array([1.0, value], np.float32), Told(), 5, fixed_point_ring.scale(REACH, 100, 10))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.integers(4, 9))
+def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObject, count: int) -> None:
+    """Each phase loses anyone; as long as enough remain, the sum is exact, and else there is none and a reason."""
+    sim = Sim(count, seed=count)
+
+    def some(names: list[str]) -> list[str]:
+        kept: list[str] = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
+        return kept
+
+    keyed = some(sim.names)
+    sim.keys(keyed)
+    if len(keyed) < 3:
+        return  # too few to hide among: a device refuses
+    sharing = some(keyed)
+    sim.shares(sharing)
+    needed = neighbor_graph.default_needed(len(keyed))
+    if len(sharing) < needed:
+        with pytest.raises(PeerError, match="shared secrets"):
+            sim.upload(sharing)
+        return
+    sending = some(sharing)
+    sim.upload(sending)
+    if len(sending) < needed:
+        assert "are needed to take masks off" in sim.round.failed and sim.round.list is None
+        return
+    telling = some(sending)
+    sim.reveal(telling)
+    if len(telling) < needed:
+        assert f"{needed} are needed" in sim.round.failed and sim.round.unmasking is None
+        return
+    assert np.array_equal(sim.bare(), sim.plain)
+    values, told = fixed_point_ring.decode(sim.bare(), units(sim.sessions[sending[0]].keys, REACH))
+    wanted = sum(sim.values[name].astype(float) * sim.sizes[name] for name in sending)
+    assert values == pytest.approx(wanted, abs=1e-4)
+    assert told.loss == pytest.approx(0.5 * sum(sim.sizes[name] for name in sending), abs=1e-2)
+
+
+def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [neighbor_graph.degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
+    monkeypatch.setattr(neighbor_graph, "degree", lambda count: 10)
+    sim = Sim(40)
+    sim.keys(sim.names)
+    assert len(sim.round._key_list("device-0").remote_publickeys) == 10
+    sim.shares(sim.names)
+    gone = sim.round._ring[3], sim.round._ring[20]
+    sending = [name for name in sim.names if name not in gone]
+    sim.upload(sending)
+    sim.reveal(sending)
+    assert np.array_equal(sim.bare(), sim.plain)
+
+
+@given(st.integers(2, 60), st.integers(1, 30))
+def test_neighbours_are_mutual(size: int, half: int) -> None:
+    names = [str(number) for number in range(size)]
+    near = [neighbor_graph.neighbours(names, place, 2 * half) for place in range(size)]
+    assert all(place in near[other] for place in range(size) for other in near[place])
+    assert all(len(found) == min(2 * half, size - 1) and place not in found for place, found in enumerate(near))
+
+
+def test_an_upload_says_nothing_about_its_values() -> None:
+    """The same values, masked in two rounds, look like noise both times."""
+    first, second = Sim(3, 4000), Sim(3, 4000)
+    for sim in (first, second):
+        sim.values = {name: np.zeros(4000, np.float32) for name in sim.names}
+        sim.keys(sim.names)
+        sim.shares(sim.names)
+        sim.upload(sim.names)
+        counts = np.bincount(sim.uploads["device-0"].view(np.uint8), minlength=256)
+        assert counts.min() > 30, "every byte value occurs about 62 times"
+    assert (first.uploads["device-0"] != second.uploads["device-0"]).mean() > 0.99
+
+
+def test_a_device_answers_one_list_and_refuses_a_second() -> None:
+    sim = Sim(5)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names)
+    one = sim.sessions["device-0"]
+    everyone = tuple(sim.names)
+    told = one.reveal(everyone)
+    assert one.reveal(everyone) == told, "the same list may be asked for again"
+    with pytest.raises(PeerError, match="second list"):
+        one.reveal(everyone[:4])
+
+
+def test_a_device_refuses_lists_and_numbers_that_would_give_it_away() -> None:
+    sim = Sim(6)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names)
+    one = sim.sessions["device-0"]
+    with pytest.raises(PeerError, match="lacks this device"):
+        one.reveal(tuple(sim.names[1:]))
+    with pytest.raises(PeerError, match="are needed: no share was told"):
+        one.reveal(tuple(sim.names[:3]))
+    keys = one.keys
+    for wrong in (3, 7):
+        with pytest.raises(PeerError, match="only more than half"):
+            Session("device-0").share(KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys))
+    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a point of low order: no secret comes of it
+    with pytest.raises(PeerError, match="the keys of x are none"):
+        Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
+    twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
+    with pytest.raises(PeerError, match="twice"):
+        Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
+
+
+def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> None:
+    sim = Sim(4)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    shares = sim.ask(GetSecrets, "device-1").payload
+    with pytest.raises(PeerError, match="were not made by it"):
+        sim.sessions["device-2"].take(shares)  # type: ignore[arg-type]
+    a, b = bytes(range(32)), bytes(range(32, 64))
+    sealed = bytearray(secagg_masks.seal(b"x" * 66, a, secagg_masks.public(b), "s", "a", "b"))
+    assert secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), "s", "a", "b") == b"x" * 66
+    for wrong in (("t", "a", "b"), ("s", "b", "a")):
+        with pytest.raises(ValueError, match="were not made"):
+            secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), *wrong)
+    sealed[3] ^= 1
+    with pytest.raises(ValueError, match="were not made"):
+        secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), "s", "a", "b")
+
+
+def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
+    sim = Sim(6)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names[1:])
+    kept = sim.round.list
+    assert kept is not None
+    sim.round = SecureRound.resume(kept, 10.0, sim.now)
+    assert sim.round.fix(set(sim.names[1:]), sim.now) == kept and not sim.round.failed
+    assert sim.ask(GetKeys, sim.names[0]).verdict is Verdict.LATE, "it has no keys to tell"
+    sim.reveal(sim.names[1:])
+    assert np.array_equal(sim.bare(), sim.plain)
+    other = SecureRound.resume(kept, 10.0, sim.now)
+    other.fix(set(sim.names[2:]), sim.now)
+    assert "not those of the list" in other.failed
+
+
+def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
+    sim = Sim(4)
+    assert sim.ask(GetSecrets, "device-0").verdict is Verdict.WAIT
+    sim.keys(sim.names)
+    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.WRONG
+    sim.shares(sim.names[1:])
+    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.LATE
+    assert sim.ask(GetSecrets, "device-0").verdict is Verdict.LATE
+    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is Verdict.WRONG
+    sim.upload(sim.names[1:])
+    share = (PlainShare("device-1", bytes(33)),)
+    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is Verdict.WRONG
+    sim.sizes["nobody"] = 1
+    assert sim.ask(GetSecrets, "nobody").verdict is Verdict.LATE
+
+
+def test_only_who_is_on_the_list_may_sign_it_and_enough_signatures_are_waited_for() -> None:
+    sim = Sim(4)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    assert sim.ask(GetClientList, "device-1").verdict is Verdict.WAIT
+    assert sim.ask(PushListSign, "device-1", signature=b"early").verdict is Verdict.WRONG
+    sim.upload(sim.names[1:])
+    assert sim.ask(GetClientList, "device-0").verdict is Verdict.LATE
+    assert sim.ask(PushListSign, "device-0", signature=b"not on it").verdict is Verdict.WRONG
+    needed = sim.round._needed
+    for name in sim.names[1:needed]:
+        assert sim.ask(PushListSign, name, signature=name.encode()).verdict is Verdict.TAKEN
+    assert sim.ask(GetListSign, "device-1").verdict is Verdict.WAIT, "one is missing"
+    said = sim.ask(GetListSign, sim.names[needed], signature=b"the last")
+    assert isinstance(said.payload, SignatureList) and len(said.payload.client_list_sign) == needed
+
+
+def test_a_round_goes_on_with_enough_and_is_given_up_with_fewer() -> None:
+    few = Sim(4, least=3)
+    few.keys(few.names[:2])
+    assert few.round.failed == "2 devices gave keys within 10 s, and 3 are needed"
+    late = Sim(4)
+    assert late.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.WRONG, "keys come first"
+    late.keys(late.names)
+    late.shares(late.names)
+    late.round.tick(late.now + 20.0)
+    assert late.round.failed == "the updates did not come within 10 s"
+    strange = Sim(4)
+    strange.keys(strange.names)
+    strange.shares(strange.names[1:])
+    assert strange.round.fix({"device-0"}, 0.0) is None
+    assert strange.round.failed == "1 update came from devices that shared no secrets"
+    alone = Sim(4, least=3)
+    alone.keys(alone.names)
+    alone.shares(alone.names)
+    assert alone.round.fix({"device-0"}, 0.0) is None
+    assert alone.round.failed == "1 update came, and 3 are needed to take masks off"
+
+
+def test_shares_that_give_no_secret_end_the_round() -> None:
+    sim = Sim(3, reconstruct=3)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names)
+    for number, name in enumerate(sim.names):
+        told = sim.sessions[name].reveal(sim.round.list.clients)  # type: ignore[union-attr]
+        wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
+        assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is Verdict.TAKEN
+    assert sim.round.failed == "the secret of a device cannot be put together: a share is not a number of the field"
+
+
+def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:
+    sim = Sim(3)
+    sim.keys(sim.names[:2])
+    sim.round.phase = Phase.KEYS  # its window goes on
+    sim.sessions["device-0"] = Session("device-0")
+    sim.keys([*sim.names[:1], *sim.names[2:]])
+    given = sim.round._key_list("device-1").remote_publickeys
+    assert sim.sessions["device-0"].s_pk in {one.s_pk for one in given} and len(given) == 2
+    again = Session("device-0")
+    assert sim.ask(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is Verdict.LATE
+
+
+def test_a_wrong_key_of_a_dropped_device_is_noticed() -> None:
+    sim = Sim(6)
+    sim.keys(sim.names)
+    sim.shares(sim.names)
+    sim.upload(sim.names[1:])
+    sim.reveal(sim.names[1:])
+    assert sim.round.unmasking is not None
+    sim.round.unmasking.keys["device-0"] = bytes(32)
+    with pytest.raises(ValueError, match="is not its own"):
+        sim.bare()
+
+
+def test_the_published_vectors_hold() -> None:
+    found = json.loads(VECTORS.read_text())
+    raw = {name: base64.b64decode(value) for name, value in found["bytes"].items()}
+    session = found["session"]
+    assert secagg_masks.public(raw["private_a"]) == raw["public_a"]
+    assert secagg_masks.agreed(raw["private_a"], raw["public_b"]) == secagg_masks.agreed(raw["private_b"], raw["public_a"])
+    assert secagg_masks.agreed(raw["private_a"], raw["public_b"]) == raw["agreed"]
+    assert secagg_masks.pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
+    assert secagg_masks.self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
+    assert secagg_masks.seal(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
+    assert raw["public_a"] != raw["public_b"]
+    split = shamir.split(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
+    assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
+    units_ = fixed_point_ring.scale(found["reach"], found["samples"], found["devices"])
+    assert list(units_) == found["units"]
+    words = fixed_point_ring.encode(np.array(found["values"], np.float32), Told(*found["told"]), found["weight"], units_)
+    assert words.tolist() == found["words"]
+
+
+def test_a_simulated_secure_federation_learns_the_same() -> None:
+    plain = list(simulate(6, 2, FedAvg(), epochs=1))
+    masked = list(simulate(6, 2, FedAvg(), epochs=1, treatment=Treatment(secure=True)))
+    assert [one.accuracy for one in masked] == pytest.approx([one.accuracy for one in plain], abs=0.003)

@@ -1,0 +1,183 @@
+"""Who the servers of a federated cluster are, with literal events: ids, ranks, and who reads the log of one that is gone."""
+
+from __future__ import annotations
+
+import msgspec
+from tests.unit.core.federated.test_rounds import HERE, PLAN, Bench
+from tests.unit.core.federated.test_rounds_effects import FAR, lose, sent, told
+
+from covey.core.effects import Close, Level, Send
+from covey.core.federated.messages import Adoption, Enlist, Numbers, Plan
+from covey.core.messages import Refused
+from covey.core.types import Host
+
+
+def enlist(bench: Bench, link: int, life: str, http: str = "", wish: int = -1, host: Host = HERE) -> str:
+    """A server without an id; returns the one it was given."""
+    bench.hear(link, Enlist("", life, host, http or f"h:{life}", f"p:{life}", wish=wish))
+    return next(server.node_id for server in bench.machine.servers.values() if server.link == link)
+
+
+# -- ids and ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_coming_returning_and_leaving_are_told() -> None:
+    bench = Bench()
+    assert told(bench.come(1, "0")) == ["server:0 came: a server for devices at h:0"]
+    bench = Bench().form()
+    for number in (1, 2):
+        lose(bench, 1)
+        assert told(bench.come(1, "0", life=f"0{number}")) == ["server:0 returned: it lives again at h:0"]
+        assert bench.machine.servers["0"].restarts == number
+        bench.stand(1)
+    assert bench.orders().leaving == () and not bench.machine.servers["0"].leaving, "who returns is here to stay"
+    lose(bench, 1)
+    assert "server:0 left: server 1 took over its log" in told(bench.stand(2, adopted=("02",)))
+
+
+def test_an_id_that_lives_and_another_clusters_server_are_refused_and_hung_up_on() -> None:
+    bench = Bench().form()
+    taken = "a server with the id 0 is here already (h:0): give each its own MS_NODE_ID"
+    assert bench.come(7, "0", life="other") == [Send(Refused(taken), 7), Close(7)]
+    foreign = "this is cluster c, and server 5 belongs to theirs: start it anew"
+    assert bench.come(8, "5", cluster_id="theirs") == [Send(Refused(foreign), 8), Close(8)]
+
+
+def test_without_an_id_a_server_gets_the_number_it_wishes_for_the_highest_while_it_forms_or_the_lowest_free() -> None:
+    bench = Bench(3)
+    assert enlist(bench, 1, "a", wish=0) == "0"
+    assert enlist(bench, 2, "b", wish=0) == "1", "that one is taken, and the next that nobody has is given"
+    assert enlist(bench, 3, "c", wish=3) == "2", "there is no place 3"
+    late = Bench(3)
+    assert [enlist(late, 1, "a"), enlist(late, 2, "b", wish=1), enlist(late, 3, "c")] == ["2", "1", "0"]
+    for link in (1, 2, 3):
+        late.stand(link)
+    assert enlist(late, 4, "d") == "3"
+
+
+def test_a_host_and_port_are_known_again_once_their_server_is_gone() -> None:
+    bench = Bench().form()
+    assert enlist(bench, 5, "another", http="h:0") == "2", "the one there lives"
+    lose(bench, 1)
+    assert enlist(bench, 6, "elsewhere", http="h:0", host=FAR) == "3", "another host's port is another"
+    assert enlist(bench, 7, "0b", http="h:0") == "0"
+    assert enlist(bench, 8, "0b", http="h:0") == "0", "the same life over another connection"
+
+
+def test_a_number_claims_its_rank_and_a_name_gets_the_lowest_that_is_free() -> None:
+    bench = Bench(4)
+    for link, name in enumerate(("x", "1", "y", "0"), start=1):
+        bench.come(link, name)
+        bench.stand(link)
+    assert {peer.node_id: peer.rank for peer in bench.orders().members} == {"0": 0, "1": 1, "x": 2, "y": 3}
+    bench.machine.scale_out(1, bench.now)
+    bench.come(5, "z")
+    bench.stand(5)
+    assert bench.machine.servers["z"].rank == 4
+
+
+def test_who_never_had_a_place_is_forgotten_and_who_had_one_is_not() -> None:
+    bench = Bench().form()
+    bench.come(3, "waits")
+    lose(bench, 3)
+    assert "waits" not in bench.machine.servers
+    lose(bench, 1)
+    bench.stand(2, adopted=("0",))
+    bench.come(4, "0", life="0b")
+    lose(bench, 4)
+    assert bench.machine.servers["0"].rank == 0, "its place is kept for it"
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_back_in_the_same_life_reads_its_own_log() -> None:
+    bench = Bench().form()
+    lose(bench, 1)
+    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+    bench.come(1, "0")
+    bench.stand(1)
+    assert bench.orders().adoptions == () and bench.machine.generation == 1
+
+
+def test_a_log_stays_with_who_was_asked_until_that_one_is_known_not_to_read_it() -> None:
+    bench = Bench(4, Plan(threshold=9)).form(4)
+    lose(bench, 1)
+    assert bench.orders().adoptions[0].by == "1"
+    bench.tick(1.0)
+    lose(bench, 2)
+    assert [(a.node_id, a.by) for a in bench.orders().adoptions] == [("0", "1"), ("1", "2")], "it may have read it already"
+    bench.stand(3, adopted=("1",))
+    assert [(a.node_id, a.by) for a in bench.orders().adoptions] == [("0", "2")]
+
+
+def test_neither_who_leaves_nor_who_only_waits_is_asked_for_a_log() -> None:
+    bench = Bench(4, Plan(threshold=9)).form(4)
+    bench.come(5, "waits")
+    bench.stand(5)
+    bench.machine.scale_in(["1"], bench.now)
+    lose(bench, 1)
+    assert [(a.node_id, a.by) for a in bench.orders().adoptions] == [("0", "2")]
+
+
+def test_a_copy_is_taken_up_by_the_one_that_has_it() -> None:
+    bench = Bench(3, Plan(threshold=9))
+    for link in (1, 2, 3):
+        bench.come(link, str(link - 1), host=Host(f"h{link}", f"h{link}", "10.0.0.1"), durability="host")
+    for link in (1, 2, 3):
+        bench.stand(link)
+    lose(bench, 2)
+    assert bench.orders().adoptions == (Adoption("1", "1", "1", "2", copies=True),), "the next in the ring"
+
+
+def test_one_that_leaves_and_holds_nothing_needs_nobody() -> None:
+    bench = Bench(plan=Plan(threshold=9))
+    bench.come(1, "0")
+    bench.come(2, "1", host=FAR)
+    bench.stand(1)
+    bench.stand(2, round=1, numbers=Numbers(1))
+    bench.machine.scale_in(["1"], bench.now)
+    bench.stand(2, drained=True)
+    assert [peer.node_id for peer in bench.orders().members] == ["0", "1"], "its update is in no other log"
+    left = bench.stand(2, numbers=Numbers(0))
+    assert "server:1 left: it held nothing of this round" in told(left)
+    assert (bench.machine.servers["1"].member, bench.machine.servers["1"].rank) == (False, -1)
+
+
+def test_a_log_that_nobody_can_read_is_given_up_once_and_said_so() -> None:
+    bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=9))
+    bench.come(1, "0")
+    bench.come(2, "1", host=FAR)
+    bench.stand(1)
+    bench.stand(2)
+    bench.stand(2, round=1, numbers=Numbers(3))
+    lose(bench, 2)
+    bench.tick(4.9)
+    bench.stand(1)
+    assert bench.orders().missing == ()
+    effects = bench.tick(0.1)
+    why = "it did not come back within 5 s and nobody could read its log"
+    assert told(effects) == [f"server:1 left: {why}"]
+    assert told(effects, Level.WARNING) == [f"server:1 given up: round 1 goes without its 3 updates: {why}"]
+    assert bench.orders().missing == ("1",) and [peer.node_id for peer in bench.orders().members] == ["0"]
+
+
+def test_nobody_is_given_up_while_nobody_is_here() -> None:
+    bench = Bench(plan=Plan(threshold=9)).form()
+    for link in (1, 2):
+        lose(bench, link)
+    bench.tick(100.0)
+    assert bench.orders().missing == () and len(bench.orders().members) == 2
+
+
+def test_whose_part_is_missed_is_named_once() -> None:
+    bench = Bench(plan=Plan(threshold=9))
+    for link, durability in ((1, "process"), (2, "none")):
+        bench.come(link, str(link - 1), durability=durability)
+        bench.stand(link)
+    for life in ("1b", "1c"):
+        lose(bench, 2)
+        bench.come(2, "1", life=life, durability="none")
+        bench.stand(2)
+        assert bench.orders().missing == ("1",)
+    assert [link for link, _ in sent(bench.out, Refused)] == []

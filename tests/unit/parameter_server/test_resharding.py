@@ -1,0 +1,246 @@
+"""Servers come and go while workers train: every row on one server, and the same bits as without."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.parameter_server_workload import TABLE, WAIT_S, WHOLE, WORKERS, Seen, Together, Training, declare, equal
+
+from covey.core.parameter_server.settings import Mode, Serving
+from covey.core.parameter_server.sharding import SLOTS, Sharing, first, rescale
+from covey.parameter_server.client import Client, Given
+from covey.parameter_server.discovery import Peer
+from covey.parameter_server.messages import ALL, Part, Push, Spec
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.server import Server
+from covey.parameter_server.shard_set import Shelf
+
+SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+# -- shelves alone ---------------------------------------------------------------------------------------------------
+
+
+class Shelves:
+    """Servers without sockets, and pushes that reach them one by one."""
+
+    def __init__(self, servers: Iterable[int], mode: Mode) -> None:
+        self.serving = Serving(servers=1, workers=WORKERS, mode=mode)
+        self.sharing = Sharing(0, rescale((-1,) * SLOTS, sorted(servers))[0], ())
+        self.shelves = {server: Shelf(self.serving, server, self._slots(server)) for server in self.sharing.servers}
+        for server, shelf in self.shelves.items():
+            for spec in (WHOLE, TABLE):
+                self.declare(server, shelf, spec)
+
+    def _slots(self, server: int) -> list[int]:
+        return [slot for slot in range(SLOTS) if self.sharing.owners[slot] == server]
+
+    def declare(self, server: int, shelf: Shelf, spec: Spec) -> None:
+        mine = (
+            [slot * spec.rows // SLOTS for slot in self._slots(server)],
+            [(s + 1) * spec.rows // SLOTS for s in self._slots(server)],
+        )
+        rows = np.concatenate([np.arange(a, b) for a, b in zip(*mine, strict=True)])
+        shelf.declare(spec, rows.astype(np.float32).view(np.uint8) if spec is WHOLE else np.empty(0, np.uint8))
+
+    def scale(self, servers: Iterable[int]) -> None:
+        owners, moves = rescale(self.sharing.owners, sorted(servers))
+        self.sharing = Sharing(self.sharing.version + 1, owners, ())
+        for server in servers:
+            self.shelves.setdefault(server, Shelf(self.serving, server))
+        for giver, taker in sorted({(move.giver, move.taker) for move in moves}):
+            self.shelves[giver].sever([move.slot for move in moves if (move.giver, move.taker) == (giver, taker)])
+            for shard in list(self.shelves[giver].going):
+                state, arrays = shard.pack()
+                body = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
+                self.shelves[taker].adopt([sorted(shard.slots), state], body)
+                self.shelves[giver].drop(shard.slots)
+        self.check_owners()
+
+    def check_owners(self) -> None:
+        held = sorted((slot, server) for server, shelf in self.shelves.items() for slot in shelf.slots)
+        assert held == list(enumerate(self.sharing.owners)), "each slot on its owner, and nowhere else"
+
+    def push(self, server: int, step: int, rank: int) -> None:
+        """By the sharing of now; what is known there is skipped."""
+        slots = self._slots(server)
+        whole, rows, gradient = wishes(step, rank)
+        mine = np.isin(rows % SLOTS, slots)
+        spans = [whole[s * 1000 // SLOTS : (s + 1) * 1000 // SLOTS] for s in slots]
+        body = np.concatenate([a.reshape(-1).view(np.uint8) for a in (rows[mine], np.concatenate(spans), gradient[mine])])
+        parts = [Part("w", ALL, 1, "float32", 0.1), Part("t", int(mine.sum()), 4, "float32", 0.1)]
+        self.shelves[server].push(Push(step, rank, 1, parts), body, owned=False)
+
+    def values(self, step: int) -> tuple[Array, Array]:
+        w, t = np.empty((1000, 1), np.float32), np.empty((3000, 4), np.float32)
+        for server in set(self.sharing.owners):
+            shelf = self.shelves[server]
+            assert shelf.ready(step)
+            shelf.reach(step)
+            whole = shelf.whole()
+            for name, found in (("w", w), ("t", t)):
+                table = whole.tables[name]
+                found[table.placement.numbers(server, 0, len(table.weights))] = table.weights
+        return w, t
+
+
+def wishes(step: int, rank: int) -> tuple[Array, Array, Array]:
+    """A rank's gradients of a step."""
+    chance = np.random.default_rng((step, rank))
+    rows = np.unique(chance.integers(0, 3000, 200))
+    return chance.standard_normal(1000).astype(np.float32), rows, chance.standard_normal((len(rows), 4)).astype(np.float32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SCALINGS, st.sampled_from([Mode.SYNC, Mode.ASYNC]), st.integers(0, 1 << 30))
+def test_through_any_scalings_every_row_has_one_owner_and_its_value(scalings: list[set[int]], mode: Mode, seed: int) -> None:
+    chance = random.Random(seed)
+    still, moving = Shelves({0, 1}, mode), Shelves({0, 1}, mode)
+    plans = list(scalings)
+    for step in range(4):
+        order = list(range(WORKERS))
+        if mode is Mode.SYNC:  # in async mode the order counts, and must be the same in both
+            chance.shuffle(order)
+        for rank in order if mode is Mode.SYNC else range(WORKERS):
+            for server in set(still.sharing.owners):
+                still.push(server, step, rank)
+            served: set[int] = set()
+            while served != set(moving.sharing.owners):
+                if plans and chance.random() < 0.3:  # some have this push already: all are asked again
+                    moving.scale(plans.pop())
+                    served = set()
+                served.add(chance.choice(sorted(set(moving.sharing.owners) - served)))
+                for server in served:
+                    moving.push(server, step, rank)
+        if chance.random() < 0.7:  # else what is complete is not applied when slots move next
+            assert all(np.array_equal(a, b) for a, b in zip(still.values(step + 1), moving.values(step + 1), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(still.values(4), moving.values(4), strict=True))
+
+
+def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
+    shelves = Shelves({0}, Mode.SYNC)
+    shelves.push(0, 0, 1)
+    shelves.shelves[0].sever([3, 4])
+    state, arrays = shelves.shelves[0].going[0].pack()
+    heard = msgspec.msgpack.encode(state)
+    taker = Shelf(shelves.serving, 1)
+    taker.adopt([[3, 4], state], np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]))
+    taker.push(Push(0, 0, 1, []), np.empty(0, np.uint8), owned=False)
+    assert msgspec.msgpack.encode(state) == heard
+
+
+# -- over sockets ----------------------------------------------------------------------------------------------------
+
+
+class Flock:
+    """Servers that come and go as the scheduler would have them."""
+
+    def __init__(self, servers: int, copies: int = 1, mode: Mode = Mode.SYNC) -> None:
+        self.serving = Serving(servers=servers, workers=WORKERS, mode=mode, copies=copies)
+        self.sharing = first(servers)
+        self.servers: dict[int, Server] = {}
+        self.settled: dict[int, int] = {}
+        self.news = threading.Condition()
+        for rank in range(servers):
+            self.start(rank, 0, self.sharing)
+        for server in self.servers.values():
+            server.recover()
+
+    def start(self, rank: int, lives: int, sharing: Sharing) -> Server:
+        self.settled.pop(rank, None)
+        made = Server("127.0.0.1", self.serving, rank, lives, self.find, sharing)
+        made.on_settled = lambda version: self.said(rank, made, version)
+        self.servers[rank] = made
+        return made
+
+    def said(self, rank: int, server: Server, version: int) -> None:
+        with self.news:
+            if self.servers.get(rank) is server:
+                self.settled[rank] = version
+            self.news.notify_all()
+
+    def wait_settled(self, servers: Iterable[int]) -> None:
+        with self.news:
+            assert self.news.wait_for(
+                lambda: all(self.settled.get(server) == self.sharing.version for server in servers), WAIT_S
+            ), self.settled
+
+    def find(self, rank: int) -> Peer | None:
+        return self.servers[rank].peer if rank in self.servers else None
+
+    def scale(self, wanted: set[int]) -> None:
+        new = sorted(wanted - self.servers.keys())
+        ring = tuple(sorted({*self.sharing.ring, *wanted}))
+        for rank in new:
+            self.start(rank, 0, msgspec.structs.replace(self.sharing, ring=ring))
+        for rank in new:
+            self.servers[rank].recover()
+        self.wait_settled(new)
+        going = tuple(sorted(self.servers.keys() - wanted))
+        self.sharing = Sharing(
+            self.sharing.version + 1, rescale(self.sharing.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
+        )
+        for server in self.servers.values():
+            server.share(self.sharing)
+        self.wait_settled(list(self.servers))
+        for rank in going:
+            del self.servers[rank]
+        self.sharing = msgspec.structs.replace(self.sharing, leaving=())
+
+    def client(self, rank: int) -> Client:
+        return declare(Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
+
+
+STEPS = 30
+PLAN: list[set[int]] = [{0, 1, 2}, {1, 2}, {1, 2, 3, 4}, {4}, {4, 5}]
+
+
+def undisturbed() -> Seen:
+    return Training(Flock(2).client, STEPS).result()
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_training_goes_on_to_the_same_bits_while_servers_come_and_go(copies: int) -> None:
+    flock = Flock(2, copies)
+    gate = threading.Semaphore(3)
+    training = Training(flock.client, STEPS, gate)
+    for wanted in PLAN:
+        for _ in range(5):
+            gate.release()
+        flock.scale(wanted)
+    for _ in range(STEPS):
+        gate.release()
+    assert equal(training.result(), undisturbed())
+
+
+def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
+    flock = Flock(2, mode=Mode.ASYNC)
+    clients = [flock.client(0), *[None] * (WORKERS - 1)]
+    for rank in range(1, WORKERS):
+        clients[rank] = flock.client(rank)
+    stop = threading.Event()
+    counts = [0] * WORKERS
+
+    def work(rank: int) -> None:
+        client = clients[rank]
+        assert client is not None
+        rows = np.arange(rank, 3000, 7)
+        while not stop.is_set():
+            client.push(counts[rank], [Given("t", np.ones((len(rows), 4), np.float32), 1.0, rows)]).wait()
+            counts[rank] += 1
+
+    together = Together(work)
+    for wanted in PLAN:
+        flock.scale(wanted)
+    stop.set()
+    together.over()
+    for server in flock.servers.values():
+        assert [shard.pushed for shard in server._own.shelf.shards] == [[n - 1 for n in counts]] * len(server._own.shelf.shards)
+        assert {shard.tables["t"].updates for shard in server._own.shelf.shards} == {sum(counts)}

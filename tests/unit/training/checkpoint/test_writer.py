@@ -1,0 +1,112 @@
+"""A disk that refuses costs a checkpoint, and not the training that has an earlier one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.training.checkpoint.test_checkpoint import files_up_to
+
+from covey.errors import StoreError
+from covey.training.checkpoint.checkpoint import Checkpoint
+from covey.training.collectives.communicator import Group
+from covey.training.data.loader import Data
+from covey.training.loop import Loop
+
+FULL = 2000  # bytes: fewer than a checkpoint has
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What covey says."""
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("covey").addHandler(listener)
+    yield said
+    logging.getLogger("covey").removeHandler(listener)
+
+
+def loop(folder: Path, steps: int) -> Loop:
+    net = torch.nn.Linear(1000, 1)
+    data = Data(torch.utils.data.TensorDataset(torch.ones(64, 1000)), 1)
+    return Loop(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        data,
+        steps=steps,
+        checkpoint=Checkpoint(folder, every=5),
+        group=Group(None),
+    )
+
+
+def train(made: Loop, full: range = range(0)) -> None:
+    """With a disk that is full as these steps are committed."""
+    batches = iter(made)
+    while True:
+        with files_up_to(FULL if made.step + 1 in full else -1):
+            if next(batches, None) is None:
+                return
+
+
+def test_a_training_goes_on_without_a_checkpoint_that_cannot_be_written(tmp_path: Path, lines: list[str]) -> None:
+    train(loop(tmp_path, 22), range(8, 13))
+    assert Checkpoint(tmp_path).available() == [20, 15, 5]
+    (line,) = lines
+    assert f"the checkpoint of step 10 cannot be written to {tmp_path}/0 (File too large" in line
+    assert line.endswith("; training goes on, the newest is that of step 5")
+
+
+def test_the_end_writes_what_is_missing_or_says_so(tmp_path: Path, lines: list[str]) -> None:
+    train(loop(tmp_path, 12), range(8, 12))  # there is room again when the last step is committed
+    assert Checkpoint(tmp_path).available() == [12, 5] and len(lines) == 1
+    train(loop(tmp_path, 17), range(13, 99))
+    assert "this training ends without the checkpoint of step 17" in lines[-1]
+    assert lines[-1].endswith("the newest is that of step 12") and len(lines) == 4
+
+
+def test_a_program_that_leaves_early_hears_it_too(tmp_path: Path, lines: list[str]) -> None:
+    made = loop(tmp_path, 100)
+    for _ in made:
+        if made.step == 13:
+            break
+        if made.step == 7:
+            made._checkpoint.folder.joinpath("0").rename(tmp_path / "away")  # type: ignore[union-attr]
+            (tmp_path / "0").touch()
+    assert "ends without the checkpoint of step 10" in lines[-1]
+
+
+def test_the_first_one_must_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="the checkpoint of step 5 cannot be written"):
+        train(loop(tmp_path, 22), range(1, 9))
+    damaged = Checkpoint(tmp_path)
+    damaged.save(4, {"step": 4}, rank=1, world=2, generation=1)
+    (tmp_path / "1" / "train-4.safetensors").write_bytes(b"")
+    assert damaged.available() == [4] and damaged.newest_step() is None, "what is not whole is nothing to go back to"
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_what_is_printed_to_a_full_disk_is_lost_and_counted(tmp_path: Path, flags: list[str]) -> None:
+    script = """
+import resource, sys
+from covey.runtime.log_stream import outlast_full_disks
+outlast_full_disks()
+print("before")
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (7, hard))
+print("x" * 99)
+print("y" * 99, file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print("after")
+"""
+    log = tmp_path / "log"
+    with log.open("ab") as file:
+        done = subprocess.run([sys.executable, *flags, "-c", script], stdout=file, stderr=file, env=dict(os.environ))
+    assert done.returncode == 0
+    assert log.read_text() == "before\ncovey: 100 bytes that were printed here are lost: there was no room for them\nafter\n"
