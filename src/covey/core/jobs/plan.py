@@ -250,6 +250,8 @@ class _Planner(Resizing):
             for field in ("formed", "finished", "scaling"):
                 content.pop(field, None)
             content["world"] = self.job.wanted
+            if pod.name not in self.pods:  # its replacement never came: the next timeout ends the job
+                self.status.replacing[pod.name] = {"uid": pod.uid, "at": stamp(self.now), "all": True}
         else:
             given_up = [pod]
         for one in given_up:

@@ -118,6 +118,22 @@ def turn(world: World) -> bool:
     return bool(made.actions) or before != world.status
 
 
+def test_overdue_replacement_whose_name_is_taken_is_reported_once_and_then_fails_the_job() -> None:
+    """A pod of another owner has the name of the replacement, so the job has no pod of that name."""
+    labels, annotations = {"fault-scheduling": "grace"}, {"recover-strategy": "recover"}
+    world = World(job(roles={"Worker": 1}, labels=labels, annotations=annotations, runPolicy={}, successPolicy=""))
+    world.pods = {"train-worker-0": pod("train-worker-0", phase="Failed")}
+    turn(world)
+    world.pods["train-worker-0"] = pod("train-worker-0", uid="foreign", owner="other", phase="Pending")
+    timeouts = 0
+    for _ in range(TURNS):
+        world.now += 100.0
+        before = world.look()
+        timeouts += sum(isinstance(action, Tell) and action.reason == "RescheduleTimeout" for action in before.actions)
+        world.carry_out(before)
+    assert timeouts == 2 and world.conditions() & {"Failed"}
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs(), st.lists(pods(), max_size=6), st.lists(moves, max_size=8))
 def test_it_comes_to_rest(asked: Thing, there: list[Thing], story: list[tuple[str, Any]]) -> None:
