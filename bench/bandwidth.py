@@ -44,7 +44,7 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     import torch
 
     from bench.scripts.donor import a_state
-    from covey.core.messages import Giver
+    from covey.core.messages import Donor
     from covey.training.state.pytree import path_of
     from covey.training.state.transfer import fetch
 
@@ -52,7 +52,7 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     try:
         assert donor.stdout is not None
         port, token, raw_port = donor.stdout.readline().decode().split()
-        giver = Giver(0, ADDRESS, int(port), token)
+        giver = Donor(0, ADDRESS, int(port), token)
         homes = {path_of(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
         into = memoryview(bytearray(megabytes * 1_000_000 // 64 * 64))
         times = []

@@ -14,7 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.core.cluster.node_machine import NodeSettings
-from covey.core.messages import Beat, Formed, Goodbye, Leave, Refused, Register, Regrouped, Stop, Welcome
+from covey.core.messages import (
+    ClusterEnded,
+    Heartbeat,
+    Leave,
+    LeaveAcknowledged,
+    NewGeneration,
+    RankAssigned,
+    Refused,
+    Register,
+    Registered,
+)
 from covey.core.types import Host, Progress, Role
 from covey.errors import PeerError
 from covey.transport.connection import Link, connect
@@ -63,7 +73,7 @@ class Node:
         self.wish = Register(
             role=Role.WORKER,
             node_id=str(number) if number % 2 else "",
-            life=f"{random.getrandbits(128):032x}",
+            instance_id=f"{random.getrandbits(128):032x}",
             host=Host(f"host-{host:06}", f"host-{host}", f"10.{host >> 16}.{host >> 8 & 255}.{host & 255}"),
             fingerprint={"MS_WORKER_NUM": str(flock.size), "MS_SERVER_NUM": "0"},
             pid=number + 1,
@@ -94,16 +104,16 @@ class Node:
         link.send(self.wish)
 
     def _heard(self, link: Link, message: Any) -> None:
-        if isinstance(message, Welcome):
+        if isinstance(message, Registered):
             self._beat_later()
-        elif isinstance(message, Formed):
+        elif isinstance(message, RankAssigned):
             self.flock.formed.add()
-        elif isinstance(message, Regrouped):
+        elif isinstance(message, NewGeneration):
             self.flock.news.add()
-        elif isinstance(message, Goodbye):
+        elif isinstance(message, LeaveAcknowledged):
             self.flock.gone.add()
             link.close()
-        elif isinstance(message, Stop):
+        elif isinstance(message, ClusterEnded):
             self._rest()
             self.flock.news.add()
             link.close()
@@ -123,7 +133,7 @@ class Node:
 
     def _beat(self) -> None:
         assert self.link is not None
-        self.link.send(Beat(Progress(step=1 + self.flock.beats // self.flock.size, phase="train")))
+        self.link.send(Heartbeat(Progress(step=1 + self.flock.beats // self.flock.size, phase="train")))
         self.flock.beats += 1
         self._beat_later()
 

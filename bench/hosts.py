@@ -12,22 +12,22 @@ from typing import Any
 from bench.flock import PER_HOST, Flock, Node
 from covey.core.messages import (
     Assignment,
-    Beats,
-    Exited,
-    Formed,
-    Goodbye,
-    HungUp,
+    ChildDisconnected,
+    ChildExited,
+    ChildStarted,
+    ClusterEnded,
+    DesiredChildren,
+    FromChildEnvelope,
     Leave,
+    LeaveAcknowledged,
+    NewGeneration,
+    RankAssigned,
     Refused,
     Register,
     RegisterAgent,
-    Regrouped,
-    Start,
-    Started,
-    Stop,
-    To,
-    Via,
-    Welcome,
+    Registered,
+    RelayedHeartbeats,
+    ToChildrenEnvelope,
 )
 from covey.core.types import Progress, Role
 from covey.transport.connection import Link
@@ -53,8 +53,8 @@ class Agent(Node):
         child, life = next(iter(self.children.items()))
         del self.children[child]
         self.held = []
-        self.send(HungUp(child, "closed by the other side"))
-        self.send(Exited(life.node_id, life.incarnation, KILLED, "killed by SIGKILL"))
+        self.send(ChildDisconnected(child, "closed by the other side"))
+        self.send(ChildExited(life.node_id, life.incarnation, KILLED, "killed by SIGKILL"))
 
     def revive_one(self) -> None:
         assert self.held is not None
@@ -64,7 +64,7 @@ class Agent(Node):
     def leave(self) -> None:
         self._rest()
         for child in self.children:
-            self.send(Via(child, Leave()))
+            self.send(FromChildEnvelope(child, Leave()))
 
     def start(self, assignments: list[Assignment]) -> None:
         """As an agent does: what is new among what should run."""
@@ -77,14 +77,14 @@ class Agent(Node):
             self.started[life.node_id] = life.incarnation
             self.last += 1
             self.children[self.last] = life
-            self.send(Started(life.node_id, life.incarnation, self.last))
-            self.send(Via(self.last, self.registration(life)))
+            self.send(ChildStarted(life.node_id, life.incarnation, self.last))
+            self.send(FromChildEnvelope(self.last, self.registration(life)))
 
     def registration(self, life: Assignment) -> Register:
         return Register(
             role=Role.WORKER,
             node_id=life.node_id,
-            life=f"{random.getrandbits(128):032x}",
+            instance_id=f"{random.getrandbits(128):032x}",
             host=self.host,
             fingerprint=self.wish.fingerprint,
             incarnation=life.incarnation,
@@ -101,35 +101,35 @@ class Agent(Node):
         link.send(RegisterAgent(name, name, self.host, PER_HOST, fingerprint=self.wish.fingerprint))
 
     def _heard(self, link: Link, message: Any) -> None:
-        if isinstance(message, To):
+        if isinstance(message, ToChildrenEnvelope):
             for child in message.children:
                 self._told(child, message.message)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, Registered):
             self._beat_later()
-        elif isinstance(message, Start):
+        elif isinstance(message, DesiredChildren):
             self.start(message.assignments)
-        elif isinstance(message, Stop):
+        elif isinstance(message, ClusterEnded):
             self._rest()
             link.close()
         elif isinstance(message, Refused):
             self.flock.refusal = message.reason
 
     def _told(self, child: int, message: Any) -> None:
-        if isinstance(message, Formed):
+        if isinstance(message, RankAssigned):
             self.flock.formed.add()
-        elif isinstance(message, Regrouped):
+        elif isinstance(message, NewGeneration):
             self.flock.news.add()
-        elif isinstance(message, Goodbye):
+        elif isinstance(message, LeaveAcknowledged):
             life = self.children.pop(child)
-            self.send(HungUp(child, "closed by the other side"))
-            self.send(Exited(life.node_id, life.incarnation, 0))
+            self.send(ChildDisconnected(child, "closed by the other side"))
+            self.send(ChildExited(life.node_id, life.incarnation, 0))
             self.flock.gone.add()
         elif isinstance(message, Refused):
             self.flock.refusal = message.reason
 
     def _beat(self) -> None:
         progress = Progress(step=1 + self.flock.beats // self.flock.size, phase="train")
-        self.send(Beats(dict.fromkeys(self.children, progress)))
+        self.send(RelayedHeartbeats(dict.fromkeys(self.children, progress)))
         self.flock.beats += len(self.children)
         self._beat_later()
 

@@ -26,7 +26,7 @@ import psutil
 
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.settings import ServingSettings
 from covey.parameter_server.client import Client, Given
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.messages import Begin, Spec
@@ -50,7 +50,7 @@ def flock(copies: int, servers: int = SERVERS) -> Iterator[tuple[Client, list[ps
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(peers).decode() + "\n")
             process.stdin.flush()
-        serving = Serving(servers=servers, workers=1, copies=copies)
+        serving = ServingSettings(servers=servers, workers=1, copies=copies)
         yield Client(serving, 0, lambda: 1, lambda n: peers[n]), [psutil.Process(p.pid) for p in started]
     finally:
         for process in started:

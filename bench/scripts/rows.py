@@ -11,14 +11,14 @@ import sys
 
 import msgspec
 
-from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.settings import ServingSettings
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.server import Server
 
 
 def serve(rank: int, servers: int, copies: int) -> None:
     peers: list[Peer] = []
-    serving = Serving(servers=servers, workers=1, copies=copies)
+    serving = ServingSettings(servers=servers, workers=1, copies=copies)
     server = Server("127.0.0.1", serving, rank, 0, lambda number: peers[number])
     print(msgspec.json.encode(server.peer).decode(), flush=True)
     peers += msgspec.json.decode(sys.stdin.readline(), type=list[Peer])

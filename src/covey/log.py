@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from covey.core.effects import Level, Publish
+from covey.core.effects import Level, PublishEvent
 from covey.errors import UsageError
 from covey.settings import Settings
 
@@ -82,7 +82,7 @@ def _file_of(settings: Settings, who: str) -> logging.Handler:
         raise UsageError(f"GLOG_log_dir={settings.log_dir} cannot be used for logs: {error.strerror}") from None
 
 
-def tell(event: Publish) -> None:
+def tell(event: PublishEvent) -> None:
     """An event of the core as a log line."""
     log.log(_LEVELS[event.level], "%s %s: %s", one_line(event.node), event.what, one_line(event.reason))
 

@@ -145,7 +145,7 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
         return
     before = node.progress
     step, phase = (before.step, before.phase) if step is None else (step, phase)
-    said = msgspec.structs.replace(before, step=step, phase=phase[:PHASE_MAX], loop=node.finishes_steps, waits="")
+    said = msgspec.structs.replace(before, step=step, phase=phase[:PHASE_MAX], in_loop=node.finishes_steps, waiting_in="")
     node.report(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite(loss)))
 
 

@@ -19,11 +19,11 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from covey.core.cluster.recovery_strategy import Strategy, ladder
+from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
 from covey.core.messages import NODE_ID_MAX
 from covey.core.parameter_server.settings import MESSAGE_MAX, parse_mode
-from covey.core.taskd_variables import PORT as TASKD_PORT
-from covey.core.taskd_variables import wishes
+from covey.core.taskd_variables import MANAGER_PORT as TASKD_PORT
+from covey.core.taskd_variables import read_taskd_settings
 from covey.core.types import Role
 from covey.errors import UsageError
 
@@ -36,7 +36,7 @@ INTEGER_MAX = 2**63  # of a file: a number that is none of ours, and need not be
 SHOWN_MAX = 80
 DNS_NAME_MAX = 253
 PASSPHRASE_MAX = 1000
-STRATEGY = ",".join(strategy for strategy in Strategy if strategy is not Strategy.ELASTIC)
+STRATEGY = ",".join(strategy for strategy in RecoveryStrategy if strategy is not RecoveryStrategy.ELASTIC)
 FILE_VARIABLE = "COVEY_SETTINGS"
 
 ROLES: dict[str, Role] = {
@@ -52,7 +52,7 @@ ROLES: dict[str, Role] = {
 def rungs(text: str) -> str:
     """Strategies in the ladder's order."""
     try:
-        return ",".join(ladder(text.split(",")))
+        return ",".join(parse_strategies(text.split(",")))
     except UsageError as error:
         raise ValueError(str(error)) from None
 
@@ -185,7 +185,7 @@ PORT_OR_OFF = Kind(lambda text: 0 if text.strip() == "0" else PORT.read(text), "
 NAME = Kind(name, f'a name of at most {NODE_ID_MAX} printable characters without "/" is')
 PATH = Kind(path, "a path in UTF-8 without control characters is")
 TEXT = Kind(str, "any text is")
-LADDER = Kind(rungs, f"any of {', '.join(Strategy)}, separated by commas, are")
+LADDER = Kind(rungs, f"any of {', '.join(RecoveryStrategy)}, separated by commas, are")
 STUCK = Kind(seconds(lambda value: value < 0 or value >= 0.5), "0.5 seconds or more, or a negative number for never, is")
 LEASE = Kind(seconds(lambda value: value >= 1), "1 second or more is")  # four pulses, each at a tick
 PASSPHRASE = Kind(passphrase, f"a text of at most {PASSPHRASE_MAX} printable characters is")
@@ -331,7 +331,7 @@ def load(
     if file is None and environ.get(FILE_VARIABLE):
         file = Path(environ[FILE_VARIABLE])
     given = _from_file(file) if file is not None else {}
-    wished = wishes(environ, without=own, default=STRATEGY)
+    wished = read_taskd_settings(environ, without=own, default=STRATEGY)
     given |= {field: Given(wish.value, wish.origin) for field, wish in wished.items()}
     given |= own
     values = {field: read(TABLE[field], one) for field, one in given.items()}

@@ -15,9 +15,9 @@ import httpx2
 from starlette.types import ASGIApp
 
 from covey.core.cluster.view import ClusterView, NodeView
-from covey.core.event_log import Story
+from covey.core.event_log import EventLog
 from covey.core.incidents import Incident, Outcome, Stage, Total
-from covey.core.messages import Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
+from covey.core.messages import KillRequest, LogChunk, RequestAccepted, ScaleAccepted, ScaleRequest, StopRequest
 from covey.core.types import NodeState, Phase, Role
 from covey.errors import PeerError
 from covey.management.http_server import Limits, Server
@@ -72,9 +72,9 @@ class Shown:
     def __init__(self, cluster: ClusterView) -> None:
         self.cluster = cluster
         self.stops: list[str] = []
-        self.scales: list[ScaleAsked] = []
-        self.wishes: list[KillAsked | StopAsked] = []
-        self.story = Story()
+        self.scales: list[ScaleRequest] = []
+        self.wishes: list[KillRequest | StopRequest] = []
+        self.story = EventLog()
         self.gone: list[tuple[str, str]] = []
 
     def view(self) -> ClusterView:
@@ -89,17 +89,17 @@ class Shown:
     def about(self) -> dict[str, Any]:
         return {"kind": "training"}
 
-    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
-        if isinstance(wish, ScaleAsked):
+    async def ask(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
+        if isinstance(wish, ScaleRequest):
             self.scales.append(wish)
-            return Scaling(len(self.scales), "as asked")
+            return ScaleAccepted(len(self.scales), "as asked")
         self.wishes.append(wish)
-        return Agreed("as asked")
+        return RequestAccepted("as asked")
 
-    async def read_log(self, node: str, start: int, find: str) -> LogTold:
+    async def read_log(self, node: str, start: int, find: str) -> LogChunk:
         if node not in {shown.name for shown in self.cluster.nodes}:
             raise PeerError(f"there is no node {node!r}")
-        return LogTold(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
+        return LogChunk(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
 
     async def host_gone(self, life: str, reason: str) -> None:
         self.gone.append((life, reason))

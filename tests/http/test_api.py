@@ -19,7 +19,7 @@ from tests.requirements import CURL, needs
 
 from covey.core.cluster.view import MINDSPORE_STATES, ClusterView
 from covey.core.incidents import Incident
-from covey.core.messages import KillAsked, ScaleAsked, StopAsked
+from covey.core.messages import KillRequest, ScaleRequest, StopRequest
 from covey.core.types import NodeState, Phase, Role
 from covey.errors import UsageError
 from covey.management.common_api import BODY_MAX
@@ -362,7 +362,11 @@ def test_another_size_is_asked_for_in_the_seeds_words(http: httpx2.Client, sourc
     ):
         answer = http.post(path, json=body).json()
         assert (answer["message"], answer["code"], answer["operation"]) == (said, "0", str(len(source.scales)))
-    assert source.scales == [ScaleAsked(more=2), ScaleAsked(node_ids=["worker:1", "3"]), ScaleAsked(roll_back=True)]
+    assert source.scales == [
+        ScaleRequest(more_workers=2),
+        ScaleRequest(node_ids=["worker:1", "3"]),
+        ScaleRequest(roll_back=True),
+    ]
 
 
 def test_a_host_is_said_to_be_gone(http: httpx2.Client, source: Shown) -> None:
@@ -425,5 +429,5 @@ def test_a_question_about_a_log_that_makes_no_sense(http: httpx2.Client, query: 
 def test_actions_of_the_console_reach_the_scheduler(source: Shown, http: httpx2.Client) -> None:
     assert http.post("/kill", json={"node": "worker:worker-0"}).json()["message"] == "as asked"
     assert http.post("/dump", json={"reason": "enough"}).status_code == 200
-    assert source.wishes == [KillAsked("worker:worker-0", "asked by 127.0.0.1"), StopAsked("enough", dump=True)]
+    assert source.wishes == [KillRequest("worker:worker-0", "asked by 127.0.0.1"), StopRequest("enough", dump=True)]
     assert http.post("/kill", json={}).status_code == 400

@@ -23,9 +23,9 @@ from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 
 from covey.core.cluster.view import ClusterView, NodeView
-from covey.core.effects import Level, Publish
-from covey.core.event_log import Story
-from covey.core.messages import KillAsked, ScaleAsked
+from covey.core.effects import Level, PublishEvent
+from covey.core.event_log import EventLog
+from covey.core.messages import KillRequest, ScaleRequest
 from covey.core.types import NodeState, Role
 from covey.errors import ExitCode, PeerError
 from covey.management import jobs_api
@@ -338,7 +338,7 @@ def a_crowd() -> Shown:
     slow = msgspec.structs.replace(a_node(Role.WORKER, 4), busy_s=0.5, straggles=3.0, log="rank-4.log")
     source = Shown(a_view(*nodes, slow))
     for level in Level:
-        source.story.add(Publish("worker-1", "died", "killed by SIGKILL", level), 1.0)
+        source.story.add(PublishEvent("worker-1", "died", "killed by SIGKILL", level), 1.0)
     return source
 
 
@@ -399,8 +399,8 @@ def test_everything_can_be_done_by_keys(tab: Tab) -> None:
             press("Enter")
             until(partial(getattr, source, wished), wished, 60)
             tab.until("!document.querySelector('dialog')")
-        assert source.wishes == [KillAsked("worker:worker-4", "asked by 127.0.0.1")]
-        assert source.scales == [ScaleAsked(node_ids=["worker:worker-4"])]
+        assert source.wishes == [KillRequest("worker:worker-4", "asked by 127.0.0.1")]
+        assert source.scales == [ScaleRequest(node_ids=["worker:worker-4"])]
         press("Escape")
         tab.until("!document.querySelector('.panel') && document.activeElement.matches('.scroller')")
         for key, view in zip("2345", ("recoveries", "story", "logs", "settings"), strict=True):
@@ -411,15 +411,15 @@ def test_everything_can_be_done_by_keys(tab: Tab) -> None:
         assert page.evaluate("document.querySelector('dialog input').value") == "7"
         press("Enter")
         until(lambda: len(source.scales) == 2, "the wish", 60)
-        assert source.scales[1].more == 3 and tab.complaints == []
+        assert source.scales[1].more_workers == 3 and tab.complaints == []
 
 
 class Jobs:
     """What an operator has: two jobs, of which one waits."""
 
     def __init__(self) -> None:
-        self.story = Story()
-        self.story.add(Publish("team/digits", "Recovered", "worker-1 runs again"), 1.0)
+        self.story = EventLog()
+        self.story.add(PublishEvent("team/digits", "Recovered", "worker-1 runs again"), 1.0)
 
     async def ask(self, key: tuple[str, str], method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
         raise PeerError(f"{'/'.join(key)} has no scheduler here")

@@ -24,7 +24,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from covey.core.jobs.timestamps import stamp
+from covey.core.jobs.timestamps import format_timestamp
 from covey.kubernetes.api_client import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,7 +301,7 @@ class Kubelet:
         return {
             "phase": phase,
             "podIP": address(self._namespace, pod["metadata"]["name"]),
-            "startTime": stamp(time.time()),
+            "startTime": format_timestamp(time.time()),
             "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": str(up)}],
             "containerStatuses": [
                 {
@@ -328,7 +328,7 @@ class Kubelet:
             await self._api.delete(POD, self._namespace, name, uid=uid, grace=0)
 
     async def _node_status(self, node: str, ready: str) -> None:
-        now = stamp(time.time())
+        now = format_timestamp(time.time())
         condition = {"type": "Ready", "status": ready, "lastTransitionTime": now, "lastHeartbeatTime": now}
         await self._api.patch(NODE, "", node, {"status": {"conditions": [condition]}}, "status")
 

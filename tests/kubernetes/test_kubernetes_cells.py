@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from tests.kubernetes.cluster import Kubernetes
 
-from covey.core.leader_election import Cell
+from covey.core.leader_election import LeaseRecord
 from covey.kubernetes.api_client import LEASE
 from covey.kubernetes.cas_store import KubernetesCells
 from covey.storage.cas_journal import open_shared
@@ -17,7 +17,7 @@ def test_cells_compare_versions_and_the_lease_is_readable(kubernetes: Kubernetes
     async def check() -> None:
         one, two = (KubernetesCells(kubernetes.api, kubernetes.namespace, "sched") for _ in range(2))
         assert await one.get("lease") == (b"", 0)
-        mine, theirs = (msgspec.json.encode(Cell(token, name, 0)) for token, name in ((1, "a"), (2, "b")))
+        mine, theirs = (msgspec.json.encode(LeaseRecord(token, name, 0)) for token, name in ((1, "a"), (2, "b")))
         first = await one.put("lease", mine, 0)
         assert first is not None and await two.put("lease", theirs, 0) is None
         second = await two.put("lease", theirs, first)

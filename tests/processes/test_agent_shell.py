@@ -15,7 +15,16 @@ from tests.processes.harness import free_port, until
 
 from covey.agent.agent import Agent, AgentJob, Outcome
 from covey.agent.scheduler_supervisor import SchedulerProcess
-from covey.core.messages import Assignment, Drain, Goodbye, Leave, Message, RegisterAgent, Start, Welcome
+from covey.core.messages import (
+    Assignment,
+    DesiredChildren,
+    Draining,
+    Leave,
+    LeaveAcknowledged,
+    Message,
+    RegisterAgent,
+    Registered,
+)
 from covey.errors import ExitCode
 from covey.runtime.node_runtime import Door
 from covey.scheduler.service import Kept
@@ -38,10 +47,10 @@ def lead(
 
     def answer(message: Any) -> list[Message]:
         if isinstance(message, RegisterAgent):
-            return [Welcome("c1"), Start(1, 1, list(assignments), "127.0.0.1", 1)]
-        if isinstance(message, Drain) and hangs_up and found[0].links() == 1:
+            return [Registered("c1"), DesiredChildren(1, 1, list(assignments), "127.0.0.1", 1)]
+        if isinstance(message, Draining) and hangs_up and found[0].links() == 1:
             found[0].hang_up()
-        return [Goodbye()] if isinstance(message, Leave) else []
+        return [LeaveAcknowledged()] if isinstance(message, Leave) else []
 
     async def run() -> Outcome:
         settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path), "COVEY_GRACE": "600"}).settings
@@ -49,7 +58,7 @@ def lead(
         job = AgentJob(command=list(command), python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
         agent = Agent(job, settings, Door("127.0.0.1", port), {"PATH": os.environ["PATH"]})
 
-        def told(_: Start) -> None:
+        def told(_: DesiredChildren) -> None:
             agent.on_start = lambda _: None  # once
             then(agent)
 
@@ -66,7 +75,7 @@ def lead(
 def test_that_a_host_leaves_is_said_again_to_a_scheduler_that_was_away(tmp_path: Path) -> None:
     outcome, heard = lead(tmp_path, then=lambda agent: agent.leave(signal.SIGTERM), hangs_up=True)
     again = [message for link, message in heard.heard if link == 2]
-    assert [type(message) for message in again if isinstance(message, Drain | Leave)] == [Drain, Leave]
+    assert [type(message) for message in again if isinstance(message, Draining | Leave)] == [Draining, Leave]
     assert outcome == Outcome(143, "the agent was asked to leave (SIGTERM)")
 
 

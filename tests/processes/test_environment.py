@@ -12,7 +12,7 @@ from tests.processes.fakes import fake_scheduler, turned_away
 from tests.processes.harness import Cluster, Process, free_port, nodes_of, until
 from tests.requirements import HOSTS, MOUNTS, OWN_MOUNTS, needs
 
-from covey.core.messages import Beat, Formed, Message, Register, Welcome
+from covey.core.messages import Heartbeat, Message, RankAssigned, Register, Registered
 from covey.core.types import Phase
 
 SAID = "import covey\ntry:\n    covey.{call}\nexcept covey.CoveyError as error:\n    print(error)\n"
@@ -259,8 +259,8 @@ def test_a_scheduler_that_greets_but_never_answers_is_called_again(cluster: Clus
 def member(message: Message) -> list[Message]:
     """What a scheduler answers to the only worker of its cluster."""
     if isinstance(message, Register):
-        formed = Formed(generation=1, rank=0, world=1, local_rank=0, local_world=1)
-        return [Welcome("fake", message.node_id, 1), formed]
+        formed = RankAssigned(generation=1, rank=0, world=1, local_rank=0, local_world=1)
+        return [Registered("fake", message.node_id, 1), formed]
     return []
 
 
@@ -269,8 +269,8 @@ def test_beats_come_between_the_two_retry_intervals(cluster: Cluster) -> None:
         quick = cluster.worker("quick", MS_RETRY_INTERVAL_LOWER=0.05, MS_RETRY_INTERVAL_UPPER=0.1)
         rare = cluster.worker("rare", MS_RETRY_INTERVAL_LOWER=600, MS_RETRY_INTERVAL_UPPER=900)
         ranks(quick, rare)
-        until(lambda: len(fake.of(Beat, "quick")) >= 40, "forty beats", story=cluster.tails)
-        assert fake.of(Beat, "rare") == []
+        until(lambda: len(fake.of(Heartbeat, "quick")) >= 40, "forty beats", story=cluster.tails)
+        assert fake.of(Heartbeat, "rare") == []
 
 
 def test_calls_to_an_absent_scheduler_are_at_most_the_upper_interval_apart(cluster: Cluster) -> None:

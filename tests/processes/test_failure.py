@@ -9,7 +9,7 @@ import pytest
 from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import Cluster, Process, nodes_of
 
-from covey.core.messages import Formed, Message, Register, Stop, Welcome
+from covey.core.messages import ClusterEnded, Message, RankAssigned, Register, Registered
 from covey.core.types import Failure, Role
 
 # No timeout here is short enough to explain an end within a test's deadline: only the event itself can.
@@ -191,9 +191,9 @@ def test_a_failure_that_comes_with_the_rank_is_one_sentence(patient: Cluster, co
 
     def fail_at_once(message: Message) -> list[Message]:
         failure = Failure(Role.WORKER, "1", 1, "elsewhere", code, "it failed at once")
-        formed = Formed(generation=1, rank=0, world=2, local_rank=0, local_world=2)
-        stop = Stop("worker:1 on elsewhere: it failed at once", code, failure)
-        return [Welcome("fake", "0", 1), formed, stop] if isinstance(message, Register) else []
+        formed = RankAssigned(generation=1, rank=0, world=2, local_rank=0, local_world=2)
+        stop = ClusterEnded("worker:1 on elsewhere: it failed at once", code, failure)
+        return [Registered("fake", "0", 1), formed, stop] if isinstance(message, Register) else []
 
     with fake_scheduler(patient.port, fail_at_once):
         worker = patient.worker(0)

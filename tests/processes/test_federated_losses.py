@@ -15,7 +15,7 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Federation, expected, update
 from tests.processes.harness import until
 
-from covey.core.federated.messages import Peer, owner
+from covey.core.federated.messages import ServerInfo, claim_owner
 from covey.federated.device.client import Device, Task
 from covey.federated.server.accumulator import Accumulator
 
@@ -36,8 +36,8 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
     federation = Federation(
         shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=4000, fl_iteration_num=1
     )
-    members = [Peer("0", 0), Peer("1", 1)]  # devices of which the dead one has nothing to decide
-    first, second = [name for n in range(50) if owner(name := f"device-{n}", members) == "0"][:2]
+    members = [ServerInfo("0", 0), ServerInfo("1", 1)]  # devices of which the dead one has nothing to decide
+    first, second = [name for n in range(50) if claim_owner(name := f"device-{n}", members) == "0"][:2]
     lost, kept = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
     assert lost.send(update(0, 1))
     until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", story=federation.tails)

@@ -50,19 +50,21 @@ def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
     assert sorted(counted) == [1, 2, 3]
     instance = federation.instance()
     assert instance["privacy"]["epsilon"] == pytest.approx(
-        dp_accounting.epsilon(np.sqrt(3) / dp_accounting.multiplier(8.0, 1e-5), 1e-5)
+        dp_accounting.compute_epsilon(np.sqrt(3) / dp_accounting.compute_noise_multiplier(8.0, 1e-5), 1e-5)
     )
     assert instance["privacy"]["delta"] == 1e-5 and "loss" not in instance["metrics"], "a loss has no noise on it"
     with federation.device("judge") as device:
         flat = device.model(3)[1]["w"].reshape(-1)
-    deviation = 2 * 2.0 * dp_accounting.multiplier(8.0, 1e-5) / np.sqrt(3) * np.sqrt(3)  # mean of three, three rounds in a row
+    deviation = (
+        2 * 2.0 * dp_accounting.compute_noise_multiplier(8.0, 1e-5) / np.sqrt(3) * np.sqrt(3)
+    )  # mean of three, three rounds in a row
     signal = sum(clipped(update(number, n), 2.0) for number in range(3) for n in (1, 2, 3)) / 3
     assert (flat - signal).std() == pytest.approx(deviation, rel=0.1)
 
 
 def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) -> None:
     """Devices clip what nobody sees; the same noise whoever adds the parts; the third round would be too much."""
-    budget = dp_accounting.epsilon(np.sqrt(2.5) / 3.0, 1e-5)
+    budget = dp_accounting.compute_epsilon(np.sqrt(2.5) / 3.0, 1e-5)
     federation = Federation(
         shell,
         2,
@@ -79,7 +81,7 @@ def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) ->
     instance = federation.instance()
     assert instance["instanceStatus"] == "kFinish"
     assert (
-        instance["privacy"]["epsilon"] == pytest.approx(dp_accounting.epsilon(np.sqrt(2) / 3.0, 1e-5))
+        instance["privacy"]["epsilon"] == pytest.approx(dp_accounting.compute_epsilon(np.sqrt(2) / 3.0, 1e-5))
         and instance["privacy"]["budget"] == budget
     )
     text = httpx2.get(f"http://127.0.0.1:{federation.manage}/metrics").text

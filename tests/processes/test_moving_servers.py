@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from tests.parameter_server_workload import WAIT_S, WORKERS, Training, declare, equal
 
-from covey.core.parameter_server.settings import Serving
-from covey.core.parameter_server.sharding import Sharing, first, rescale
+from covey.core.parameter_server.settings import ServingSettings
+from covey.core.parameter_server.sharding import Sharding, initial_sharding, rebalance_slots
 from covey.parameter_server.client import Client
 from covey.parameter_server.discovery import AGAIN_S, Peer
 
@@ -27,8 +27,8 @@ STEPS = 60
 SERVER = """
 import pathlib, sys, time
 import msgspec
-from covey.core.parameter_server.settings import Serving
-from covey.core.parameter_server.sharding import Sharing
+from covey.core.parameter_server.settings import ServingSettings
+from covey.core.parameter_server.sharding import Sharding
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.server import Server
 
@@ -43,15 +43,15 @@ def find(server):
                 return None
             time.sleep(0.01)
 
-serving = msgspec.json.decode(serving, type=Serving)
-server = Server("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharing))
+serving = msgspec.json.decode(serving, type=ServingSettings)
+server = Server("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharding))
 server.on_settled = lambda version: print(version, flush=True)
 aside = folder / f".{rank}"
 aside.write_bytes(msgspec.json.encode(server.peer))
 aside.rename(folder / str(rank))
 server.recover()
 for line in sys.stdin:
-    server.share(msgspec.json.decode(line, type=Sharing))
+    server.share(msgspec.json.decode(line, type=Sharding))
 """
 
 
@@ -60,8 +60,8 @@ class Flock:
 
     def __init__(self, folder: Path, servers: int, copies: int = 1) -> None:
         self.folder = folder
-        self.serving = Serving(servers=servers, workers=WORKERS, copies=copies)
-        self.sharing = first(servers)
+        self.serving = ServingSettings(servers=servers, workers=WORKERS, copies=copies)
+        self.sharing = initial_sharding(servers)
         self.processes: dict[int, subprocess.Popen[str]] = {}
         self.settled: dict[int, int] = {}
         self.lives: dict[int, int] = {}
@@ -69,7 +69,7 @@ class Flock:
         for rank in range(servers):
             self.start(rank, self.sharing)
 
-    def start(self, rank: int, sharing: Sharing) -> None:
+    def start(self, rank: int, sharing: Sharding) -> None:
         words = [SERVER, str(self.folder), str(rank), str(self.lives.setdefault(rank, 0))]
         words += [msgspec.json.encode(given).decode() for given in (self.serving, sharing)]
         started = subprocess.Popen(
@@ -110,9 +110,9 @@ class Flock:
         self.wait_settled(list(self.processes))
 
     def share(self, wanted: set[int]) -> None:
-        owners, _ = rescale(self.sharing.owners, sorted(wanted))
+        owners, _ = rebalance_slots(self.sharing.owners, sorted(wanted))
         going = tuple(sorted(self.processes.keys() - wanted))
-        self.sharing = Sharing(self.sharing.version + 1, owners, tuple(sorted(wanted)), going)
+        self.sharing = Sharding(self.sharing.version + 1, owners, tuple(sorted(wanted)), going)
         for process in self.processes.values():
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(self.sharing).decode() + "\n")

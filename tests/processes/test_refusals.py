@@ -11,7 +11,7 @@ import pytest
 from tests.processes.fakes import listener
 from tests.processes.harness import Cluster, Process, nodes_of, until
 
-from covey.core.messages import PROTOCOL, Message, Put, Register
+from covey.core.messages import PROTOCOL, Message, Register, RendezvousPut
 from covey.core.types import Host, Phase, Role
 from covey.transport.framing import frame
 
@@ -310,7 +310,7 @@ def test_a_visitor_cannot_pin_values_to_the_board_of_the_workers(patient: Cluste
     scheduler, _ = patient.formed()
     with greeted(patient) as peer:
         for number in range(100):
-            peer.sendall(frame(Put(f"key {number}", os.urandom(size), 1)))
+            peer.sendall(frame(RendezvousPut(f"key {number}", os.urandom(size), 1)))
             if size > 65_536:
                 break
     if size > 65_536:

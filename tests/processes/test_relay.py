@@ -14,23 +14,23 @@ import pytest
 
 from covey.agent.relay import UNSENT_MAX, Relay
 from covey.core.messages import (
-    Beat,
-    Beats,
-    Confirm,
-    Confirmed,
-    Goodbye,
-    HangUp,
-    HungUp,
+    ChildDisconnected,
+    ChildStarted,
+    DisconnectChild,
+    FromChildEnvelope,
+    Heartbeat,
+    LastHeardReply,
+    LastHeardRequest,
+    LeaderHeartbeat,
     Leave,
+    LeaveAcknowledged,
     Message,
-    Pulse,
-    Put,
-    Reached,
     Register,
-    Started,
-    To,
-    Unreached,
-    Via,
+    RelayedHeartbeats,
+    RendezvousPut,
+    SchedulerReachable,
+    SchedulerUnreachable,
+    ToChildrenEnvelope,
 )
 from covey.core.types import Host, Progress, Role
 from covey.errors import UsageError
@@ -93,10 +93,10 @@ class Child:
             return await self.told.get()
 
     async def unheard_s(self) -> float:
-        self.says(Confirm())
+        self.says(LastHeardRequest())
         answer = await self.hears()
-        assert isinstance(answer, Confirmed)
-        return answer.unheard_s
+        assert isinstance(answer, LastHeardReply)
+        return answer.age_s
 
 
 @asynccontextmanager
@@ -112,9 +112,9 @@ async def relaying(folder: Path) -> AsyncIterator[tuple[Relay, Scheduler]]:
 async def member(relay: Relay, scheduler: Scheduler, name: str, number: int) -> Child:
     """A child that has registered, as the connection of this number."""
     child = await Child(relay, name).call()
-    assert await child.hears() == Reached(ADDRESS)
+    assert await child.hears() == SchedulerReachable(ADDRESS)
     child.says(child.wish)
-    assert await scheduler.hears() == Via(number, child.wish)
+    assert await scheduler.hears() == FromChildEnvelope(number, child.wish)
     return child
 
 
@@ -132,26 +132,30 @@ def test_words_go_both_ways_and_each_child_hears_its_own(folder: Path) -> None:
     async def story() -> None:
         async with relaying(folder) as (relay, scheduler):
             early = await Child(relay, "0").call()
-            assert isinstance(await early.hears(), Unreached)
+            assert isinstance(await early.hears(), SchedulerUnreachable)
             relay.made(scheduler)
-            assert await early.hears() == Reached(ADDRESS)
+            assert await early.hears() == SchedulerReachable(ADDRESS)
             early.says(early.wish)
-            assert await scheduler.hears() == Via(1, early.wish)
+            assert await scheduler.hears() == FromChildEnvelope(1, early.wish)
             late = await member(relay, scheduler, "1", 2)
-            pin = Put("key", b"value", 1)
+            pin = RendezvousPut("key", b"value", 1)
             late.says(pin)
-            assert await scheduler.hears() == Via(2, pin)
-            assert relay.heard(To([2], Goodbye()))
-            assert not relay.heard(Pulse()), "the agent itself must hear it too"
-            assert [await late.hears(), await late.hears(), await early.hears()] == [Goodbye(), Pulse(), Pulse()]
+            assert await scheduler.hears() == FromChildEnvelope(2, pin)
+            assert relay.heard(ToChildrenEnvelope([2], LeaveAcknowledged()))
+            assert not relay.heard(LeaderHeartbeat()), "the agent itself must hear it too"
+            assert [await late.hears(), await late.hears(), await early.hears()] == [
+                LeaveAcknowledged(),
+                LeaderHeartbeat(),
+                LeaderHeartbeat(),
+            ]
             assert late.link is not None
             late.link.close()
-            assert await scheduler.hears() == HungUp(2, "closed by the other side")
-            assert relay.heard(HangUp(1))
+            assert await scheduler.hears() == ChildDisconnected(2, "closed by the other side")
+            assert relay.heard(DisconnectChild(1))
             assert await early.hears() is None
             again = await member(relay, scheduler, "0", 3)
             again.says(Leave())
-            assert await scheduler.hears() == Via(3, Leave()), "of a line the scheduler closed nothing is said"
+            assert await scheduler.hears() == FromChildEnvelope(3, Leave()), "of a line the scheduler closed nothing is said"
 
     run(story())
 
@@ -161,18 +165,20 @@ def test_beats_are_gathered_and_a_silent_child_is_left_out(folder: Path) -> None
         async with relaying(folder) as (relay, scheduler):
             relay.made(scheduler)
             busy, idle, silent = [await member(relay, scheduler, str(n), n + 1) for n in range(3)]
-            busy.says(Beat(Progress(1, "train")))
-            assert await scheduler.hears() == Beats({1: Progress(1, "train")}), "progress is news, and is told at once"
-            busy.says(Beat(Progress(2, "train")))
-            busy.says(Beat(Progress(3, "train")))
-            idle.says(Beat())
-            assert await scheduler.hears() == Beats({1: Progress(3, "train"), 2: Progress()})
-            idle.says(Beat())
+            busy.says(Heartbeat(Progress(1, "train")))
+            assert await scheduler.hears() == RelayedHeartbeats({1: Progress(1, "train")}), (
+                "progress is news, and is told at once"
+            )
+            busy.says(Heartbeat(Progress(2, "train")))
+            busy.says(Heartbeat(Progress(3, "train")))
+            idle.says(Heartbeat())
+            assert await scheduler.hears() == RelayedHeartbeats({1: Progress(3, "train"), 2: Progress()})
+            idle.says(Heartbeat())
             assert await idle.unheard_s() < LIMIT_S  # it has been read
-            assert relay.beats() == Beats({2: Progress()}), "what is no news goes with the agent's own beat"
-            assert relay.beats() == Beats() and scheduler.said.empty()
+            assert relay.beats() == RelayedHeartbeats({2: Progress()}), "what is no news goes with the agent's own beat"
+            assert relay.beats() == RelayedHeartbeats() and scheduler.said.empty()
             silent.says(Leave())
-            assert await scheduler.hears() == Via(3, Leave())
+            assert await scheduler.hears() == FromChildEnvelope(3, Leave())
 
     run(story())
 
@@ -184,16 +190,16 @@ def test_a_lost_scheduler_is_told_and_registered_at_anew(folder: Path) -> None:
             child = await member(relay, scheduler, "0", 1)
             relay.lost("it was killed")
             relay.lost("it was killed")
-            assert await child.hears() == Unreached("it was killed")
+            assert await child.hears() == SchedulerUnreachable("it was killed")
             child.says(child.wish)
             assert (await Child(relay, "1").call()).link is not None
             other = await Child(relay, "2").call()
-            assert await other.hears() == Unreached("it was killed")
+            assert await other.hears() == SchedulerUnreachable("it was killed")
             relay.made(scheduler)
-            assert await child.hears() == Reached(ADDRESS)
+            assert await child.hears() == SchedulerReachable(ADDRESS)
             child.says(Leave())  # said before it had registered: to nobody
             child.says(child.wish)
-            assert await scheduler.hears() == Via(1, child.wish)
+            assert await scheduler.hears() == FromChildEnvelope(1, child.wish)
 
     run(story())
 
@@ -203,15 +209,21 @@ def test_that_a_loop_is_at_work_is_news_to_each_scheduler(folder: Path) -> None:
         async with relaying(folder) as (relay, scheduler):
             relay.made(scheduler)
             child = await member(relay, scheduler, "0", 1)
-            beat = Beat(Progress(5, "train", loop=True))
+            beat = Heartbeat(Progress(5, "train", in_loop=True))
             child.says(beat)
-            assert await scheduler.hears() == Beats({1: beat.progress})
+            assert await scheduler.hears() == RelayedHeartbeats({1: beat.progress})
             relay.lost("it was killed")
             relay.made(scheduler)
-            assert [await child.hears(), await child.hears()] == [Unreached("it was killed"), Reached(ADDRESS)]
+            assert [await child.hears(), await child.hears()] == [
+                SchedulerUnreachable("it was killed"),
+                SchedulerReachable(ADDRESS),
+            ]
             child.says(child.wish)
             child.says(beat)
-            assert [await scheduler.hears(), await scheduler.hears()] == [Via(1, child.wish), Beats({1: beat.progress})]
+            assert [await scheduler.hears(), await scheduler.hears()] == [
+                FromChildEnvelope(1, child.wish),
+                RelayedHeartbeats({1: beat.progress}),
+            ]
 
     run(story())
 
@@ -223,7 +235,7 @@ def test_a_child_that_misbehaves_is_cut_off_alone(folder: Path, how: str) -> Non
             relay.made(scheduler)
             bad, good = await member(relay, scheduler, "0", 1), await member(relay, scheduler, "1", 2)
             if how == "a word of agents":
-                bad.says(Started("1", 1, 1))
+                bad.says(ChildStarted("1", 1, 1))
             elif how == "no word at all":
                 assert bad.link is not None
                 os.write(bad.link.fileno(), b"\xff" * 64)
@@ -231,11 +243,11 @@ def test_a_child_that_misbehaves_is_cut_off_alone(folder: Path, how: str) -> Non
                 scheduler.waiting = UNSENT_MAX + 1
                 bad.says(Leave())
             said = await scheduler.hears()
-            assert isinstance(said, HungUp) and said.child == 1
+            assert isinstance(said, ChildDisconnected) and said.child == 1
             assert await bad.hears() is None
             scheduler.waiting = 0
             good.says(Leave())
-            assert await scheduler.hears() == Via(2, Leave())
+            assert await scheduler.hears() == FromChildEnvelope(2, Leave())
 
     run(story())
 
@@ -254,21 +266,21 @@ def test_a_child_is_surely_heard_only_by_its_own_words_and_their_acknowledgement
             assert unheard <= loop.time() - began
             relay.beats()
             assert await child.unheard_s() > unheard, "the agent's own beat is not the child's"
-            child.says(Beat(Progress(1)))
-            assert await scheduler.hears() == Beats({1: Progress(1)})
+            child.says(Heartbeat(Progress(1)))
+            assert await scheduler.hears() == RelayedHeartbeats({1: Progress(1)})
             scheduler.silent_s = 1000.0
             beat_at = loop.time()
             since_its_beat = loop.time() - beat_at
             assert await child.unheard_s() > since_its_beat, "its beat was not acknowledged: an older word counts"
             relay.lost("cut")
-            assert await child.hears() == Unreached("cut")
+            assert await child.hears() == SchedulerUnreachable("cut")
             scheduler.silent_s = 0.0
             since_its_beat = loop.time() - beat_at
             assert await child.unheard_s() > since_its_beat
             scheduler.vacant = True
             assert await child.unheard_s() == pytest.approx(0.0, abs=1e-3), "nobody is there who could give its place away"
             stranger = await Child(relay, "1").call()
-            assert await stranger.hears() == Unreached("cut")
+            assert await stranger.hears() == SchedulerUnreachable("cut")
             assert await stranger.unheard_s() == float("inf"), "one that never registered has no place"
 
     run(story())

@@ -30,7 +30,7 @@ from tests.simulation.world import World
 
 from covey.core.cluster.node_machine import NodeSettings
 from covey.core.incidents import Incident
-from covey.core.messages import FromScheduler, Value, Welcome
+from covey.core.messages import FromScheduler, Registered, RendezvousValue
 from covey.core.types import AgentRecord, ClusterRecord, ClusterSettings, Record, Role
 
 SETTLE_S = 0.2  # how long the world goes on after each command
@@ -57,7 +57,7 @@ class Stenographer(Checker):
         super().promised(scheduler, link, message)
         node = link.ends[0]
         assert isinstance(node, NodeProcess)
-        if not isinstance(message, Welcome | Value):
+        if not isinstance(message, Registered | RendezvousValue):
             self._note(f"{node.name} <- {_words(message)}".rstrip())
 
     def written(self, record: Record) -> None:

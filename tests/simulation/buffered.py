@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from tests.simulation.federation import SimDevice, SimServer, Simulated
 
-from covey.core.federated.claims import Outcome
-from covey.core.federated.messages import token
+from covey.core.federated.claims import UpdateOutcome
+from covey.core.federated.messages import async_update_key
 
 
 class Buffered(Simulated):
@@ -38,11 +38,11 @@ class BufferedDevice(SimDevice):
         if self.round < 0:
             return super().act()
         self.attempt += 1
-        attempt, world, update = self.attempt, self.world, token(self.name, self.round)
+        attempt, world, update = self.attempt, self.world, async_update_key(self.name, self.round)
         server = world.random.choice(list(world.servers.values()))
 
         def answered(word: str) -> None:
-            if word == str(Outcome.COUNTED):
+            if word == str(UpdateOutcome.COUNTED):
                 world.promised.add(update)
                 if world.random.random() < 0.3:
                     return  # the acknowledgement is lost
@@ -57,12 +57,12 @@ class BufferedDevice(SimDevice):
             return None
         if began <= server.orders.forgotten or server.orders.round - began > self.world.plan.staleness:
             return answered("refused")
-        return server.update(server.orders.round, token(self.name, began), answered)
+        return server.update(server.orders.round, async_update_key(self.name, began), answered)
 
     def _answered(self, attempt: int, word: str) -> None:
         if attempt != self.attempt:
             return
-        if word in (str(Outcome.COUNTED), "refused"):
+        if word in (str(UpdateOutcome.COUNTED), "refused"):
             self.round = -1
         self.attempt += 1
         attempt, draw = self.attempt, self.world.random

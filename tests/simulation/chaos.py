@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.plan import Place
 from tests.simulation.processes import AgentProcess, NodeProcess
 
-from covey.core.cluster.recovery_strategy import Strategy
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.messages import Register
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Chaos:
     def _break_group(self) -> None:
         """The connections of one rank to the others break."""
         waiting = [trainer for trainer in self.world.trainers() if trainer.waits]
-        if waiting and Strategy.RETRY in self.world.plan.cluster.strategies:
+        if waiting and RecoveryStrategy.RETRY in self.world.plan.cluster.strategies:
             trainer = self.world.random.choice(waiting)
             trainer.node.post(trainer.break_group)
 
@@ -110,8 +110,8 @@ class Chaos:
         """One node too many, or one that was started with other numbers."""
         world = self.world
         node = world.spawn(Place("x", f"h{world.random.randint(0, 9)}", node_id=world.random.choice(("", "stray", "0", "99"))))
-        if isinstance(node.machine.wish, Register) and world.random.random() < 0.3:
-            node.machine.wish.fingerprint["MS_WORKER_NUM"] = "77"
+        if isinstance(node.machine.registration, Register) and world.random.random() < 0.3:
+            node.machine.registration.fingerprint["MS_WORKER_NUM"] = "77"
         world.past.append(node)
 
     # -- paths -------------------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from tests.simulation.net import Link
 
 from covey.core.messages import (
     Assignment,
-    Formed,
+    DesiredChildren,
     FromScheduler,
-    Goodbye,
+    LeaveAcknowledged,
+    NewGeneration,
+    RankAssigned,
     Register,
     RegisterAgent,
-    Regrouped,
-    Start,
-    Welcome,
+    Registered,
 )
 from covey.core.types import ClusterRecord, MemberRecord, NodeState, Phase, Record, Role
 
@@ -54,27 +54,29 @@ class Checker:
 
     def promised(self, scheduler: SchedulerProcess, link: Link, message: FromScheduler) -> None:
         """Before a message leaves: what it promises must survive a crash at this very moment."""
-        if isinstance(message, Goodbye):
+        if isinstance(message, LeaveAcknowledged):
             self._check_goodbye(scheduler, link)
-        if not isinstance(message, Formed | Start | Regrouped):
+        if not isinstance(message, RankAssigned | DesiredChildren | NewGeneration):
             return
         kept, cluster = self._disk.cluster, scheduler.machine.cluster
         if kept is None or kept.cluster_id != cluster.cluster_id or kept.generation < message.generation:
             raise Violation(f"generation {message.generation} is promised, but the journal holds {kept}", scheduler.name)
         if kept.phase in (Phase.ENDED, Phase.FORMING):
             raise Violation(f"{message} is sent while the journal says {kept.phase}", scheduler.name)
-        if isinstance(message, Formed):
+        if isinstance(message, RankAssigned):
             self.formed.add(cluster.cluster_id)
             wish = scheduler.registered[link.id]
             assert isinstance(wish, Register)
             if message.node_id:  # a spare was promoted, and the place must be its own if the scheduler dies now
-                self._check_member(Role.WORKER, message.rank, wish.life, message.incarnation)
-                if (kept_life := self._disk.life_of(message.rank)) != wish.life:
-                    raise Violation(f"rank {message.rank} is promised to {wish.life}, the journal has {kept_life}", wish.life)
+                self._check_member(Role.WORKER, message.rank, wish.instance_id, message.incarnation)
+                if (kept_life := self._disk.life_of(message.rank)) != wish.instance_id:
+                    raise Violation(
+                        f"rank {message.rank} is promised to {wish.instance_id}, the journal has {kept_life}", wish.instance_id
+                    )
             else:
                 rank = message.rank if wish.role is not Role.SPARE else int(wish.node_id)
-                self._check_member(wish.role, rank, wish.life, wish.incarnation)
-        elif isinstance(message, Start):
+                self._check_member(wish.role, rank, wish.instance_id, wish.incarnation)
+        elif isinstance(message, DesiredChildren):
             self.formed.add(cluster.cluster_id)
             for a in message.assignments:
                 self._check_member(a.role, a.rank, "", a.incarnation)
@@ -95,13 +97,15 @@ class Checker:
         wish = scheduler.registered.get(link.id)
         if not isinstance(wish, Register) or scheduler.machine._dump is not None:  # a dump ends by the end, which is written
             return
-        members = [r for r in self._disk.durable.values() if isinstance(r, MemberRecord) and r.life == wish.life]
+        members = [r for r in self._disk.durable.values() if isinstance(r, MemberRecord) and r.life == wish.instance_id]
         kept = self._disk.cluster
         if kept is not None and kept.phase not in (Phase.FORMING, Phase.ENDED):
             for record in members:
                 outside = 0 <= kept.world <= record.rank  # of a larger world, which a restart does not look at any more
                 if record.state is NodeState.ALIVE and not record.agent and not outside:
-                    raise Violation(f"{wish.life} is told goodbye, but the journal says {record.state}", wish.life)
+                    raise Violation(
+                        f"{wish.instance_id} is told goodbye, but the journal says {record.state}", wish.instance_id
+                    )
 
     def written(self, record: Record) -> None:
         """Before a record is written: it must not contradict what was told."""
@@ -123,8 +127,10 @@ class Checker:
         cluster = scheduler.machine.cluster
         if len(cluster.members) > 50:
             return
-        workers = len(cluster.of(Role.WORKER))
-        right = 1 <= workers <= cluster.settings.most if self._resizes else workers == cluster.settings.worker_num
+        workers = len(cluster.members_in_role(Role.WORKER))
+        right = (
+            1 <= workers <= cluster.settings.default_target_workers if self._resizes else workers == cluster.settings.worker_num
+        )
         formed, ended = cluster.phase not in (Phase.FORMING, Phase.ENDED), cluster.phase is Phase.ENDED
         if formed and not right:
             raise Violation(f"{cluster.phase} with {workers} workers", scheduler.name)
@@ -139,8 +145,8 @@ class Checker:
             if member.rank >= 0 and place in taken:
                 raise Violation(f"two members hold rank {member.rank} of {place[0]}", member.name)
             taken.add(place)
-            if member.link and not ended and member.link not in scheduler.links:
-                raise Violation(f"{member.name} is spoken for by link {member.link}, which is closed", member.name)
+            if member.connection and not ended and member.connection not in scheduler.links:
+                raise Violation(f"{member.name} is spoken for by link {member.connection}, which is closed", member.name)
             if formed and not 0 <= member.rank < (size := cluster.size(member.role)):
                 raise Violation(f"{member.name} is a member of a formed cluster with rank {member.rank} of {size}", member.name)
         if cluster.phase is Phase.READY:
@@ -152,30 +158,32 @@ class Checker:
 
     def delivered(self, node: NodeProcess, message: FromScheduler) -> None:
         """A program hears something: no two lives may hold one rank in one generation, and nothing goes back."""
-        if isinstance(message, Welcome):
+        if isinstance(message, Registered):
             node.cluster = message.cluster_id
-        if not isinstance(message, Formed | Regrouped | Start):
+        if not isinstance(message, RankAssigned | NewGeneration | DesiredChildren):
             return
-        seen = (node.cluster, node.wish.life)
+        seen = (node.cluster, node.wish.instance_id)
         if message.generation < self._generations.get(seen, 0):
             raise Violation(f"{node.name} saw generation {self._generations[seen]} and now {message.generation}", node.name)
         self._generations[seen] = message.generation
         wish = node.wish
-        if isinstance(wish, RegisterAgent) or isinstance(message, Start):
+        if isinstance(wish, RegisterAgent) or isinstance(message, DesiredChildren):
             return
-        if isinstance(message, Formed) and message.rank >= 0:
-            told = self._ranks.setdefault(wish.life, (node.cluster, message.rank))
+        if isinstance(message, RankAssigned) and message.rank >= 0:
+            told = self._ranks.setdefault(wish.instance_id, (node.cluster, message.rank))
             if self._resizes:
-                self._ranks[wish.life] = (node.cluster, message.rank)
+                self._ranks[wish.instance_id] = (node.cluster, message.rank)
             elif told[1] != message.rank:
                 raise Violation(f"{node.name} was told rank {told[1]} and now {message.rank}", node.name)
         if wish.rank >= 0 and node.cluster:  # a reordered Welcome has not named the cluster yet
             place = (node.cluster, message.generation, group_of(wish.role), wish.rank)
-            holder = self._holders.setdefault(place, wish.life)
-            if holder != wish.life:
-                raise Violation(f"{wish.life} and {holder} both hold rank {wish.rank} in generation {message.generation}")
+            holder = self._holders.setdefault(place, wish.instance_id)
+            if holder != wish.instance_id:
+                raise Violation(
+                    f"{wish.instance_id} and {holder} both hold rank {wish.rank} in generation {message.generation}"
+                )
 
-    def started(self, agent: AgentProcess, start: Start, assignment: Assignment) -> None:
+    def started(self, agent: AgentProcess, start: DesiredChildren, assignment: Assignment) -> None:
         if assignment.role is Role.SPARE:  # its next life is no new generation
             return
         place = (agent.cluster, start.generation, group_of(Role.WORKER), assignment.rank)

@@ -12,24 +12,24 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from covey.core.effects import Close, Publish, Send
-from covey.core.events import Heard, LinkLost, Ticked
-from covey.core.federated.claims import Answer, Claims, Outcome, Store, Tell, Wish
-from covey.core.federated.federation_machine import Managed
+from covey.core.effects import Close, PublishEvent, Send
+from covey.core.events import ConnectionLost, MessageReceived, Tick
+from covey.core.federated.claims import ClaimEffect, Claims, RejectUpdate, SendToServer, StoreUpdate, UpdateOutcome
+from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import (
-    Admitted,
-    Enlist,
+    AdmitDevices,
+    DevicesAdmitted,
     FederationRecord,
-    Joined,
-    Joining,
-    Numbers,
-    Orders,
-    Plan,
-    Stage,
-    Standing,
+    RegisterServer,
+    RoundPlan,
+    RoundStage,
+    RoundTotals,
+    ServerInstructions,
+    ServerRegistered,
+    ServerStatus,
 )
-from covey.core.federated.secagg.messages import Secure, Secured
-from covey.core.federated.server_membership import Effect, Keep, Limits
+from covey.core.federated.secagg.messages import SecaggForward, SecaggReply
+from covey.core.federated.server_membership import FederationEffect, PersistFederation, ServerTimeouts
 from covey.core.types import Host
 
 DELAY_S = (0.001, 0.02)
@@ -59,7 +59,7 @@ class Simulated:
         self.results: dict[int, frozenset[str]] = {}
         self.gave_up: set[int] = set()
         self.voided: set[int] = set()
-        self.plan = Plan(
+        self.plan = RoundPlan(
             threshold=devices // 2 if staleness else devices,  # where slow ones need not be waited for
             ratio=0.75,
             start_window_s=1.0,
@@ -115,7 +115,7 @@ class SimScheduler:
         self.world = world
         self.record: FederationRecord | None = None
         self.life = 0
-        self.machine: Managed | None = None
+        self.machine: FederationMachine | None = None
         self.links: dict[int, tuple[SimServer, int]] = {}
         self._last = 0
         self.start()
@@ -126,15 +126,17 @@ class SimScheduler:
         world = self.world
         self.life += 1
         self.links = {}
-        limits = Limits(silence_s=1e9, return_s=5.0)
-        self.machine = Managed(cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, limits=limits, now=world.now)
+        limits = ServerTimeouts(heartbeat_timeout_s=1e9, return_timeout_s=5.0)
+        self.machine = FederationMachine(
+            cluster_id="c", key=b"k", server_num=world.wanted, plan=world.plan, timeouts=limits, now=world.now
+        )
         if self.record is not None:
             self.machine.restore(self.record, world.now)
         life = self.life
 
         def tick() -> None:
             if self.life == life and self.machine is not None:
-                self.carry(self.machine.step(Ticked(), world.now))
+                self.carry(self.machine.step(Tick(), world.now))
                 world.after(0.05, tick)
 
         tick()
@@ -153,23 +155,23 @@ class SimScheduler:
 
     def hear(self, link: int, message: Any) -> None:
         if self.machine is not None and link in self.links:
-            self.carry(self.machine.step(Heard(message, link), self.world.now))
+            self.carry(self.machine.step(MessageReceived(message, link), self.world.now))
 
     def lost(self, link: int) -> None:
         if self.machine is not None and self.links.pop(link, None) is not None:
-            self.carry(self.machine.step(LinkLost("closed", link), self.world.now))
+            self.carry(self.machine.step(ConnectionLost("closed", link), self.world.now))
 
-    def carry(self, effects: list[Effect]) -> None:
+    def carry(self, effects: list[FederationEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, Keep):
+            if isinstance(effect, PersistFederation):
                 self.record = effect.record
-            elif isinstance(effect, Send) and effect.link in self.links:
-                server, life = self.links[effect.link]
+            elif isinstance(effect, Send) and effect.connection in self.links:
+                server, life = self.links[effect.connection]
                 message = effect.message
                 self.world.carry("scheduler", server.node_id, lambda s=server, n=life, m=message: s.hear(n, m))  # type: ignore[misc]
             elif isinstance(effect, Close):
-                self.links.pop(effect.link, None)
-            elif isinstance(effect, Publish):
+                self.links.pop(effect.connection, None)
+            elif isinstance(effect, PublishEvent):
                 self.world.tell(f"{effect.node} {effect.what}: {effect.reason}")
                 if effect.what == "given up" and self.machine is not None:
                     self.world.gave_up.add(self.machine.round)
@@ -198,11 +200,11 @@ class SimServer:
         self.alive = self.locked = True
         self.claims = Claims(self.node_id)
         self.part_round = max((number for number, _ in self.logs), default=0)
-        self.orders: Orders | None = None
+        self.orders: ServerInstructions | None = None
         self.sealed = self.drained = False
         self.unable: set[str] = set()
         self.waiting: dict[tuple[int, str], list[Callable[[str], None]]] = {}
-        self.asked: dict[int, Callable[[Secured], None]] = {}
+        self.asked: dict[int, Callable[[SecaggReply], None]] = {}
         self.reached: set[str] = set()
         self.link = 0
         for (number, _), ids in self.logs.items():
@@ -228,7 +230,9 @@ class SimServer:
             return self.world.after(0.05, lambda: self._call(life))
         self.link = scheduler.connect(self, life)
         number = self.orders.round if self.orders is not None else 0
-        enlist = Enlist(self.node_id, self.name, self.host, self.node_id, self.name, folder=self.node_id, round=number)
+        enlist = RegisterServer(
+            self.node_id, self.name, self.host, self.node_id, self.name, log_directory=self.node_id, round=number
+        )
         self._say(enlist)
         return None
 
@@ -245,9 +249,9 @@ class SimServer:
         if self.life != life or not self.alive:
             return
         self.carry(self.claims.tick(self.world.now))
-        if not self.claims.ready:
+        if not self.claims.has_all_reports:
             for peer in self.claims.members:
-                self.carry(self.claims.greet(peer.node_id))
+                self.carry(self.claims.holdings_for(peer.node_id))
         if self.orders is not None:
             self._work()
         self.world.after(0.05, lambda: self._tick(life))
@@ -255,39 +259,39 @@ class SimServer:
     def hear(self, life: int, message: Any) -> None:
         if self.life != life or not self.alive:
             return
-        if isinstance(message, Admitted):
-            if message.void >= self.part_round:
-                self.logs = {key: ids for key, ids in self.logs.items() if key[0] > message.void}
-                self.claims.held.clear()
+        if isinstance(message, ServerRegistered):
+            if message.discarded_through_round >= self.part_round:
+                self.logs = {key: ids for key, ids in self.logs.items() if key[0] > message.discarded_through_round}
+                self.claims.held_updates.clear()
             self.stand()
-        elif isinstance(message, Orders):
+        elif isinstance(message, ServerInstructions):
             self._follow(message)
-        elif isinstance(message, Joined):
+        elif isinstance(message, DevicesAdmitted):
             for device in message.admitted:
                 for call in self.waiting.pop((-1, device), ()):
                     call("joined")
             for device in message.refused:
                 for call in self.waiting.pop((-1, device), ()):
                     call("refused")
-        elif isinstance(message, Secured):
+        elif isinstance(message, SecaggReply):
             answer = self.asked.pop(message.serial, None)
             if answer is not None:
                 answer(message)
 
-    def _follow(self, orders: Orders) -> None:
+    def _follow(self, orders: ServerInstructions) -> None:
         was = self.claims.is_member
         self.orders = orders
         if orders.round != self.part_round:
-            self.claims.held.pop(orders.round, None)
+            self.claims.held_updates.pop(orders.round, None)
             self.part_round, self.sealed = orders.round, False
-        self.unable &= {adoption.life for adoption in orders.adoptions}
+        self.unable &= {adoption.instance_id for adoption in orders.adoptions}
         for adoption in orders.adoptions:
-            taken = any(life == adoption.life for (_, life) in self.logs)
-            if adoption.by == self.node_id and not taken and adoption.life not in self.unable:
-                self._adopt(adoption.node_id, adoption.life)
-        self.carry(self.claims.follow(orders, self.world.now))
+            taken = any(life == adoption.instance_id for (_, life) in self.logs)
+            if adoption.adopter == self.node_id and not taken and adoption.instance_id not in self.unable:
+                self._adopt(adoption.node_id, adoption.instance_id)
+        self.carry(self.claims.apply_instructions(orders, self.world.now))
         if was and not self.claims.is_member:
-            self.claims.held.pop(self.part_round, None)
+            self.claims.held_updates.pop(self.part_round, None)
         self._settle()
         self._work()
         self.stand()
@@ -307,9 +311,9 @@ class SimServer:
 
     def _settle(self) -> None:
         orders = self.orders
-        if orders is None or not self.claims.settled(self.part_round):
+        if orders is None or not self.claims.is_fully_logged(self.part_round):
             return
-        if orders.stage in (Stage.SEALING, Stage.UNMASKING, Stage.SUMMING):
+        if orders.stage in (RoundStage.SEALING, RoundStage.UNMASKING, RoundStage.SUMMING):
             self.sealed = True
         if self.node_id in orders.leaving and not self.drained:
             self.drained, self.locked = True, False
@@ -317,20 +321,25 @@ class SimServer:
     def _work(self) -> None:
         orders, world = self.orders, self.world
         assert orders is not None
-        if orders.void and orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model == orders.round - 1:
+        if (
+            orders.is_abandoned
+            and orders.stage is RoundStage.SUMMING
+            and orders.aggregator == self.node_id
+            and self.model == orders.round - 1
+        ):
             world.voided.add(orders.round)
             assert orders.round not in world.results, f"round {orders.round} is abandoned and has a sum"
             self.model = orders.round
             self.stand()
-        elif orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.model == orders.round - 1:
+        elif orders.stage is RoundStage.SUMMING and orders.aggregator == self.node_id and self.model == orders.round - 1:
             total: list[str] = []
-            for node_id, numbers in orders.parts:
+            for node_id, numbers in orders.expected_totals:
                 other = world.servers[node_id]
                 if not other.alive or other.part_round != orders.round or len(other.mine()) != numbers.count:
                     return
                 total += other.mine()
             found = orders.unmasking
-            assert found is None or set(found.list.clients) == set(total), f"round {orders.round} unmasks another sum"
+            assert found is None or set(found.uploaders.clients) == set(total), f"round {orders.round} unmasks another sum"
             self._summed(orders.round, total)
         elif self.model < orders.round - 1 and orders.source and world.servers[orders.source].model >= orders.round - 1:
             self.model = orders.round - 1
@@ -354,52 +363,52 @@ class SimServer:
         if not self.link:
             return
         adopted = tuple(life for number, life in self.logs if life and number == self.part_round)
-        standing = Standing(
+        standing = ServerStatus(
             generation=self.claims.generation,
             round=self.part_round,
-            numbers=Numbers(len(self.mine())),
+            totals=RoundTotals(len(self.mine())),
             sealed=self.sealed,
-            model=self.model,
+            model_round=self.model,
             digest=str(self.model),
-            adopted=adopted,
-            unable=tuple(sorted(self.unable)),  # the order of a set differs from process to process
+            adopted_instances=adopted,
+            failed_adoptions=tuple(sorted(self.unable)),  # the order of a set differs from process to process
             drained=self.drained,
-            devices=tuple(self.mine()) if self.sealed and self.world.plan.secure else (),
+            counted_devices=tuple(self.mine()) if self.sealed and self.world.plan.secure else (),
         )
         self._say(standing)
 
-    def carry(self, wishes: list[Wish]) -> None:
+    def carry(self, wishes: list[ClaimEffect]) -> None:
         for wish in wishes:
-            if isinstance(wish, Tell):
+            if isinstance(wish, SendToServer):
                 self._tell_peer(wish)
-            elif isinstance(wish, Store):
+            elif isinstance(wish, StoreUpdate):
                 self._store(wish.round, wish.device)
             else:
-                assert isinstance(wish, Answer)
+                assert isinstance(wish, RejectUpdate)
                 for call in self.waiting.pop((wish.round, wish.device), ()):
                     call(str(wish.outcome))
 
-    def _tell_peer(self, wish: Tell) -> None:
+    def _tell_peer(self, wish: SendToServer) -> None:
         other = self.world.servers[wish.node_id]
-        known = next((p.address for p in self.claims.members if p.node_id == wish.node_id), "")
+        known = next((p.peer_address for p in self.claims.members if p.node_id == wish.node_id), "")
         if not other.alive or other.name != known:
             return
         life, message = other.life, wish.message
 
         def arrive() -> None:
             if other.life == life and other.alive:
-                other.carry(other.claims.heard(self.node_id, message, self.world.now))
+                other.carry(other.claims.on_message(self.node_id, message, self.world.now))
 
         self.world.carry(self.node_id, wish.node_id, arrive)
 
     def _store(self, number: int, device: str) -> None:
         """Logged at once, as with durability `process`; the answer may still be lost."""
         if number != self.part_round or (number, device) not in self.waiting:
-            return self.carry(self.claims.failed(number, device))
+            return self.carry(self.claims.on_store_failed(number, device))
         self.logs.setdefault((number, ""), []).append(device)
-        self.carry(self.claims.logged(number, device))
+        self.carry(self.claims.on_update_logged(number, device))
         for call in self.waiting.pop((number, device), ()):
-            call(str(Outcome.COUNTED))
+            call(str(UpdateOutcome.COUNTED))
         self._settle()
         self.stand()
         return None
@@ -408,19 +417,19 @@ class SimServer:
         if self.orders is None or not self.claims.is_member or self.model < self.orders.round - 1:
             return call("refused")
         self.waiting.setdefault((-1, device), []).append(call)
-        self._say(Joining(self.orders.round, (device,)))
+        self._say(AdmitDevices(self.orders.round, (device,)))
         return None
 
-    def relay(self, number: int, ask: Any, call: Callable[[Secured], None]) -> None:
+    def relay(self, number: int, ask: Any, call: Callable[[SecaggReply], None]) -> None:
         """A request of a secure round."""
         self.serial += 1
         serial = self.serial
         self.asked[serial] = call
-        self._say(Secure(serial, number, ask))
+        self._say(SecaggForward(serial, number, ask))
 
     def update(self, number: int, device: str, call: Callable[[str], None]) -> None:
         self.waiting.setdefault((number, device), []).append(call)
-        self.carry(self.claims.came(number, device, self.world.now))
+        self.carry(self.claims.on_update_received(number, device, self.world.now))
 
 
 class SimDevice:
@@ -439,7 +448,7 @@ class SimDevice:
         number = self.round
 
         def answered(word: str) -> None:
-            if number >= 0 and word == str(Outcome.COUNTED):
+            if number >= 0 and word == str(UpdateOutcome.COUNTED):
                 world.carry(server.node_id, self.name, lambda: self._heard(attempt, number, word))
             else:
                 world.carry(server.node_id, self.name, lambda: self._heard(attempt, number, word, server))
@@ -458,13 +467,13 @@ class SimDevice:
             self.act()
 
     def _heard(self, attempt: int, number: int, word: str, server: SimServer | None = None) -> None:
-        if number >= 0 and word == str(Outcome.COUNTED):
+        if number >= 0 and word == str(UpdateOutcome.COUNTED):
             self.world.acked.setdefault(number, set()).add(self.name)
         if attempt != self.attempt:
             return
         if number < 0 and word == "joined" and server is not None and server.orders is not None:
             self.round = server.orders.round
-        elif number >= 0 and word in (str(Outcome.COUNTED), str(Outcome.LATE)):
+        elif number >= 0 and word in (str(UpdateOutcome.COUNTED), str(UpdateOutcome.LATE)):
             self.round = -1
         self.attempt += 1
         attempt = self.attempt

@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.simulation.federation import SimDevice, Simulated
 
-from covey.core.federated.claims import Outcome
+from covey.core.federated.claims import UpdateOutcome
 from covey.core.federated.secagg.messages import (
-    SEALED,
+    SEALED_SHARE_BYTES,
     ClientList,
     ExchangeKeys,
     GetClientList,
@@ -23,10 +23,10 @@ from covey.core.federated.secagg.messages import (
     PlainShare,
     ReconstructSecrets,
     SealedShare,
-    Secured,
+    SecaggReply,
+    SecaggVerdict,
     ShareList,
     ShareSecrets,
-    Verdict,
 )
 
 
@@ -67,7 +67,7 @@ class MaskedDevice(SimDevice):
         attempt, world, number = self.attempt, self.world, self.round
         server = world.random.choice(list(world.servers.values()))
 
-        def answered(found: Secured) -> None:
+        def answered(found: SecaggReply) -> None:
             world.carry(server.node_id, self.name, lambda: self._told(attempt, number, found))
 
         def arrive() -> None:
@@ -85,7 +85,9 @@ class MaskedDevice(SimDevice):
         steps: list[Callable[[], Any]] = [
             lambda: made(ExchangeKeys, c_pk=name, s_pk=name),
             lambda: made(GetKeys),
-            lambda: made(ShareSecrets, encrypted_shares=tuple(SealedShare(other, bytes(SEALED)) for other in self.near)),
+            lambda: made(
+                ShareSecrets, encrypted_shares=tuple(SealedShare(other, bytes(SEALED_SHARE_BYTES)) for other in self.near)
+            ),
             lambda: made(GetSecrets),
             lambda: None,
             lambda: made(GetClientList),
@@ -93,13 +95,13 @@ class MaskedDevice(SimDevice):
         ]
         return steps[self.step]()
 
-    def _told(self, attempt: int, number: int, found: Secured) -> None:
+    def _told(self, attempt: int, number: int, found: SecaggReply) -> None:
         if attempt != self.attempt or number != self.round:
             return
-        assert found.verdict is not Verdict.WRONG, f"{self.name} in step {self.step}: {found.reason}"
-        if found.verdict in (Verdict.LATE, Verdict.DONE):
+        assert found.verdict is not SecaggVerdict.INVALID, f"{self.name} in step {self.step}: {found.reason}"
+        if found.verdict in (SecaggVerdict.LATE, SecaggVerdict.DONE):
             self.round = -1
-        elif found.verdict is Verdict.TAKEN:
+        elif found.verdict is SecaggVerdict.ACCEPTED:
             self._take(number, found.payload)
         self._again()
 
@@ -115,7 +117,7 @@ class MaskedDevice(SimDevice):
 
     def _heard(self, attempt: int, number: int, word: str, server: Any = None) -> None:
         joining = number < 0
-        if attempt == self.attempt and not joining and word == str(Outcome.COUNTED):
+        if attempt == self.attempt and not joining and word == str(UpdateOutcome.COUNTED):
             self.world.acked.setdefault(number, set()).add(self.name)
             self.step = 5
             return self._again()

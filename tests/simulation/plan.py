@@ -9,7 +9,7 @@ from msgspec import structs
 from tests.simulation.net import Weather
 
 from covey.core.cluster.node_machine import NodeSettings
-from covey.core.cluster.recovery_strategy import Strategy
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.types import ClusterSettings, Role
 
 FAULTS = (
@@ -69,7 +69,7 @@ class Plan:
 
 def resizes(settings: ClusterSettings) -> bool:
     """Whether the world may change its size, and ranks with it."""
-    return Strategy.ELASTIC in settings.strategies or settings.worker_max > 0
+    return RecoveryStrategy.ELASTIC in settings.strategies or settings.worker_max > 0
 
 
 def draw(random: Random) -> Plan:
@@ -91,7 +91,7 @@ def draw(random: Random) -> Plan:
         recovery=recovery,
         topo_timeout_s=topo,
         node_timeout_s=node_timeout,
-        beats=beats,
+        heartbeats_enabled=beats,
         max_restarts=random.randint(0, 3) if agents else 0,
     )
     lower = min(3.0, abs(node_timeout) / 4)
@@ -103,7 +103,7 @@ def draw(random: Random) -> Plan:
         retry_lower_s=lower,
         retry_upper_s=lower * 5 / 3,
         recovery=recovery,
-        beats=beats,
+        heartbeats_enabled=beats,
     )
     places = _agents(random, world) if agents else _raw(random, world, Role.WORKER)
     places += _raw(random, servers, Role.PSERVER)
@@ -128,7 +128,7 @@ def draw(random: Random) -> Plan:
         _train(random, plan)
     plan.supervised = recovery and random.random() < 0.8
     plan.scheduler_returns = recovery or random.random() < 0.5
-    if plan.cluster.strategies and Strategy.RECOVER in plan.cluster.strategies:
+    if plan.cluster.strategies and RecoveryStrategy.RECOVER in plan.cluster.strategies:
         for place in places:
             place.spares = random.choice((0, 1, 2)) if place.slots else 0
     if random.random() < 0.5:
@@ -139,7 +139,7 @@ def draw(random: Random) -> Plan:
 def _train(random: Random, plan: Plan) -> None:
     """The workers are in a loop, and heal by some of the strategies."""
     often = random.choice((0.4, 0.8, 0.8, 0.9))
-    rungs = tuple(s for s in Strategy if random.random() < (0.5 if s is Strategy.ELASTIC else often))
+    rungs = tuple(s for s in RecoveryStrategy if random.random() < (0.5 if s is RecoveryStrategy.ELASTIC else often))
     plan.attach = random.choice((0.9, 1.0, 1.0, 1.0))
     plan.weather.reorder = 0.0  # a plan that overtakes the news of its generation is lost, which TCP does not do
     plan.faults = (*plan.faults, "kill node", "preempt")

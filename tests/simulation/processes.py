@@ -15,38 +15,48 @@ from tests.simulation.net import NODE, SCHEDULER, Link
 from tests.simulation.plan import TRAINING_MAX, Place
 from tests.simulation.training import Trainer
 
-from covey.core.cluster.node_machine import NodeMachine, NodeSettings, Stage
-from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.node_machine import NodeMachine, NodeSettings, NodeStage
+from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import (
     Close,
     Connect,
     Deliver,
-    End,
-    Finish,
+    EndCluster,
+    EndMembership,
     NodeEffect,
     Persist,
-    Publish,
+    PublishEvent,
     SchedulerEffect,
     Send,
-    SendBeat,
+    SendHeartbeat,
 )
-from covey.core.events import Heard, HostGone, LeaveAsked, LinkLost, LinkMade, NodeEvent, Restored, SchedulerEvent, Ticked
+from covey.core.events import (
+    Connected,
+    ConnectionLost,
+    HostGone,
+    JournalRead,
+    LeaveRequested,
+    MessageReceived,
+    NodeEvent,
+    SchedulerEvent,
+    Tick,
+)
 from covey.core.messages import (
     Assignment,
-    Beat,
-    Exited,
-    Formed,
+    ChildExited,
+    ChildStarted,
+    DesiredChildren,
     FromNode,
     FromScheduler,
-    Get,
-    Put,
+    Heartbeat,
+    NewGeneration,
+    RankAssigned,
     Register,
     RegisterAgent,
-    Regrouped,
-    Start,
-    Started,
-    StopAsked,
-    Value,
+    RendezvousGet,
+    RendezvousPut,
+    RendezvousValue,
+    StopRequest,
 )
 from covey.core.types import Host, Phase, Progress, Role
 
@@ -115,19 +125,19 @@ class Process(ABC):
 
 
 class SchedulerProcess(Process):
-    """The scheduler: the real `Machine`, its journal, its links, and a crash wherever the world wants one."""
+    """The scheduler: the real `SchedulerMachine`, its journal, its links, and a crash wherever the world wants one."""
 
     def __init__(self, world: World, name: str, cluster_id: str) -> None:
         super().__init__(world, name, "hs")
-        self.machine = Machine(world.plan.cluster, cluster_id=cluster_id, job="job", now=self.now)
+        self.machine = SchedulerMachine(world.plan.cluster, cluster_id=cluster_id, job="job", now=self.now)
         self.registered: dict[int, Register | RegisterAgent] = {}
         self.links: dict[int, Link] = {}
-        self.ended: End | None = None
+        self.ended: EndCluster | None = None
         self.crash_armed = False
         self.crash_in_end: int | None = None  # before which effect of the step that ends the cluster
         world.net.listener = world.scheduler = self
         world.tell(name, "started", f"cluster {cluster_id}, {len(world.disk.records())} records")
-        self._step(Restored(world.disk.records()))
+        self._step(JournalRead(world.disk.records()))
         world.after(TICK_S, self._tick)
 
     def accept(self, link: Link) -> None:
@@ -138,11 +148,11 @@ class SchedulerProcess(Process):
             message = _from_node(payload)
             if isinstance(message, Register | RegisterAgent):
                 self.registered[link.id] = message
-            self._step(Heard(message, link.id))
+            self._step(MessageReceived(message, link.id))
 
     def lost(self, link: Link, reason: str) -> None:
         if self.links.pop(link.id, None) is not None:
-            self._step(LinkLost(reason, link.id))
+            self._step(ConnectionLost(reason, link.id))
 
     def gone(self, silently: bool = False) -> None:
         super().gone(silently)
@@ -150,7 +160,7 @@ class SchedulerProcess(Process):
 
     def stop(self) -> None:
         """A visitor asks for the end."""
-        self.post(self._step, Heard(StopAsked("a visitor asked")))
+        self.post(self._step, MessageReceived(StopRequest("a visitor asked")))
 
     def host_gone(self, life: str) -> None:
         """What looks after the hosts says that one is over."""
@@ -159,13 +169,13 @@ class SchedulerProcess(Process):
     def wake(self) -> None:
         """Of everything that waited, its own clock comes first: the worst order there is."""
         if self.hung and self.alive:
-            self._waiting.insert(0, (self._step, (Ticked(),)))
+            self._waiting.insert(0, (self._step, (Tick(),)))
         super().wake()
 
     def _tick(self) -> None:
         if self.alive:
             if not self.hung:
-                self._step(Ticked())
+                self._step(Tick())
             self.world.after(TICK_S, self._tick)
 
     def _step(self, event: SchedulerEvent) -> None:
@@ -174,7 +184,11 @@ class SchedulerProcess(Process):
         crash_at = -1
         if self.crash_armed and any(isinstance(effect, Persist) for effect in effects):
             crash_at = self.world.random.randint(0, len(effects))
-        if self.crash_in_end is not None and isinstance(event, Heard | Ticked) and self.machine.cluster.phase is Phase.ENDED:
+        if (
+            self.crash_in_end is not None
+            and isinstance(event, MessageReceived | Tick)
+            and self.machine.cluster.phase is Phase.ENDED
+        ):
             crash_at, self.crash_in_end = min(self.crash_in_end, len(effects)), None
         for number, effect in enumerate(effects):
             if number == crash_at:
@@ -194,11 +208,11 @@ class SchedulerProcess(Process):
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, Close):
-            link = self.links.get(effect.link)
+            link = self.links.get(effect.connection)
             if link is not None and link.open[SCHEDULER]:
                 self.world.net.close(link, SCHEDULER)
                 self.world.after(0.001, self.post, self.lost, link, "closed here")
-        elif isinstance(effect, Publish):
+        elif isinstance(effect, PublishEvent):
             self.world.tell(effect.node, effect.what, effect.reason, by=self.name)
             self.world.count(effect.what)
         else:
@@ -208,7 +222,7 @@ class SchedulerProcess(Process):
             self.world.after(ANSWERS_S, self.world.scheduler_done, self)
 
     def _send(self, effect: Send) -> None:
-        link = self.links.get(effect.link)
+        link = self.links.get(effect.connection)
         if link is None:
             return
         payload = _encode(effect.message)
@@ -238,11 +252,11 @@ class NodeProcess(Process):
 
     @property
     def wish(self) -> Register | RegisterAgent:
-        return self.machine.wish
+        return self.machine.registration
 
     @property
     def linked(self) -> bool:
-        return self._link is not None and self.machine.stage is Stage.MEMBER
+        return self._link is not None and self.machine.stage is NodeStage.MEMBER
 
     @property
     def progress(self) -> Progress:
@@ -250,25 +264,25 @@ class NodeProcess(Process):
 
     def leave(self, code: int, reason: str) -> None:
         self.world.tell(self.name, "is asked to leave", f"code {code}, {reason}")
-        self.post(self._step, LeaveAsked(code, reason))
+        self.post(self._step, LeaveRequested(code, reason))
 
     def made(self, link: Link) -> None:
         if not link.open[NODE]:
             return self.refused("closed at once")
         self._link = link
-        return self._step(LinkMade())
+        return self._step(Connected())
 
     def refused(self, reason: str) -> None:
-        self._step(LinkLost(reason))
+        self._step(ConnectionLost(reason))
 
     def heard(self, link: Link, payload: bytes) -> None:
         if link is self._link:
-            self._step(Heard(_from_scheduler(payload)))
+            self._step(MessageReceived(_from_scheduler(payload)))
 
     def lost(self, link: Link, reason: str) -> None:
         if link is self._link:
             self._link = None
-            self._step(LinkLost(reason))
+            self._step(ConnectionLost(reason))
 
     def cut(self) -> None:
         if self._link is not None:
@@ -282,13 +296,13 @@ class NodeProcess(Process):
 
     def delivered(self, message: FromScheduler) -> None:
         """The program hears this: in every generation the ranks of a group find each other over the board."""
-        if isinstance(message, Formed) and message.node_id and self.trainer is None:
+        if isinstance(message, RankAssigned) and message.node_id and self.trainer is None:
             self.trainer = Trainer(self)  # a spare no more
-        if isinstance(message, Formed):
+        if isinstance(message, RankAssigned):
             self._world = message.world
-        if isinstance(message, Formed | Regrouped):
+        if isinstance(message, RankAssigned | NewGeneration):
             self._meet(message.generation)
-        elif isinstance(message, Value) and message.generation == self._generation:
+        elif isinstance(message, RendezvousValue) and message.generation == self._generation:
             self.met.add(message.key)
         if self.trainer is not None:
             self.trainer.hear(message)
@@ -300,9 +314,9 @@ class NodeProcess(Process):
             self._generation = generation
             self.met.clear()
         if wish.role is not Role.SPARE and self._world <= TRAINING_MAX:
-            self.say(Put(f"{wish.role.group}/{wish.rank}", b"here", generation))
+            self.say(RendezvousPut(f"{wish.role.group}/{wish.rank}", b"here", generation))
             for rank in range(self._world):
-                self.say(Get(f"{wish.role.group}/{rank}", generation))
+                self.say(RendezvousGet(f"{wish.role.group}/{rank}", generation))
 
     def finished(self, code: int, reason: str) -> None:
         self.world.tell(self.name, "finished", f"code {code}: {reason}")
@@ -312,8 +326,8 @@ class NodeProcess(Process):
 
     def _step(self, event: NodeEvent) -> None:
         now = self.now
-        if isinstance(event, Ticked) and self.machine.due - now < 1e-6:
-            now = max(now, self.machine.due)  # two clocks are added up here, and rounded
+        if isinstance(event, Tick) and self.machine.due_at - now < 1e-6:
+            now = max(now, self.machine.due_at)  # two clocks are added up here, and rounded
         for effect in self.machine.step(event, now):
             self._carry_out(effect)
             if not self.alive:
@@ -325,9 +339,9 @@ class NodeProcess(Process):
             self.world.net.connect(self, self.refused)
         elif isinstance(effect, Send):
             self.say(effect.message)
-        elif isinstance(effect, SendBeat):
+        elif isinstance(effect, SendHeartbeat):
             self.step_no += 1
-            self.say(Beat(self.progress))
+            self.say(Heartbeat(self.progress))
         elif isinstance(effect, Close):
             if self._link is not None:
                 link, self._link = self._link, None
@@ -335,7 +349,7 @@ class NodeProcess(Process):
         elif isinstance(effect, Deliver):
             self.world.checker.delivered(self, effect.message)
             self.delivered(effect.message)
-        elif isinstance(effect, Finish):
+        elif isinstance(effect, EndMembership):
             if self._link is not None:
                 link, self._link = self._link, None
                 self.world.net.close(link, NODE)
@@ -344,7 +358,7 @@ class NodeProcess(Process):
             self.world.tell(self.name, effect.what, effect.reason)
 
     def _schedule(self) -> None:
-        due = self.machine.due
+        due = self.machine.due_at
         if due != self._tick_at:
             self._tick_at = due
             if due < float("inf"):
@@ -353,7 +367,7 @@ class NodeProcess(Process):
     def _ticked(self, due: float) -> None:
         if self.alive and due == self._tick_at:
             self._tick_at = -1.0
-            self.post(self._step, Ticked())
+            self.post(self._step, Tick())
 
 
 class ChildProcess(NodeProcess):
@@ -370,7 +384,7 @@ class ChildProcess(NodeProcess):
         wish = Register(
             assignment.role,
             assignment.node_id,
-            life=world.new_life(name),
+            instance_id=world.new_life(name),
             host=agent.wish.host,
             fingerprint=world.plan.cluster.fingerprint(),
             incarnation=assignment.incarnation,
@@ -383,12 +397,12 @@ class ChildProcess(NodeProcess):
 
     def stand_by(self) -> None:
         self.ready = True
-        self.say(Beat(self.progress))
+        self.say(Heartbeat(self.progress))
 
     @property
     def progress(self) -> Progress:
         spare = self.trainer is None and self.assignment.role is Role.SPARE
-        return Progress(stands_by=self.ready) if spare else super().progress
+        return Progress(is_spare_ready=self.ready) if spare else super().progress
 
     def exit(self, code: int) -> None:
         """The program ends by itself."""
@@ -411,16 +425,16 @@ class ChildProcess(NodeProcess):
 
 
 class AgentProcess(NodeProcess):
-    """The parent of a host's workers. It levels: what the newest `Start` says is compared with what runs."""
+    """The parent of a host's workers. It levels: what the newest `DesiredChildren` says is compared with what runs."""
 
     def __init__(self, world: World, name: str, host: str, wish: RegisterAgent) -> None:
         self.children: dict[str, ChildProcess] = {}
-        self.start: Start | None = None
+        self.start: DesiredChildren | None = None
         super().__init__(world, name, host, wish, world.plan.node)
 
     def delivered(self, message: FromScheduler) -> None:
-        """What the newest `Start` says is to run; what ended of it is said again, for the first word may be lost."""
-        if not isinstance(message, Start):
+        """What the newest `DesiredChildren` says is to run; what ended of it is said again, for the first word may be lost."""
+        if not isinstance(message, DesiredChildren):
             return
         self.start = message
         self._adopt(message)
@@ -432,23 +446,23 @@ class AgentProcess(NodeProcess):
                 del self.children[name]
         for assignment in message.assignments:
             child_here = self.children.get(assignment.name)
-            if child_here is None and assignment.process:
+            if child_here is None and assignment.promoted_from:
                 said = (assignment.node_id, assignment.incarnation, KILLED, "the spare was gone already")
-                self.say(Exited(*said))
+                self.say(ChildExited(*said))
             elif child_here is None:
                 self.world.checker.started(self, message, assignment)
                 child = ChildProcess(self.world, self, assignment, self.world.random.random() < self.world.plan.attach)
                 self.children[assignment.name] = child
                 self.world.tell(child.name, "started", f"rank {assignment.rank}, generation {message.generation}")
-                self.say(Started(assignment.node_id, assignment.incarnation, 1, assignment.role))
+                self.say(ChildStarted(assignment.node_id, assignment.incarnation, 1, assignment.role))
             elif not child_here.alive:
                 self.child_over(child_here)
 
-    def _adopt(self, start: Start) -> None:
+    def _adopt(self, start: DesiredChildren) -> None:
         """Spares that have become workers, dead or alive."""
         for assignment in start.assignments:
             for name, child in list(self.children.items()):
-                if child.process == assignment.process and child.assignment != assignment:
+                if child.process == assignment.promoted_from and child.assignment != assignment:
                     if (before := self.children.get(assignment.name)) is not None:
                         self._end(before)
                     child.assignment = assignment
@@ -456,9 +470,9 @@ class AgentProcess(NodeProcess):
 
     def child_over(self, child: ChildProcess) -> None:
         mine = child.assignment
-        if self.children.get(mine.name) is child and self.machine.stage is Stage.MEMBER:
+        if self.children.get(mine.name) is child and self.machine.stage is NodeStage.MEMBER:
             code = child.code if child.code is not None else KILLED
-            self.say(Exited(mine.node_id, mine.incarnation, code, f"exit code {code}", ["last line"], role=mine.role))
+            self.say(ChildExited(mine.node_id, mine.incarnation, code, f"exit code {code}", ["last line"], role=mine.role))
 
     def gone(self, silently: bool = False) -> None:
         super().gone(silently)
@@ -484,13 +498,17 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
         return running and wish.agent in cluster.agents
     member = cluster.members.get((wish.role, wish.node_id))
     if wish.role is Role.SPARE:
-        spare = member is not None and member.present and (member.life, member.incarnation) == (wish.life, wish.incarnation)
+        spare = (
+            member is not None
+            and member.is_present
+            and (member.life, member.incarnation) == (wish.instance_id, wish.incarnation)
+        )
         return spare and wish.generation == cluster.generation
     if scheduler.world.meets and len(node.met) < cluster.size(wish.role):
         return False
     return (
         member is not None
-        and (member.life, member.rank, member.incarnation) == (wish.life, wish.rank, wish.incarnation)
+        and (member.life, member.rank, member.incarnation) == (wish.instance_id, wish.rank, wish.incarnation)
         and wish.generation == cluster.generation
     )
 

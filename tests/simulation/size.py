@@ -11,7 +11,7 @@ from tests.simulation.processes import AgentProcess, ChildProcess
 from tests.simulation.world import World
 
 from covey.core.cluster.node_machine import NodeSettings
-from covey.core.cluster.recovery_strategy import Strategy
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.messages import Register
 from covey.core.types import ClusterSettings, Phase
 
@@ -28,7 +28,7 @@ def agents(world: World) -> list[AgentProcess]:
 
 def formed(workers: int) -> World:
     """A calm world in which every worker of every host knows its rank."""
-    cluster = ClusterSettings(worker_num=workers, recovery=True, strategies=(Strategy.IN_PLACE,))
+    cluster = ClusterSettings(worker_num=workers, recovery=True, strategies=(RecoveryStrategy.IN_PLACE,))
     places = [Place(f"a{n}", f"h{n}", slots=PER_HOST) for n in range(workers // PER_HOST)]
     world = World(0, Plan(cluster, NodeSettings("hs:8118", recovery=True), places, attach=1.0, supervised=False))
     world.start_scheduler()

@@ -42,7 +42,7 @@ def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
 def scale(world: Simulated) -> None:
     machine = world.scheduler.machine
     assert machine is not None
-    members = [server.node_id for server in machine.servers.values() if server.member]
+    members = [server.node_id for server in machine.servers.values() if server.is_member]
     try:
         if machine.operation == "out":
             effects = machine.roll_back(world.now)

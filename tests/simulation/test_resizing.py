@@ -15,26 +15,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.effects import Persist, Publish, Send
-from covey.core.events import Heard, Restored, Ticked
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.effects import Persist, PublishEvent, Send
+from covey.core.events import JournalRead, MessageReceived, Tick
 from covey.core.incidents import Incident, Outcome
 from covey.core.messages import (
     Assignment,
-    Beat,
-    Exited,
-    Formed,
+    ChildExited,
+    ClusterEnded,
+    CollectiveNumber,
+    DesiredChildren,
     HealPlan,
-    Number,
+    Heartbeat,
+    MemberIndexes,
+    RankAssigned,
+    RankResumed,
     Register,
     RegisterAgent,
-    Report,
-    Resumed,
-    ScaleAsked,
-    Scaling,
-    Seating,
-    Start,
-    Stop,
+    SafePointReport,
+    ScaleAccepted,
+    ScaleRequest,
 )
 from covey.core.types import ClusterRecord, ClusterSettings, Host, Phase, Progress, Role
 from covey.training.data import sample_schedule
@@ -53,15 +53,15 @@ class Rank:
     def __init__(self, link: int, path: Course, incarnation: int) -> None:
         self.link, self.course, self.incarnation, self.step = link, path, incarnation, 0
         self.holds = 0  # slots of the optimizer's state, as bits
-        self.place = Formed(0, 0, 0, 0, 0)
+        self.place = RankAssigned(0, 0, 0, 0, 0)
         self.fresh = True  # without state
         self.seated = 0
-        self.seating: Seating | None = None
+        self.seating: MemberIndexes | None = None
         self.last: Result | None = None
 
     @property
     def seat(self) -> int:
-        return self.place.seat if self.place.seat >= 0 else self.place.rank
+        return self.place.member_index if self.place.member_index >= 0 else self.place.rank
 
     def complete(self, result: Result) -> None:
         self.last, self.seated = result, result[0]
@@ -85,7 +85,7 @@ class Game:
         batch = self.random.randint(1, 3)
         made = sample_schedule.begin(SAMPLES, batch_size=batch, accumulate=1, world=world, shuffle=True, seed=seed)
         self.begun = msgspec.structs.replace(made, steps=EPOCHS * made.steps_per_epoch)
-        self.machine = Machine(self.settings, cluster_id="c", job="j", now=0.0)
+        self.machine = SchedulerMachine(self.settings, cluster_id="c", job="j", now=0.0)
         self.disk: dict[str, Any] = {}
         self.ranks: dict[str, Rank] = {}  # by node id
         self.links = 10
@@ -97,8 +97,8 @@ class Game:
         self.written = (self.begun, 0, self.counted)
         self.anew = self.in_turn = 0
         self.leavers: set[str] = set()  # whom the operation under way lets go
-        self.tell(Restored())
-        self.tell(Heard(RegisterAgent("a", "life of a", BOX, world), AGENT))
+        self.tell(JournalRead())
+        self.tell(MessageReceived(RegisterAgent("a", "life of a", BOX, world), AGENT))
 
     def tell(self, event: Any) -> None:
         """One step of the machine; its wishes are carried out before the next."""
@@ -106,21 +106,21 @@ class Game:
         for wish in self.machine.step(event, 1.0):
             if isinstance(wish, Persist):
                 self.keep(wish.record)
-            elif isinstance(wish, Publish):
+            elif isinstance(wish, PublishEvent):
                 self.in_turn += wish.what == "resized" and "leave too" in wish.reason
             elif isinstance(wish, Send):
                 by_link = {rank.link: rank for rank in self.ranks.values()}
-                if isinstance(wish.message, Start):
+                if isinstance(wish.message, DesiredChildren):
                     starts = wish.message.assignments
                     lives = {a.node_id: a.incarnation for a in starts}
                     self.end_unwanted({n for n, rank in self.ranks.items() if lives.get(n) == rank.incarnation})
-                elif wish.link in by_link and isinstance(wish.message, Formed):
-                    by_link[wish.link].place = wish.message
-                elif wish.link in by_link and isinstance(wish.message, Stop):
-                    self.end_unwanted({name for name, rank in self.ranks.items() if rank.link != wish.link})
-                elif wish.link in by_link and isinstance(wish.message, HealPlan):
-                    self.plans[wish.link] = wish.message
-                elif isinstance(wish.message, Scaling):
+                elif wish.connection in by_link and isinstance(wish.message, RankAssigned):
+                    by_link[wish.connection].place = wish.message
+                elif wish.connection in by_link and isinstance(wish.message, ClusterEnded):
+                    self.end_unwanted({name for name, rank in self.ranks.items() if rank.link != wish.connection})
+                elif wish.connection in by_link and isinstance(wish.message, HealPlan):
+                    self.plans[wish.connection] = wish.message
+                elif isinstance(wish.message, ScaleAccepted):
                     self.told.append(wish.message.reason)
         self.never_half()
         for assignment in starts:
@@ -129,9 +129,9 @@ class Game:
     def never_half(self) -> None:
         """Where no scale-in is under way, all have left who were to; unless nobody else was left."""
         if not self.ended and not any(
-            i.strategy == "scale-in" and i.outcome is Outcome.OPEN for i in self.machine.incidents.kept
+            i.strategy == "scale-in" and i.outcome is Outcome.OPEN for i in self.machine.incidents.records
         ):
-            here = {m.node_id for m in self.machine.cluster.of(Role.WORKER)}
+            here = {m.node_id for m in self.machine.cluster.members_in_role(Role.WORKER)}
             assert not self.leavers & here or len(here) == 1, f"{self.leavers & here} were to leave"
             self.leavers = set()
 
@@ -155,7 +155,7 @@ class Game:
     def register(self, name: str) -> None:
         member = self.machine.cluster.members[(Role.WORKER, name)]
         wish = Register(Role.WORKER, name, f"{name}.{member.incarnation}", BOX, incarnation=member.incarnation)
-        self.tell(Heard(wish, self.ranks[name].link))
+        self.tell(MessageReceived(wish, self.ranks[name].link))
 
     @property
     def ended(self) -> bool:
@@ -178,26 +178,26 @@ class Game:
         if self.lasts and any(not rank.fresh for other, rank in self.ranks.items() if other != name):
             del self.ranks[name]
             incarnation = self.machine.cluster.members[(Role.WORKER, name)].incarnation
-            self.tell(Heard(Exited(name, incarnation, 137, "killed"), AGENT))
+            self.tell(MessageReceived(ChildExited(name, incarnation, 137, "killed"), AGENT))
 
     def scale(self) -> None:
         cluster = self.machine.cluster
-        before, under_way = {m.node_id for m in cluster.of(Role.WORKER)}, bool(self.leavers)
-        self.tell(Heard(ScaleAsked(self.random.randint(1, 7)), 9))
+        before, under_way = {m.node_id for m in cluster.members_in_role(Role.WORKER)}, bool(self.leavers)
+        self.tell(MessageReceived(ScaleRequest(self.random.randint(1, 7)), 9))
         if not under_way:
-            self.leavers = before - {m.node_id for m in cluster.of(Role.WORKER)} | set(cluster.going)
+            self.leavers = before - {m.node_id for m in cluster.members_in_role(Role.WORKER)} | set(cluster.going)
 
     def restart_scheduler(self) -> None:
-        self.machine = Machine(self.settings, cluster_id="other", job="j", now=0.0)
-        self.tell(Restored(tuple(self.disk.values())))
+        self.machine = SchedulerMachine(self.settings, cluster_id="other", job="j", now=0.0)
+        self.tell(JournalRead(tuple(self.disk.values())))
         agent = RegisterAgent("a", "life of a", BOX, self.settings.worker_num, cluster_id="c")
-        self.tell(Heard(agent, AGENT))
+        self.tell(MessageReceived(agent, AGENT))
         for name in sorted(self.ranks):
             self.register(name)
             self.beat(self.ranks[name])
 
     def beat(self, rank: Rank) -> None:
-        self.tell(Heard(Beat(Progress(rank.step, loop=True, together=self.copies)), rank.link))
+        self.tell(MessageReceived(Heartbeat(Progress(rank.step, in_loop=True, departing_max=self.copies)), rank.link))
 
     def something(self) -> None:
         chance = self.random.random()
@@ -216,18 +216,20 @@ class Game:
             self.plans = {}
             for name in self.random.sample(sorted(self.ranks), len(self.ranks)):
                 if (rank := self.ranks.get(name)) is not None:
-                    number = Number(rank.step - 1, 0) if rank.step and not rank.fresh else None
-                    self.tell(Heard(self.report(rank, number), rank.link))
+                    number = CollectiveNumber(rank.step - 1, 0) if rank.step and not rank.fresh else None
+                    self.tell(MessageReceived(self.report(rank, number), rank.link))
                     if self.random.random() < 0.03:
                         self.something()
             if {rank.link for rank in self.ranks.values()} == set(self.plans):
                 self.agreed = self.machine.cluster.generation
                 self.follow()
 
-    def report(self, rank: Rank, number: Number | None) -> Report:
+    def report(self, rank: Rank, number: CollectiveNumber | None) -> SafePointReport:
         generation, cut = self.machine.cluster.generation, self.copies > 0 and not rank.fresh
         slots, holds = (SLOTS, rank.holds.to_bytes(1, "little")) if cut else (0, b"")
-        return Report(generation, number, needs_state=rank.fresh, seated=rank.seated, port=1, slots=slots, holds=holds)
+        return SafePointReport(
+            generation, number, needs_state=rank.fresh, indexes_version=rank.seated, port=1, slot_count=slots, held_slots=holds
+        )
 
     def deal_out(self) -> None:
         """All take part again, so everyone has the parts that are its own in this world, and the copies."""
@@ -253,8 +255,8 @@ class Game:
         ahead = {rank.place.rank: rank for rank in self.ranks.values() if not rank.fresh}
         for rank in list(self.ranks.values()):
             plan = self.plans[rank.link]
-            rank.seating = plan.seating or rank.seating
-            giver = ahead[plan.giver.rank] if plan.giver is not None else None
+            rank.seating = plan.member_indexes or rank.seating
+            giver = ahead[plan.donor.rank] if plan.donor is not None else None
             if giver is not None and rank.fresh:
                 rank.take(giver)
             elif giver is not None:
@@ -270,7 +272,7 @@ class Game:
         first, results = world[0], set()
         for rank in world:
             seating = rank.seating if rank.seating is not None and rank.seating.version > rank.seated else None
-            results.add((seating.version, tuple(seating.seats)) if seating is not None else (rank.seated, rank.course.seats))
+            results.add((seating.version, tuple(seating.indexes)) if seating is not None else (rank.seated, rank.course.seats))
         assert len({seats for _, seats in results}) == 1, "ranks differ in who takes part"
         version, present = max(results)
         assert present == tuple(rank.seat for rank in world)
@@ -308,8 +310,8 @@ class Game:
             for rank in list(self.ranks.values()):
                 if self.machine.cluster.trains or self.random.random() < 0.5:  # beats may be late
                     self.beat(rank)
-                self.tell(Heard(Resumed(generation, rank.step), rank.link))
-            self.tell(Ticked())
+                self.tell(MessageReceived(RankResumed(generation, rank.step), rank.link))
+            self.tell(Tick())
 
 
 def live(seed: int) -> Counter[str]:

@@ -12,27 +12,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.cluster.recovery_strategy import RESTARTS_MAX
-from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.recovery_strategy import ROWS_LOST_RESTARTS_MAX
+from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Persist, Send
-from covey.core.events import Heard, Restored, Ticked
+from covey.core.events import JournalRead, MessageReceived, Tick
 from covey.core.incidents import Incident, Outcome
 from covey.core.messages import (
     Assignment,
-    Beat,
-    Exited,
-    Formed,
+    ChildExited,
+    ClusterEnded,
+    DesiredChildren,
+    Heartbeat,
+    RankAssigned,
     Refused,
     Register,
     RegisterAgent,
-    ScaleAsked,
-    Scaling,
-    Settled,
-    Shared,
-    Start,
-    Stop,
+    ScaleAccepted,
+    ScaleRequest,
+    ServerInSync,
+    ShardingAssigned,
 )
-from covey.core.parameter_server.sharding import SLOTS, Owners, Sharing, first
+from covey.core.parameter_server.sharding import SLOTS, Sharding, SlotOwners, initial_sharding
 from covey.core.types import ClusterSettings, Host, MemberRecord, NodeState, Phase, Progress, Role
 
 BOX = Host("boot", "box", "10.0.0.1")
@@ -44,24 +44,26 @@ class Child:
 
     def __init__(self, link: int, assignment: Assignment) -> None:
         self.link, self.assignment = link, assignment
-        self.sharing: Sharing | None = None
+        self.sharing: Sharding | None = None
 
 
 class Game:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         ladder = ("recover-in-place",)
-        self.settings = ClusterSettings(WORKERS, SERVERS, recovery=True, strategies=ladder, beats=False, stuck_s=-1)
+        self.settings = ClusterSettings(
+            WORKERS, SERVERS, recovery=True, strategies=ladder, heartbeats_enabled=False, stuck_s=-1
+        )
         self.now = 1.0
         self.disk: dict[str, Any] = {}
         self.children: dict[str, Child] = {}
         self.links = 10
-        self.said: dict[int, Owners] = {}  # by version: what anyone was told
+        self.said: dict[int, SlotOwners] = {}  # by version: what anyone was told
         self.answers: Counter[str] = Counter()
         self.crash_at = self.step = -1
-        self.machine = Machine(self.settings, cluster_id="c", job="j", now=0.0)
-        self.tell(Restored())
-        self.tell(Heard(RegisterAgent("a", "life of a", BOX, WORKERS, servers=SERVERS), AGENT))
+        self.machine = SchedulerMachine(self.settings, cluster_id="c", job="j", now=0.0)
+        self.tell(JournalRead())
+        self.tell(MessageReceived(RegisterAgent("a", "life of a", BOX, WORKERS, servers=SERVERS), AGENT))
 
     def tell(self, event: Any) -> None:
         """One step of the machine. With `crash_at` the scheduler dies after so many of its wishes."""
@@ -72,12 +74,12 @@ class Game:
             if isinstance(wish, Persist):
                 self.keep(wish.record)
             elif isinstance(wish, Send):
-                if isinstance(wish.message, Start):
+                if isinstance(wish.message, DesiredChildren):
                     starts = wish.message.assignments
-                elif isinstance(wish.message, Scaling | Refused):
+                elif isinstance(wish.message, ScaleAccepted | Refused):
                     self.answers[" ".join(wish.message.reason.split()[:5])] += 1
                 else:
-                    self.hear(wish.link, wish.message)
+                    self.hear(wish.connection, wish.message)
         self.crash_at = -1
         if starts is not None:
             self.run(starts)
@@ -94,12 +96,12 @@ class Game:
         name, child = next(((n, c) for n, c in self.children.items() if c.link == link), ("", None))
         if child is None:
             return
-        if isinstance(message, Stop):
+        if isinstance(message, ClusterEnded):
             assert message.code == 0
             del self.children[name]
-        sharing = message.sharing if isinstance(message, Formed | Shared) else None
-        if isinstance(message, Formed) and sharing is None:
-            sharing = first(SERVERS)
+        sharing = message.sharding if isinstance(message, RankAssigned | ShardingAssigned) else None
+        if isinstance(message, RankAssigned) and sharing is None:
+            sharing = initial_sharding(SERVERS)
         if sharing is not None:
             assert child.sharing is None or sharing.version >= child.sharing.version, "a sharing was taken back"
             child.sharing = sharing
@@ -122,12 +124,12 @@ class Game:
     def register(self, child: Child) -> None:
         a = child.assignment
         life = f"{a.name}.{a.incarnation}"
-        self.tell(Heard(Register(a.role, a.node_id, life, BOX, incarnation=a.incarnation), child.link))
+        self.tell(MessageReceived(Register(a.role, a.node_id, life, BOX, incarnation=a.incarnation), child.link))
 
     def restart_scheduler(self) -> None:
-        self.machine = Machine(self.settings, cluster_id="other", job="j", now=self.now)
-        self.tell(Restored(tuple(self.disk.values())))
-        self.tell(Heard(RegisterAgent("a", "life of a", BOX, WORKERS, servers=SERVERS, cluster_id="c"), AGENT))
+        self.machine = SchedulerMachine(self.settings, cluster_id="other", job="j", now=self.now)
+        self.tell(JournalRead(tuple(self.disk.values())))
+        self.tell(MessageReceived(RegisterAgent("a", "life of a", BOX, WORKERS, servers=SERVERS, cluster_id="c"), AGENT))
         for child in list(self.children.values()):
             self.register(child)
 
@@ -139,29 +141,29 @@ class Game:
     def settle(self) -> None:
         child = self.random.choice(list(self.servers().values()))
         if child.sharing is not None:
-            self.tell(Heard(Settled(child.sharing.version), child.link))
+            self.tell(MessageReceived(ServerInSync(child.sharing.version), child.link))
 
     def die(self) -> None:
-        if not self.machine.cluster.rows_outlive and self.machine.cluster.restarts >= RESTARTS_MAX:
+        if not self.machine.cluster.rows_survive_death and self.machine.cluster.restarts >= ROWS_LOST_RESTARTS_MAX:
             return  # with its rows the run would end
         self.step += 1
         for child in list(self.children.values()):
-            self.tell(Heard(Beat(Progress(self.step, loop=True)), child.link))
+            self.tell(MessageReceived(Heartbeat(Progress(self.step, in_loop=True)), child.link))
         name = self.random.choice(sorted(self.servers()))
         a = self.children.pop(name).assignment
-        self.tell(Heard(Exited(a.node_id, a.incarnation, 137, "killed", role=a.role), AGENT))
+        self.tell(MessageReceived(ChildExited(a.node_id, a.incarnation, 137, "killed", role=a.role), AGENT))
 
     def scale(self) -> None:
         here = [c.assignment.node_id for c in self.servers().values()]
         wish = self.random.choice(
             [
-                ScaleAsked(servers=self.random.randint(0, 6)),
-                ScaleAsked(more_servers=self.random.randint(1, 2)),
-                ScaleAsked(node_ids=[f"pserver:{self.random.choice(here)}"]),
-                ScaleAsked(roll_back=True),
+                ScaleRequest(servers=self.random.randint(0, 6)),
+                ScaleRequest(more_servers=self.random.randint(1, 2)),
+                ScaleRequest(node_ids=[f"pserver:{self.random.choice(here)}"]),
+                ScaleRequest(roll_back=True),
             ]
         )
-        self.tell(Heard(wish, VISITOR))
+        self.tell(MessageReceived(wish, VISITOR))
 
     def something(self) -> None:
         chance = self.random.random()
@@ -174,7 +176,7 @@ class Game:
             self.restart_scheduler()
         elif chance < 0.24:
             self.now += 400.0  # whoever was to come is overdue
-            self.tell(Ticked())
+            self.tell(Tick())
         else:
             self.settle()
 
@@ -184,8 +186,8 @@ class Game:
         cluster = self.machine.cluster
         if cluster.phase in (Phase.FORMING, Phase.ENDED):
             return
-        sharing = cluster.sharing_now
-        here = {m.rank for m in cluster.of(Role.PSERVER)}
+        sharing = cluster.current_sharding
+        here = {m.rank for m in cluster.members_in_role(Role.PSERVER)}
         assert here == {*sharing.servers, *cluster.coming}, "nobody owns what it cannot hold, and nobody is left over"
         assert len(sharing.owners) == SLOTS and set(sharing.owners) == set(sharing.ring)
         assert not (cluster.coming and sharing.leaving)
@@ -197,10 +199,12 @@ class Game:
         for _ in range(3):
             for child in list(self.servers().values()):
                 assert child.sharing is not None
-                self.tell(Heard(Settled(child.sharing.version), child.link))
+                self.tell(MessageReceived(ServerInSync(child.sharing.version), child.link))
         cluster = self.machine.cluster
-        assert not cluster.moving and {m.rank for m in cluster.of(Role.PSERVER)} == set(cluster.sharing_now.ring)
-        moves = [i for i in self.machine.incidents.kept if i.strategy.startswith("scale")]
+        assert not cluster.is_resharding and {m.rank for m in cluster.members_in_role(Role.PSERVER)} == set(
+            cluster.current_sharding.ring
+        )
+        moves = [i for i in self.machine.incidents.records if i.strategy.startswith("scale")]
         assert all(i.outcome in (Outcome.RESUMED, Outcome.ROLLED_BACK) for i in moves), moves
         assert all(m.state is NodeState.ALIVE for m in cluster.members.values())
         self.answers.update(str(i.outcome) for i in moves)

@@ -6,7 +6,7 @@ from tests.simulation import size
 from tests.simulation.plan import Place, Plan
 from tests.simulation.world import World
 
-from covey.core.cluster.node_machine import NodeSettings, Stage
+from covey.core.cluster.node_machine import NodeSettings, NodeStage
 from covey.core.messages import Register
 from covey.core.types import ClusterSettings, Phase
 
@@ -22,7 +22,7 @@ def formed_world(nodes: int, recovery: bool) -> World:
     world.start_scheduler()
     for place in places:
         world.after(world.random.uniform(0.0, 2.0), world.start, place)
-    assert world.run(3.0, lambda: all(n.machine.stage is Stage.MEMBER for n in world.nodes.values()), every_s=0.5)
+    assert world.run(3.0, lambda: all(n.machine.stage is NodeStage.MEMBER for n in world.nodes.values()), every_s=0.5)
     return world
 
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from tests.simulation.checkers import Violation
 
 from covey.core.messages import (
-    Broke,
-    Drain,
-    DumpAsked,
-    Dumped,
-    Formed,
+    CollectiveFailed,
+    CollectiveNumber,
+    Donor,
+    Draining,
+    DumpRequest,
+    DumpWritten,
     FromScheduler,
-    Giver,
     HealPlan,
-    Number,
-    Regrouped,
-    Report,
-    Resumed,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
+    SafePointReport,
 )
 from covey.core.types import Progress
 
@@ -64,28 +64,28 @@ class Trainer:
         self.step = 0  # how many are committed: the state
         self.asked_to_leave = False
         self.waits = False  # inside the step's collective: a safe point
-        self._last: Number | None = None
+        self._last: CollectiveNumber | None = None
         self._newcomer = False
         self._fetching = False
-        self._said: dict[type, Report | Broke | Resumed] = {}
+        self._said: dict[type, SafePointReport | CollectiveFailed | RankResumed] = {}
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.step - 1, "train", loop=True, waits=f"{self.step}.0" if self.waits else "")
+        return Progress(self.step - 1, "train", in_loop=True, waiting_in=f"{self.step}.0" if self.waits else "")
 
     def hear(self, message: FromScheduler) -> None:
         """What the node hands to its program."""
-        if isinstance(message, Formed):
+        if isinstance(message, RankAssigned):
             self._formed(message)
-        elif isinstance(message, Regrouped):
+        elif isinstance(message, NewGeneration):
             self._regrouped(message.generation)
         elif isinstance(message, HealPlan) and message.generation == self.generation != self._agreed:
             if self.waits and not self._fetching:
                 self._carry_out(message)
-        elif isinstance(message, DumpAsked) and self.waits:
-            self.node.say(Dumped(self.step, "dump"))
+        elif isinstance(message, DumpRequest) and self.waits:
+            self.node.say(DumpWritten(self.step, "dump"))
 
-    def _formed(self, formed: Formed) -> None:
+    def _formed(self, formed: RankAssigned) -> None:
         first = self.rank < 0
         self.rank, self.world_size = formed.rank, formed.world
         for said in self._said.values():
@@ -93,7 +93,7 @@ class Trainer:
                 self.node.say(said)
         if first:
             self.generation = formed.generation
-            self._newcomer = formed.restarts > 0 or formed.since > FIRST
+            self._newcomer = formed.restarts > 0 or formed.since_generation > FIRST
             if formed.generation == FIRST and not self._newcomer:
                 self._agreed = self._resumed = FIRST
             self._compute()
@@ -119,8 +119,8 @@ class Trainer:
         if self._agreed == self.generation:
             self._index += 1
             return self.node.world.fabric.issue(self, self._index)
-        at = None if self._newcomer else Number(self.step, 0)
-        report = Report(self.generation, self._last, at, self._newcomer, token=self.node.name)
+        at = None if self._newcomer else CollectiveNumber(self.step, 0)
+        report = SafePointReport(self.generation, self._last, at, self._newcomer, token=self.node.name)
         return self._say(report)
 
     def completed(self, generation: int, step: int) -> None:
@@ -132,37 +132,37 @@ class Trainer:
         if step != self.step:
             raise Violation(f"{self.node.name} holds {self.step} steps and commits step {step}", self.node.name)
         self.node.world.count("committed")
-        self._last = Number(step, 0)
+        self._last = CollectiveNumber(step, 0)
         self.step += 1
         if self._resumed != self._agreed:
             self._resumed = self._agreed
-            self._say(Resumed(self._agreed, step))
+            self._say(RankResumed(self._agreed, step))
         if self.asked_to_leave and self.node.preempted is not None:
-            self.node.say(Drain("asked to leave, its step is finished"))
+            self.node.say(Draining("asked to leave, its step is finished"))
             return self.node.preempted()
         return self._compute()
 
     def break_group(self) -> None:
         """A collective fails here: it is over when the scheduler says so."""
         if self.waits and self._agreed == self.generation:
-            self._say(Broke(self.generation, "connection reset by peer"))
+            self._say(CollectiveFailed(self.generation, "connection reset by peer"))
 
     def _carry_out(self, plan: HealPlan) -> None:
-        if plan.giver is None:
+        if plan.donor is None:
             self._agree(plan.generation)
             self._newcomer = False
             self._attempt()
         else:
             self._fetching = True
             delay = self.node.world.random.choice((0.001, 0.1, 1.0))
-            self.node.world.after(delay, self.node.post, self._fetch, plan, plan.giver)
+            self.node.world.after(delay, self.node.post, self._fetch, plan, plan.donor)
 
-    def _fetch(self, plan: HealPlan, giver: Giver) -> None:
+    def _fetch(self, plan: HealPlan, giver: Donor) -> None:
         """All of it or nothing, from whoever still has it. The generation may move on meanwhile: what was fetched counts."""
         self._fetching = False
         source = self.node.world.trainer(giver.token)
         if source is None:
-            self._say(Broke(plan.generation, f"{giver.token} is gone"))
+            self._say(CollectiveFailed(plan.generation, f"{giver.token} is gone"))
             return self._attempt() if self.generation > plan.generation else None
         if not source.waits:  # it cannot have gone on without this rank
             raise Violation(f"{source.node.name} is asked for its state while it computes", source.node.name, self.node.name)
@@ -178,6 +178,6 @@ class Trainer:
     def _agree(self, generation: int) -> None:
         self._agreed, self._index = generation, 0
 
-    def _say(self, message: Report | Broke | Resumed) -> None:
+    def _say(self, message: SafePointReport | CollectiveFailed | RankResumed) -> None:
         self._said[type(message)] = message
         self.node.say(message)

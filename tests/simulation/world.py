@@ -22,7 +22,7 @@ from tests.simulation.plan import TRAINING_MAX, Place, Plan, draw, resizes
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 from tests.simulation.training import Fabric, Trainer
 
-from covey.core.cluster.resize_plan import ARRIVE_S
+from covey.core.cluster.resize_plan import JOIN_TIMEOUT_S
 from covey.core.messages import Register, RegisterAgent
 from covey.core.types import Host, NodeState, Phase, Role
 
@@ -161,7 +161,7 @@ class World:
     def meets(self) -> bool:
         """Whether all ranks of a group can be expected on the board: nobody left, and no word was reordered."""
         assert self.scheduler is not None
-        members = self.scheduler.machine.cluster.placed()
+        members = self.scheduler.machine.cluster.members_without_spares()
         attached = all(m.life and m.state is not NodeState.LEFT for m in members)
         return attached and len(members) <= TRAINING_MAX and self.plan.weather.reorder == 0
 
@@ -171,7 +171,7 @@ class World:
         """Links die, members are judged, places are waited for: each at most twice in a row; then there is an answer."""
         c, n = self.plan.cluster, self.plan.node
         limits = 3 * max(c.topo_timeout_s, 30.0) + 3 * max(c.node_timeout_s, 0.0) + 2 * n.receive_timeout_s
-        resizing = c.shrink_after_s + ARRIVE_S if resizes(c) else 0.0
+        resizing = c.shrink_after_s + JOIN_TIMEOUT_S if resizes(c) else 0.0
         return 2 * LINK_DEAD_S + limits + (3 * c.stuck_s if c.strategies else 0.0) + resizing + 60
 
     def awake(self) -> list[NodeProcess]:
@@ -184,8 +184,8 @@ class World:
         cluster = self.scheduler.machine.cluster
         if cluster.phase is not Phase.READY or not all(processes.settled(n, self.scheduler) for n in self.awake()):
             return False
-        speaking = {node.wish.life for node in self.awake()}
-        lives = [cluster.agents[m.agent].life if m.agent else m.life for m in cluster.members.values() if m.present]
+        speaking = {node.wish.instance_id for node in self.awake()}
+        lives = [cluster.agents[m.agent].life if m.agent else m.life for m in cluster.members.values() if m.is_present]
         return speaking.issuperset(lives)
 
     def trainer(self, name: str) -> Trainer | None:

@@ -32,7 +32,7 @@ from tests.processes.federation import Federation
 from tests.processes.harness import free_port, until
 from tests.processes.test_taskd import MANAGER
 
-from covey.core.messages import Ask, Register
+from covey.core.messages import Register, ViewRequest
 from covey.core.types import Host, Role
 from covey.transport.framing import frame
 from covey.transport.handshake import ClientGreeting
@@ -146,7 +146,7 @@ class Site:
         for trick in TRICKS:
             with _greeted(self.ports["cluster"], SECRET) as sock:
                 wish = Register(Role.WORKER, trick, "a-life", Host("h", trick, "127.0.0.1"), {})
-                sock.sendall(frame(wish) + frame(Ask()))
+                sock.sendall(frame(wish) + frame(ViewRequest()))
                 sock.settimeout(10)
                 assert sock.recv(65536), "an answer, whatever it is"
             for port in self.http.values():

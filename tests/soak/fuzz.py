@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from covey.core import messages
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.events import Heard, LinkLost, Restored, Ticked
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.events import ConnectionLost, JournalRead, MessageReceived, Tick
 from covey.core.messages import Message, Register, RegisterAgent
 from covey.core.types import ClusterSettings, Host, Progress, Role
 from covey.errors import PeerError, UsageError
@@ -104,9 +104,9 @@ def valid() -> list[Message]:
     """One of each that the scheduler hears, as they come in a small cluster."""
     wish = RegisterAgent("a0", "life-a0", HOST, 2, fingerprint={"MS_WORKER_NUM": "2", "MS_SERVER_NUM": "0"})
     worker = Register(Role.WORKER, "0", "life-0", HOST, dict(wish.fingerprint), incarnation=1)
-    heard = Machine(ClusterSettings(2), cluster_id="c", job="", now=0.0)._hear  # the rest is the shell's affair
+    heard = SchedulerMachine(ClusterSettings(2), cluster_id="c", job="", now=0.0)._handlers  # the rest is the shell's affair
     kinds = {kind: _example(kind) for kind in messages.FromNode.__args__ if kind in heard}
-    known = {RegisterAgent: wish, Register: worker, messages.Beat: messages.Beat(Progress(3, "train", True))}
+    known = {RegisterAgent: wish, Register: worker, messages.Heartbeat: messages.Heartbeat(Progress(3, "train", True))}
     return list((kinds | known).values())
 
 
@@ -149,7 +149,7 @@ def story(draw: random.Random) -> list[Event]:
     worker = next(message for message in known if isinstance(message, Register))
     begin: list[Event] = [("heard", 1, agent), ("tick", 0, None)]
     for rank in (0, 1):
-        own = msgspec.structs.replace(worker, node_id=str(rank), life=f"life-{rank}")
+        own = msgspec.structs.replace(worker, node_id=str(rank), instance_id=f"life-{rank}")
         begin.append(("heard", 2 + rank, own))
     return begin + [_any(draw) for _ in range(draw.randint(1, 20))]
 
@@ -181,20 +181,20 @@ def vary(events: Sequence[Event], draw: random.Random) -> list[Event]:
 
 def play(events: Sequence[Event], settings: ClusterSettings) -> None:
     """All of it at one machine, as its shell would say it: what goes over the wire is a message, and lost links are silent."""
-    machine = Machine(settings, cluster_id="c", job="", now=0.0)
-    machine.step(Restored(()), 0.0)
+    machine = SchedulerMachine(settings, cluster_id="c", job="", now=0.0)
+    machine.step(JournalRead(()), 0.0)
     now, open_links = 0.0, set[int]()
     for what, link, message in events:
         now += 0.5
-        if what == "heard" and not isinstance(message, messages.Ask):
+        if what == "heard" and not isinstance(message, messages.ViewRequest):
             open_links.add(link)
-            machine.step(Heard(message, link), now)
+            machine.step(MessageReceived(message, link), now)
         elif what == "lost" and link in open_links:
             open_links.discard(link)
-            machine.step(LinkLost("cut", link), now)
+            machine.step(ConnectionLost("cut", link), now)
         elif what == "tick":
             now += 4.0
-            machine.step(Ticked(), now)
+            machine.step(Tick(), now)
 
 
 SETTINGS = (

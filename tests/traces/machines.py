@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from covey.core.cluster.node_machine import NodeMachine
-from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.federated.claims import Claims
-from covey.core.federated.federation_machine import Managed
+from covey.core.federated.federation_machine import FederationMachine
 
 
 class Recorded(NamedTuple):
@@ -27,16 +27,25 @@ def same(*names: str) -> dict[str, str]:
 
 
 MACHINES = (
-    Recorded(Machine, "scheduler", same("step")),
+    Recorded(SchedulerMachine, "scheduler", same("step")),
     Recorded(NodeMachine, "node", same("step")),
     Recorded(
-        Managed,
+        FederationMachine,
         "federated scheduler",
-        same("step", "restore", "scale_out", "roll_back", "scale_in", "new_instance", "set_enabled"),
+        same("step", "restore", "scale_out", "roll_back", "scale_in", "set_enabled") | {"request_new_instance": "new_instance"},
     ),
     Recorded(
         Claims,
         "federated server",
-        same("restore", "follow", "greet", "came", "logged", "dropped", "failed", "tick", "heard"),
+        {
+            **same("restore", "tick"),
+            "apply_instructions": "follow",
+            "holdings_for": "greet",
+            "on_update_received": "came",
+            "on_update_logged": "logged",
+            "on_request_dropped": "dropped",
+            "on_store_failed": "failed",
+            "on_message": "heard",
+        },
     ),
 )

@@ -30,6 +30,6 @@ def test_versions_in_the_document_are_those_of_the_code() -> None:
         "rows of parameter servers in a checkpoint": str(row_files.FORMAT),
         "update log of a federated server": update_log._MAGIC.decode(),
         "record and models of a federated cluster": "none",
-        "`MSJob`, custom resource": spec.VERSION,
+        "`MSJob`, custom resource": spec.API_VERSION,
         "document of `--on-event`": str(schema),
     }

@@ -1,8 +1,9 @@
 """The agent's shell: covey's process on a host, parent of its workers.
 
-It brings its workers to the scheduler as places to fill, starts what it is told to start, and says who ended and how. A `Start`
-is what should run, not an order to run it: an agent that hears it again after a lost link has nothing to do, and one that hears
-of a newer generation ends what runs of the older one first. Its children speak to the scheduler through it (`relay`).
+It brings its workers to the scheduler as places to fill, starts what it is told to start, and says who ended and how. A
+`DesiredChildren` is what should run, not an order to run it: an agent that hears it again after a lost link has nothing to do,
+and one that hears of a newer generation ends what runs of the older one first. Its children speak to the scheduler through it
+(`relay`).
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ import msgspec
 from covey.agent.children import Children, open_outputs, why
 from covey.agent.relay import Relay
 from covey.agent.worker_environment import worker_environment
-from covey.core.effects import Finish
+from covey.core.effects import EndMembership
 from covey.core.messages import (
     Assignment,
-    Drain,
-    Exited,
+    ChildExited,
+    ChildStarted,
+    ClusterEnded,
+    DesiredChildren,
+    Draining,
     FromScheduler,
-    Kill,
-    LogAsked,
-    LogTold,
-    Prepared,
+    KillChild,
+    LogChunk,
+    ReadLog,
     RegisterAgent,
-    Start,
-    Started,
-    Stop,
-    StopAsked,
-    Welcome,
+    Registered,
+    StopRequest,
+    TemplateReady,
 )
-from covey.core.types import JOB, Failure, Role, ScriptError
+from covey.core.types import JOB_FINGERPRINT_KEY, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
 from covey.log import log
 from covey.runtime import exception_record, host_identity, log_reader
@@ -101,7 +102,7 @@ class Agent:
         self._runtime: NodeRuntime | None = None
         self._grace_s = settings.grace_s
         self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
-        self._ended: list[Exited] = []  # of this generation; said again to a scheduler that was away
+        self._ended: list[ChildExited] = []  # of this generation; said again to a scheduler that was away
         self._reason = ""  # why this host left, if it did
         self._source = _source_of(job)
         self._folder = Scratch("agent")
@@ -111,15 +112,15 @@ class Agent:
         self._errors: dict[int, ScriptError] = {}  # by a worker's number: the newest uncaught exception of those that exited
         self._learning: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
-        self._wanted: Start | None = None  # the newest: what should run is a level, an older one is no news
+        self._wanted: DesiredChildren | None = None  # the newest: what should run is a level, an older one is no news
         self._news = asyncio.Event()
         self._over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._births = asyncio.Lock()  # a process that is being born runs already, and must be asked to leave too
         self._leaves = False
-        self._drain: Drain | None = None  # said again to a scheduler that was away
+        self._drain: Draining | None = None  # said again to a scheduler that was away
         self._reading: list[asyncio.Task[None]] = []  # answers about logs under way
         self.keeps_scheduler = False  # it goes with this host
-        self.on_start: Callable[[Start], None] = lambda start: None
+        self.on_start: Callable[[DesiredChildren], None] = lambda start: None
 
     async def prepare(self) -> None:
         """Start what takes longest, before anything else is done."""
@@ -130,7 +131,7 @@ class Agent:
         settings, job = self._settings, self._job
         wish = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
-            life=uuid.uuid4().hex,
+            instance_id=uuid.uuid4().hex,
             host=host_identity.here(settings.host_id, settings.worker_ip, settings.host_life),
             slots=job.slots,
             servers=job.servers,
@@ -140,8 +141,8 @@ class Agent:
             meet_port=address.free_port("::" if ":" in self._door.host else "0.0.0.0"),
             logs=str(Path(job.log_dir) / f"{job.log_name}_{{rank}}.log"),
             fingerprint={"MS_WORKER_NUM": str(job.world), "MS_SERVER_NUM": str(settings.server_num)}
-            | ({JOB: job.job} if job.job else {}),
-            cold=self._cold,
+            | ({JOB_FINGERPRINT_KEY: job.job} if job.job else {}),
+            template_importing=self._cold,
         )
         self._runtime = NodeRuntime(
             wish,
@@ -172,7 +173,7 @@ class Agent:
         await self._children.preload(())
         if self._cold:
             self._cold = False
-            self._say(Prepared())
+            self._say(TemplateReady())
 
     @property
     def over(self) -> bool:
@@ -187,7 +188,7 @@ class Agent:
     def stop(self, reason: str) -> None:
         """Ask the scheduler to end the whole cluster; if it cannot be asked, end this host's part."""
         assert self._runtime is not None
-        if not self._runtime.say(StopAsked(reason)):
+        if not self._runtime.say(StopRequest(reason)):
             self.settle(Outcome(ExitCode.STOPPED, reason))
 
     def leave(self, number: int) -> None:
@@ -195,7 +196,7 @@ class Agent:
         rank over to another host, where there is one."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
-        self._drain = Drain(reason, last=self.keeps_scheduler)
+        self._drain = Draining(reason, scheduler_leaves=self.keeps_scheduler)
         self._say(self._drain)
         self._leaving = asyncio.create_task(self._leave(number, reason))
 
@@ -220,41 +221,41 @@ class Agent:
     # -- what the scheduler says -------------------------------------------------------------------------------------
 
     def _deliver(self, message: FromScheduler) -> None:
-        if isinstance(message, Start):
+        if isinstance(message, DesiredChildren):
             self._relay.hosts = message.host_count
             self._wanted = message
             self._news.set()
-        elif isinstance(message, Welcome):
+        elif isinstance(message, Registered):
             if self._drain is not None:  # before the ends of its workers, which are judged by it
                 self._say(self._drain)
             if not self._cold:
-                self._say(Prepared())
+                self._say(TemplateReady())
             for name, child in self._running.items():
                 if pid := self._children.pid(name):
-                    self._say(Started(child.node_id, child.incarnation, pid, child.role))
+                    self._say(ChildStarted(child.node_id, child.incarnation, pid, child.role))
             for exited in self._ended:
                 self._say(exited)
-        elif isinstance(message, Kill):
+        elif isinstance(message, KillChild):
             for name, child in self._running.items():
                 if (child.role, child.node_id, child.incarnation) == (message.role, message.node_id, message.incarnation):
                     log.warning("%s is killed, as asked", child.name)
                     self._children.signal(name, signal.SIGKILL)
-        elif isinstance(message, LogAsked):
+        elif isinstance(message, ReadLog):
             self._reading.append(asyncio.create_task(self._read_log(message)))
             self._reading = [task for task in self._reading if not task.done()]
 
-    async def _read_log(self, asked: LogAsked) -> None:
+    async def _read_log(self, asked: ReadLog) -> None:
         """Only of its own children, and where this agent put it: no path comes from outside."""
         assert self._runtime is not None
         number = asked.node_id
         if f"{asked.role}:{number}" not in self._started or not number.isdecimal():
-            told = LogTold(asked.number, failure=f"{asked.role}:{number} was never started on this host")
+            told = LogChunk(asked.request_number, failure=f"{asked.role}:{number} was never started on this host")
         else:
             told = await asyncio.to_thread(log_reader.piece, self.log_path(int(number), asked.role), asked)
         self._runtime.say(told)
 
-    def _finished(self, finish: Finish) -> None:
-        failure = finish.message.failure if isinstance(finish.message, Stop) else None
+    def _finished(self, finish: EndMembership) -> None:
+        failure = finish.message.failure if isinstance(finish.message, ClusterEnded) else None
         self.settle(Outcome(finish.code, self._reason or finish.reason, failure))
 
     def settle(self, outcome: Outcome) -> None:
@@ -289,7 +290,7 @@ class Agent:
         self._reason = reason
         self._runtime.leave(code, reason)
 
-    async def _end_what_is_over(self, start: Start) -> None:
+    async def _end_what_is_over(self, start: DesiredChildren) -> None:
         """Lives that a newer incarnation replaces, or that nobody wants any more."""
         wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
         running = self._running.items()
@@ -300,21 +301,21 @@ class Agent:
             await self._show_stacks(lives)
             await self._children.end(over, grace_s=0)  # nothing they do counts any more
 
-    def _adopt(self, start: Start) -> None:
+    def _adopt(self, start: DesiredChildren) -> None:
         """Spares that have become workers. One whose process was gone by then died as a worker."""
         for child in start.assignments:
-            if not child.process or self._started.get(child.name, 0) >= child.incarnation:
+            if not child.promoted_from or self._started.get(child.name, 0) >= child.incarnation:
                 continue
             self._started[child.name] = child.incarnation
-            if child.process in self._running:
-                self._running[child.process] = child
-                self._children.bind(child.process, self._job.cores.get(child.local_rank, []))
+            if child.promoted_from in self._running:
+                self._running[child.promoted_from] = child
+                self._children.bind(child.promoted_from, self._job.cores.get(child.local_rank, []))
             else:
-                said = [e for e in self._ended if f"{e.role}:{e.node_id}.{e.incarnation}" == child.process]
+                said = [e for e in self._ended if f"{e.role}:{e.node_id}.{e.incarnation}" == child.promoted_from]
                 code, reason, error = (
                     (said[-1].code, said[-1].reason, said[-1].error) if said else (ExitCode.PEER_FAILED, "", None)
                 )
-                reason = f"it was {child.process}, which was gone already ({reason or f'code {code}'})"
+                reason = f"it was {child.promoted_from}, which was gone already ({reason or f'code {code}'})"
                 self._end_life(child, code or ExitCode.PEER_FAILED, reason, error)
 
     async def _show_stacks(self, lives: Mapping[str, Assignment]) -> None:
@@ -322,7 +323,8 @@ class Agent:
         names = list(lives)
         apart = self._job.separate_stderr
         paths = [
-            Path(self.error_log_path(a.number, a.role) if apart else self.log_path(a.number, a.role)) for a in lives.values()
+            Path(self.error_log_path(a.node_number, a.role) if apart else self.log_path(a.node_number, a.role))
+            for a in lives.values()
         ]
         before = sizes = [_size(path) for path in paths]
         for name in names:
@@ -342,7 +344,7 @@ class Agent:
                 self._folder = Scratch("agent")
             await self._relay.open(self._folder.name)
 
-    async def _start(self, start: Start) -> None:
+    async def _start(self, start: DesiredChildren) -> None:
         await self._keep_folder()
         for assignment in start.assignments:
             if assignment.incarnation == 1 and assignment.name not in self._started:
@@ -376,7 +378,7 @@ class Agent:
             Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
             pid = await self._children.start(msgspec.structs.replace(spec, env=env, errors=self._folder.name))
             self._pids[spec.name] = pid
-            self._say(Started(assignment.node_id, assignment.incarnation, pid, assignment.role))
+            self._say(ChildStarted(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _learn(self) -> None:
         """What the first life has imported by now, the template imports too, for later ones."""
@@ -392,8 +394,8 @@ class Agent:
             python=job.python,
             env={},
             cwd=job.cwd,
-            log=self.log_path(child.number, child.role),
-            log_err=self.error_log_path(child.number, child.role) if job.separate_stderr else "",
+            log=self.log_path(child.node_number, child.role),
+            log_err=self.error_log_path(child.node_number, child.role) if job.separate_stderr else "",
             append=again,
             cores=job.cores.get(child.local_rank, []) if child.role is Role.WORKER else [],
             source=self._source,
@@ -424,7 +426,7 @@ class Agent:
         error = exception_record.read(self._folder.name, ended.pid)
         known = self._running.get(ended.name)
         if error is not None and known is not None and known.role is Role.WORKER:
-            self._errors[known.number] = error  # before the file is removed
+            self._errors[known.node_number] = error  # before the file is removed
         exception_record.remove(self._folder.name, ended.pid)
         self._pids.pop(ended.name, None)
         if known is None:
@@ -436,19 +438,19 @@ class Agent:
         """Return the newest uncaught exception of the worker with this number. Called from the thread that shows logs."""
         for name, pid in list(self._pids.items()):
             child = self._running.get(name)
-            if child is not None and (child.role, child.number) == (Role.WORKER, number):
+            if child is not None and (child.role, child.node_number) == (Role.WORKER, number):
                 return exception_record.read(self._folder.name, pid) or self._errors.get(number)
         return self._errors.get(number)
 
     def _end_life(self, child: Assignment, code: int, reason: str, error: ScriptError | None = None) -> None:
-        path = self.log_path(child.number, child.role)
+        path = self.log_path(child.node_number, child.role)
         tail = last_lines(path) if code else []
-        said = Exited(child.node_id, child.incarnation, code, reason, tail, path, child.role, error)
+        said = ChildExited(child.node_id, child.incarnation, code, reason, tail, path, child.role, error)
         self._ended.append(said)
         self._relay.tell()
         self._say(said)
 
-    def _say(self, message: Prepared | Started | Exited | Drain) -> None:
+    def _say(self, message: TemplateReady | ChildStarted | ChildExited | Draining) -> None:
         assert self._runtime is not None
         if not self._runtime.say(message):
             log.debug("the scheduler is away; it will be told later: %s", message)

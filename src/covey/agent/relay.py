@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from covey.core.messages import (
-    RELAYED_MAX,
-    Beat,
-    Beats,
-    Confirm,
-    Confirmed,
+    RELAYED_CONNECTIONS_MAX,
+    ChildDisconnected,
+    DisconnectChild,
     FromChild,
-    HangUp,
-    HungUp,
+    FromChildEnvelope,
+    Heartbeat,
+    LastHeardReply,
+    LastHeardRequest,
+    LeaderHeartbeat,
     Message,
-    Pulse,
-    Reached,
     Register,
-    To,
-    Unreached,
-    Via,
+    RelayedHeartbeats,
+    SchedulerReachable,
+    SchedulerUnreachable,
+    ToChildrenEnvelope,
 )
 from covey.core.types import Progress
 from covey.errors import UsageError
@@ -133,7 +133,7 @@ class Relay:
         """The scheduler is reached, and the agent has registered."""
         self._up, self._reached, self._last = up, True, 0
         for caller in self._callers.values():
-            caller.link.send(Reached(up.address, up.silence_s))
+            caller.link.send(SchedulerReachable(up.address, up.silence_s))
 
     def lost(self, reason: str) -> None:
         self._trouble = reason
@@ -144,20 +144,20 @@ class Relay:
         self._beats.clear()
         for caller in self._callers.values():
             caller.number, caller.told = 0, Progress()
-            caller.link.send(Unreached(reason))
+            caller.link.send(SchedulerUnreachable(reason))
 
     def heard(self, message: Any) -> bool:
         """What came over the agent's link; whether it was for children alone."""
-        if isinstance(message, To):
+        if isinstance(message, ToChildrenEnvelope):
             for number in message.children:
                 if number in self._numbers:
                     self._numbers[number].link.send(message.message)
-        elif isinstance(message, HangUp):
+        elif isinstance(message, DisconnectChild):
             caller = self._forget(message.child)
             if caller is not None:
                 caller.link.close("the scheduler hung up")
         else:
-            if isinstance(message, Pulse):
+            if isinstance(message, LeaderHeartbeat):
                 for caller in self._numbers.values():
                     caller.link.send(message)
             return False
@@ -166,19 +166,19 @@ class Relay:
     # -- children ----------------------------------------------------------------------------------------------------
 
     def _opened(self, link: Link) -> None:
-        if len(self._callers) >= RELAYED_MAX:
-            return link.abort(f"{RELAYED_MAX} connections are open here")
+        if len(self._callers) >= RELAYED_CONNECTIONS_MAX:
+            return link.abort(f"{RELAYED_CONNECTIONS_MAX} connections are open here")
         self._callers[link] = Caller(link)
         if self._up is None or not self._reached:
-            return link.send(Unreached(self._trouble))
-        return link.send(Reached(self._up.address, self._up.silence_s))
+            return link.send(SchedulerUnreachable(self._trouble))
+        return link.send(SchedulerReachable(self._up.address, self._up.silence_s))
 
-    def _said(self, link: Link, message: FromChild | Confirm) -> None:
+    def _said(self, link: Link, message: FromChild | LastHeardRequest) -> None:
         caller = self._callers.get(link)
         if caller is None:  # cut off
             return
-        if isinstance(message, Confirm):
-            link.send(Confirmed(self._unheard_s(caller)))
+        if isinstance(message, LastHeardRequest):
+            link.send(LastHeardReply(self._unheard_s(caller)))
         elif isinstance(message, Register) and self._reached:
             if not caller.number:
                 self._last += 1
@@ -188,7 +188,7 @@ class Relay:
             caller.said_at = asyncio.get_running_loop().time()
         elif not caller.number:
             return  # said before it knew that the scheduler was lost: it will register, and say again what counts
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self._beat(caller, message.progress)
         else:
             self._carry(caller, message)
@@ -197,7 +197,7 @@ class Relay:
         assert self._up is not None
         if self._up.unsent() > UNSENT_MAX:
             return self._cut_off(caller, f"it says more than the scheduler takes: {UNSENT_MAX} bytes wait")
-        self._up.say(Via(caller.number, message))
+        self._up.say(FromChildEnvelope(caller.number, message))
         return None
 
     def _cut_off(self, caller: Caller, reason: str) -> None:
@@ -211,7 +211,7 @@ class Relay:
             log.warning("a connection to the agent was closed: %s", reason)
         if caller is not None and caller.number:
             assert self._up is not None
-            self._up.say(HungUp(caller.number, reason))
+            self._up.say(ChildDisconnected(caller.number, reason))
             self._forget(caller.number)
 
     def _forget(self, number: int) -> Caller | None:
@@ -227,7 +227,7 @@ class Relay:
         """Keep it for the next word to the scheduler. A loop that has begun changes what a death is answered with, so that is
         said at once."""
         self._beats[caller.number] = progress
-        if progress.loop and not caller.told.loop:
+        if progress.in_loop and not caller.told.in_loop:
             self.tell()
         elif progress != caller.told and self._telling is None:
             loop = asyncio.get_running_loop()
@@ -242,7 +242,7 @@ class Relay:
             self._told_at = asyncio.get_running_loop().time()
             self._up.say(self.beats())
 
-    def beats(self) -> Beats:
+    def beats(self) -> RelayedHeartbeats:
         """The agent's beat, with those of its children that beat since the last."""
         assert self._up is not None
         now = asyncio.get_running_loop().time()
@@ -252,7 +252,7 @@ class Relay:
             caller = self._numbers[number]
             caller.look_back(acknowledged_at)
             caller.told, caller.said_at = progress, now
-        return Beats(said)
+        return RelayedHeartbeats(said)
 
     # -- whether a child's place is surely its own -------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-from covey.core.messages import Assignment, Start
+from covey.core.messages import Assignment, DesiredChildren
 from covey.core.types import Role
 from covey.runtime.node_runtime import Door
 from covey.worker.spare import NAMELESS, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
@@ -26,7 +26,7 @@ def forget_place(environ: MutableMapping[str, str]) -> None:
 
 def worker_environment(
     base: Mapping[str, str],
-    start: Start,
+    start: DesiredChildren,
     assignment: Assignment,
     door: Door,
     *,

@@ -17,7 +17,17 @@ import psutil
 
 from covey.cli import status
 from covey.cli.scheduler_client import Visit
-from covey.core.cluster.fault_schedule import AT_NODES, Fault, Row, Seen, Strike, choose, jump_s, pause_s, tally
+from covey.core.cluster.fault_schedule import (
+    NODE_FAULTS,
+    Fault,
+    FaultSummary,
+    ObservedRecovery,
+    PlannedFault,
+    choose_fault,
+    clock_jump_s,
+    pause_s,
+    summarize_faults,
+)
 from covey.core.cluster.view import ClusterView
 from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
@@ -43,8 +53,8 @@ class Summary(msgspec.Struct, frozen=True):
     strikes: int
     phase: Phase
     reason: str
-    rows: list[Row]
-    story: list[Strike]
+    rows: list[FaultSummary]
+    story: list[PlannedFault]
     recoveries: list[Incident]
 
 
@@ -82,8 +92,8 @@ class Chaos:
         self._view: ClusterView | None = None
         self._began = 0.0
         self._over = asyncio.Event()  # the cluster has ended
-        self._seen: dict[int, Seen] = {}
-        self._done: list[Strike] = []
+        self._seen: dict[int, ObservedRecovery] = {}
+        self._done: list[PlannedFault] = []
         self._back_ms: dict[int, float] = {}
         self._clock: Path | None = None
         self._keepers: list[psutil.Process] = []
@@ -111,7 +121,7 @@ class Chaos:
             await asyncio.gather(follower, *effects, return_exceptions=True)
         view = self._view
         assert view is not None
-        rows = tally(self._done, list(self._seen.values()), self._back_ms)
+        rows = summarize_faults(self._done, list(self._seen.values()), self._back_ms)
         recoveries = [seen.incident for seen in self._seen.values()]
         took = loop.time() - self._began
         known = (view.phase, view.reason, rows, self._done, recoveries)
@@ -132,7 +142,7 @@ class Chaos:
         scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
         here = [node.pid for node in _here(view).nodes if node.role is not Role.SCHEDULER and node.pid]
         try:
-            if fault in AT_NODES and not here:
+            if fault in NODE_FAULTS and not here:
                 return "no node of this cluster runs on this host"
             for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
                 fault_injection.keeper_of(pid)
@@ -159,7 +169,7 @@ class Chaos:
                         for incident in view.recoveries:
                             known = self._seen.get(incident.number)
                             at_s = known.at_s if known else loop.time() - self._began
-                            self._seen[incident.number] = Seen(incident, at_s)
+                            self._seen[incident.number] = ObservedRecovery(incident, at_s)
                         if view.phase is Phase.ENDED:
                             self._over.set()
             await asyncio.sleep(LOOK_S)
@@ -177,7 +187,7 @@ class Chaos:
             strike = None
             while strike is None and not self._over.is_set():
                 assert self._view is not None
-                strike, _ = choose(self._seed, self._possible, _here(self._view), self._done, loop.time() - self._began)
+                strike, _ = choose_fault(self._seed, self._possible, _here(self._view), self._done, loop.time() - self._began)
                 if strike is None:
                     await asyncio.sleep(LOOK_S)
             if strike is None:
@@ -188,7 +198,7 @@ class Chaos:
             effect.add_done_callback(effects.discard)
             number += 1
 
-    async def _carry(self, strike: Strike) -> None:
+    async def _carry(self, strike: PlannedFault) -> None:
         """Do it, and undo it when its time is over. Whoever is gone already needs nothing done."""
         words = " ".join([str(strike.fault), strike.node, f"for {strike.for_s:.1f} s" if strike.for_s else ""])
         click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
@@ -215,14 +225,14 @@ class Chaos:
                     await asyncio.sleep(strike.for_s)
             else:
                 assert strike.fault is Fault.CLOCK and self._clock is not None
-                with fault_injection.wrong_clock(self._clock, jump_s(self._seed, strike.number)):
+                with fault_injection.wrong_clock(self._clock, clock_jump_s(self._seed, strike.number)):
                     await asyncio.sleep(strike.for_s)
 
     def _scheduler(self) -> int:
         assert self._view is not None
         return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
 
-    async def _back(self, strike: Strike, there: Callable[[], bool]) -> None:
+    async def _back(self, strike: PlannedFault, there: Callable[[], bool]) -> None:
         """Wait until what was killed is there again, and note how long that took."""
         loop = asyncio.get_running_loop()
         began = loop.time()

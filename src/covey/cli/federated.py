@@ -17,7 +17,7 @@ from covey.cli.common import JSON, examples, say, unreadable
 from covey.cli.federated_simulate import simulate
 from covey.cli.scheduler_client import stop as ask_to_stop
 from covey.cli.status import door_of, draw, look
-from covey.core.plurals import many
+from covey.core.plurals import count_noun
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import Value, check, check_file, from_text
 from covey.federated.server.update_log import DURABILITIES
@@ -181,7 +181,7 @@ def status(master: str, as_json: bool) -> None:
     draw(view)
     if instance:
         done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
-        counted, joined = many(instance["counted"], "update"), many(instance["joined"], "device")
+        counted, joined = count_noun(instance["counted"], "update"), count_noun(instance["joined"], "device")
         click.echo(f"{done}: {counted} counted, {joined}; {instance['reason']}")
         spent = instance.get("privacy")
         if spent:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from covey.cli.common import JSON, examples, say
-from covey.core.plurals import many
+from covey.core.plurals import count_noun
 from covey.errors import StoreError, UsageError
 from covey.federated.update_compression import KINDS, NONE
 
@@ -65,7 +65,7 @@ def simulate(
 ) -> None:
     """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
     from covey.core.federated.dp_accounting import Noise
-    from covey.core.federated.messages import Plan
+    from covey.core.federated.messages import RoundPlan
     from covey.federated import privacy_settings
     from covey.federated.simulation import simulator as simulation
     from covey.federated.simulation.privacy_pipeline import Treatment
@@ -74,7 +74,7 @@ def simulate(
     above = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
     _check(above, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
     gauss = Noise(False, clip, noise, DELTA) if noise else None
-    plan = Plan(threshold=devices, secure=secure, compress=compress, noise=gauss)
+    plan = RoundPlan(threshold=devices, secure=secure, compress=compress, noise=gauss)
     privacy_settings.check(plan, named(strategy))
     treatment = Treatment(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NONE else None
     how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
@@ -124,11 +124,11 @@ def _learned(found: list[Round], strategy: str, compress: str, gauss: Noise | No
     last = found[-1]
     lines = [
         "".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found),
-        f"accuracy {100 * last.accuracy:.1f} % after {many(last.number, 'round')} of {last.devices} devices ({strategy})",
+        f"accuracy {100 * last.accuracy:.1f} % after {count_noun(last.number, 'round')} of {last.devices} devices ({strategy})",
     ]
     if compress != NONE:
         lines.append(f"{last.sent_bytes:.0f} bytes of values per upload")
     if gauss is not None:
-        spent = gauss.epsilon(last.number * gauss.spends)
+        spent = gauss.epsilon_after(last.number * gauss.mu_squared_per_round)
         lines.append(f"epsilon {spent:.3g} at delta {DELTA:g}, for a device that took part in every round")
     return lines

@@ -177,9 +177,9 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
             },
         },
     }
-    from covey.core.jobs import read
+    from covey.core.jobs import parse_job
 
-    read({**job, "metadata": {**job["metadata"], "uid": "", "namespace": ""}})  # type: ignore[dict-item]
+    parse_job({**job, "metadata": {**job["metadata"], "uid": "", "namespace": ""}})  # type: ignore[dict-item]
     return job, text
 
 
@@ -273,21 +273,21 @@ def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bo
     """What the pod of a rank prints; without a rank, each worker's in turn."""
 
     async def work() -> None:
-        from covey.core.jobs import read
+        from covey.core.jobs import parse_job
         from covey.kubernetes.api_client import MSJOB, ApiError
 
         api = _connect(where)
         namespace = where.namespace or api.namespace
         try:
-            job = read(await api.get(MSJOB, namespace, name))
-            workers = (job.role("Worker") or job.roles[0]).replicas
+            job = parse_job(await api.get(MSJOB, namespace, name))
+            workers = (job.find_role("Worker") or job.roles[0]).replicas
             pods = {index: f"{name}-worker-{index}" for index in range(workers)}
-            wanted = [rank // job.processes] if rank is not None else list(pods)
+            wanted = [rank // job.processes_per_pod] if rank is not None else list(pods)
             if any(index not in pods for index in wanted):
-                last = workers * job.processes - 1
+                last = workers * job.processes_per_pod - 1
                 raise UsageError(f"there is no rank {rank} in {name}: ranks go from 0 to {last}")
             for index in wanted:
-                async for line in api.log(namespace, pods[index], job.container, follow=follow):
+                async for line in api.log(namespace, pods[index], job.main_container, follow=follow):
                     echo_line(index, line, named=len(wanted) > 1, as_json=as_json)
         except ApiError as error:
             if error.code == 404:

@@ -12,18 +12,18 @@ import msgspec
 from covey.core.cluster.view import ClusterView
 from covey.core.event_log import Event
 from covey.core.messages import (
-    Agreed,
-    Ask,
-    AskStory,
-    Goodbye,
-    KillAsked,
+    EventsReply,
+    EventsRequest,
+    KillRequest,
+    LeaveAcknowledged,
     Message,
     Refused,
-    ScaleAsked,
-    Scaling,
-    StopAsked,
-    StoryTold,
-    Told,
+    RequestAccepted,
+    ScaleAccepted,
+    ScaleRequest,
+    StopRequest,
+    ViewReply,
+    ViewRequest,
 )
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.runtime.node_runtime import Door
@@ -104,7 +104,7 @@ class Visit:
 
     async def follow(self) -> AsyncIterator[ClusterView]:
         """The cluster now, and again as it changes, until it ends."""
-        self._say(Ask(follow=True))
+        self._say(ViewRequest(follow=True))
         while True:
             try:
                 told = await self._next(None)
@@ -112,10 +112,10 @@ class Visit:
                 return
             if isinstance(told, Refused):
                 raise UsageError(told.reason, ExitCode.REFUSED)
-            if isinstance(told, Told):
+            if isinstance(told, ViewReply):
                 yield msgspec.json.decode(told.view, type=ClusterView)
 
-    async def read(self, asked: AskStory) -> AsyncIterator[list[Event]]:
+    async def read(self, asked: EventsRequest) -> AsyncIterator[list[Event]]:
         """The story so far, then what is added to it; it ends with the connection, or at once if nothing is followed."""
         self._say(asked)
         while True:
@@ -125,7 +125,7 @@ class Visit:
                 return
             if isinstance(told, Refused):
                 raise UsageError(told.reason, ExitCode.REFUSED)
-            if isinstance(told, StoryTold):
+            if isinstance(told, EventsReply):
                 yield msgspec.json.decode(told.events, type=list[Event])
             if not asked.follow:
                 return
@@ -158,8 +158,8 @@ class Visit:
 async def look(door: Door) -> ClusterView:
     """The cluster as it is now."""
     async with Visit(door) as visit:
-        told = await visit.ask(Ask())
-        if not isinstance(told, Told):
+        told = await visit.ask(ViewRequest())
+        if not isinstance(told, ViewReply):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
         return msgspec.json.decode(told.view, type=ClusterView)
 
@@ -171,7 +171,7 @@ async def follow_story(door: Door, node: str = "", patience_s: float = SCHEDULER
     while True:
         try:
             async with Visit(door) as visit:
-                async for events in visit.read(AskStory(node, after, follow=True)):
+                async for events in visit.read(EventsRequest(node, after, follow=True)):
                     for event in events:
                         after = event.at
                         yield event
@@ -187,7 +187,7 @@ async def follow_story(door: Door, node: str = "", patience_s: float = SCHEDULER
 async def story(door: Door, node: str = "") -> list[Event]:
     """The newest of the story."""
     async with Visit(door) as visit:
-        async for events in visit.read(AskStory(node)):
+        async for events in visit.read(EventsRequest(node)):
             return events
     raise PeerError(f"{door.name} did not tell its story", ExitCode.UNREACHABLE)
 
@@ -195,28 +195,28 @@ async def story(door: Door, node: str = "") -> list[Event]:
 async def stop(door: Door, reason: str) -> None:
     """Ask the cluster to end, and hear that it was understood."""
     async with Visit(door) as visit:
-        answer = await visit.ask(StopAsked(reason))
-        if not isinstance(answer, Goodbye):
+        answer = await visit.ask(StopRequest(reason))
+        if not isinstance(answer, LeaveAcknowledged):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
 
 
 async def kill(door: Door, node: str) -> str:
     """Ask for a node's process to be killed; return what was decided."""
     async with Visit(door) as visit:
-        answer = await visit.ask(KillAsked(node, "asked by covey kill"))
+        answer = await visit.ask(KillRequest(node, "asked by covey kill"))
         if isinstance(answer, Refused):
             raise PeerError(f"the cluster at {door.name} kills nothing: {answer.reason}", ExitCode.REFUSED)
-        if not isinstance(answer, Agreed):
+        if not isinstance(answer, RequestAccepted):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
         return answer.reason
 
 
-async def scale(door: Door, workers: int, servers: int = -1) -> Scaling:
+async def scale(door: Door, workers: int, servers: int = -1) -> ScaleAccepted:
     """Ask for another number of workers or parameter servers (-1: of the other), and hear what was decided."""
     async with Visit(door) as visit:
-        answer = await visit.ask(ScaleAsked(workers, servers=servers))
+        answer = await visit.ask(ScaleRequest(workers, servers=servers))
         if isinstance(answer, Refused):
             raise PeerError(f"the cluster at {door.name} stays as it is: {answer.reason}", ExitCode.REFUSED)
-        if not isinstance(answer, Scaling):
+        if not isinstance(answer, ScaleAccepted):
             raise PeerError(f"{door.name} gave an answer that makes no sense")
         return answer

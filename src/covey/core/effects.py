@@ -21,7 +21,7 @@ class Level(StrEnum):
     WARNING = "warning"
 
     @classmethod
-    def of(cls, code: int) -> Level:
+    def from_exit_code(cls, code: int) -> Level:
         """How loudly an end with this exit code is told."""
         return cls.WARNING if code else cls.NOTE
 
@@ -36,16 +36,16 @@ class Send(msgspec.Struct, frozen=True):
     """Send a message over a link (at a node: to the scheduler)."""
 
     message: Any  # FromScheduler at the scheduler, FromNode at a node
-    link: int = 0
+    connection: int = 0
 
 
 class Close(msgspec.Struct, frozen=True):
     """Close a link once what was sent has left."""
 
-    link: int = 0
+    connection: int = 0
 
 
-class Publish(msgspec.Struct, frozen=True):
+class PublishEvent(msgspec.Struct, frozen=True):
     """Something worth telling: it reaches the log, the journal's story and the console in the same words."""
 
     node: str
@@ -54,7 +54,7 @@ class Publish(msgspec.Struct, frozen=True):
     level: Level = Level.NOTE
 
 
-class End(msgspec.Struct, frozen=True):
+class EndCluster(msgspec.Struct, frozen=True):
     """The cluster is over: the scheduler ends with this code once its links are closed."""
 
     code: int
@@ -66,7 +66,7 @@ class Connect(msgspec.Struct, frozen=True):
     """A node: try to reach the scheduler once."""
 
 
-class SendBeat(msgspec.Struct, frozen=True):
+class SendHeartbeat(msgspec.Struct, frozen=True):
     """A node: send a `Beat` with the freshest progress."""
 
 
@@ -76,7 +76,7 @@ class Deliver(msgspec.Struct, frozen=True):
     message: FromScheduler
 
 
-class Finish(msgspec.Struct, frozen=True):
+class EndMembership(msgspec.Struct, frozen=True):
     """A node: its membership is over. Code 0: it left as it meant to."""
 
     code: int
@@ -84,5 +84,5 @@ class Finish(msgspec.Struct, frozen=True):
     message: FromScheduler | None = None
 
 
-SchedulerEffect = Persist | Send | Close | Publish | End
-NodeEffect = Connect | Send | SendBeat | Close | Deliver | Finish | Publish
+SchedulerEffect = Persist | Send | Close | PublishEvent | EndCluster
+NodeEffect = Connect | Send | SendHeartbeat | Close | Deliver | EndMembership | PublishEvent

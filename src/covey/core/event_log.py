@@ -9,12 +9,12 @@ from typing import Final
 
 import msgspec
 
-from covey.core.effects import Level, Publish
+from covey.core.effects import Level, PublishEvent
 
-KEPT_MAX: Final = 10_000  # events in memory; the journal keeps more
-TOLD_MAX: Final = 1000  # events of one answer
-NAMES: Final = re.compile(r"[\w:.-]*\w")
-STEP_S: Final = 1e-6  # between two events of the same moment, so that a time names one event
+EVENTS_MAX: Final = 10_000  # events in memory; the journal keeps more
+REPLY_EVENTS_MAX: Final = 1000  # events of one answer
+NODE_NAME: Final = re.compile(r"[\w:.-]*\w")
+EVENT_SPACING_S: Final = 1e-6  # between two events of the same moment, so that a time names one event
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -27,35 +27,35 @@ class Event(msgspec.Struct, frozen=True):
     level: Level = Level.NOTE
 
 
-class Story:
+class EventLog:
     """The newest events of a cluster."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=KEPT_MAX)
+        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
 
-    def take_over(self, rows: Iterable[tuple[float, str, str, str, str]]) -> None:
+    def restore(self, rows: Iterable[tuple[float, str, str, str, str]]) -> None:
         """What an earlier scheduler told."""
         for at, node, what, reason, level in rows:
             self._events.append(Event(at, node, what, reason, Level(level)))
 
-    def add(self, news: Publish, wall: float) -> Event:
+    def add(self, news: PublishEvent, wall: float) -> Event:
         """Take in what happened at `wall`."""
-        at = max(wall, self._events[-1].at + STEP_S) if self._events else wall
+        at = max(wall, self._events[-1].at + EVENT_SPACING_S) if self._events else wall
         event = Event(at, news.node, news.what, news.reason, news.level)
         self._events.append(event)
         return event
 
-    def after(self, at: float = 0.0, node: str = "", limit: int = TOLD_MAX) -> list[Event]:
+    def events_after(self, at: float = 0.0, node: str = "", limit: int = REPLY_EVENTS_MAX) -> list[Event]:
         """The newest after a moment, oldest first; of one node where it is named."""
         found: list[Event] = []
         for event in reversed(self._events):
             if event.at <= at or len(found) == limit:
                 break
-            if not node or about(event, node):
+            if not node or mentions_node(event, node):
                 found.append(event)
         return found[::-1]
 
 
-def about(event: Event, node: str) -> bool:
+def mentions_node(event: Event, node: str) -> bool:
     """Whether a node's story has this event: it happened to the node, or its reason names it."""
-    return event.node == node or node in NAMES.findall(event.reason)
+    return event.node == node or node in NODE_NAME.findall(event.reason)

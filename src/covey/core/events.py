@@ -12,18 +12,18 @@ import msgspec
 from covey.core.types import Record, ScriptError
 
 
-class Heard(msgspec.Struct, frozen=True):
+class MessageReceived(msgspec.Struct, frozen=True):
     """A message arrived over a link. For a node there is one link, to its scheduler."""
 
     message: Any  # FromNode at the scheduler, FromScheduler at a node
-    link: int = 0
+    connection: int = 0
 
 
-class LinkLost(msgspec.Struct, frozen=True):
+class ConnectionLost(msgspec.Struct, frozen=True):
     """A connection closed, for the reason the transport gave."""
 
     reason: str
-    link: int = 0
+    connection: int = 0
 
 
 class SchedulerRefused(msgspec.Struct, frozen=True):
@@ -32,17 +32,17 @@ class SchedulerRefused(msgspec.Struct, frozen=True):
     reason: str
 
 
-class LinkMade(msgspec.Struct, frozen=True):
+class Connected(msgspec.Struct, frozen=True):
     """A node reached its scheduler and was greeted. One that has standbys lets itself be heard at least every `silence_s`."""
 
     silence_s: float = -1.0
 
 
-class Ticked(msgspec.Struct, frozen=True):
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed. The scheduler's shell says so several times a second; a node's when its `due` has come."""
 
 
-class Restored(msgspec.Struct, frozen=True):
+class JournalRead(msgspec.Struct, frozen=True):
     """The journal was read. No records: this is the cluster's first start."""
 
     records: tuple[Record, ...] = ()
@@ -51,17 +51,17 @@ class Restored(msgspec.Struct, frozen=True):
 class HostGone(msgspec.Struct, frozen=True):
     """This life of a host is over, says somebody who can know: what looks after the hosts, never a node."""
 
-    life: str
+    host_life: str
     reason: str
 
 
-class SpokeMindSpore(msgspec.Struct, frozen=True):
+class MindSporeDetected(msgspec.Struct, frozen=True):
     """The process of this worker, or one of its children, speaks MindSpore's own protocol to the scheduler's port."""
 
     worker: str  # "worker:0"
 
 
-class LeaveAsked(msgspec.Struct, frozen=True):
+class LeaveRequested(msgspec.Struct, frozen=True):
     """This node is to go: its program ended, or someone asked it to."""
 
     code: int = 0
@@ -69,5 +69,5 @@ class LeaveAsked(msgspec.Struct, frozen=True):
     error: ScriptError | None = None  # the exception that ended the program
 
 
-SchedulerEvent = Heard | LinkLost | Ticked | Restored | HostGone | SpokeMindSpore
-NodeEvent = LinkMade | LinkLost | SchedulerRefused | Heard | Ticked | LeaveAsked
+SchedulerEvent = MessageReceived | ConnectionLost | Tick | JournalRead | HostGone | MindSporeDetected
+NodeEvent = Connected | ConnectionLost | SchedulerRefused | MessageReceived | Tick | LeaveRequested

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-SERVERS = "servers"  # the node of an incident that is about all parameter servers, and goes its own way
-KEPT_MAX = 1000  # incidents; the journal keeps as many
+SERVERS_NODE = "servers"  # the node of an incident that is about all parameter servers, and goes its own way
+INCIDENTS_MAX = 1000  # incidents; the journal keeps as many
 
 
 class Stage(StrEnum):
@@ -61,19 +61,19 @@ class Total(msgspec.Struct):
     seconds: dict[Stage, float] = {}
 
 
-class Clock(msgspec.Struct):
+class IncidentTimes(msgspec.Struct):
     """An open incident's times, on the machine's clock."""
 
-    since: float  # when the fault began to show
-    marks: dict[Stage, float]
+    began_at: float  # when the fault began to show
+    stage_times: dict[Stage, float]
 
-    def ms(self) -> dict[Stage, float]:
+    def stage_durations_ms(self) -> dict[Stage, float]:
         """How long each stage that was passed took."""
-        times, reached = {}, self.since
+        times, reached = {}, self.began_at
         for stage in Stage:
-            if stage in self.marks:
-                times[stage] = round(max(0.0, self.marks[stage] - reached) * 1000, 3)
-                reached = max(reached, self.marks[stage])
+            if stage in self.stage_times:
+                times[stage] = round(max(0.0, self.stage_times[stage] - reached) * 1000, 3)
+                reached = max(reached, self.stage_times[stage])
         return times
 
 
@@ -81,69 +81,69 @@ class Incidents:
     """All incidents of a cluster. `wall_zero` is the wall clock when the machine's clock showed 0."""
 
     def __init__(self, wall_zero: float) -> None:
-        self.kept: list[Incident] = []
+        self.records: list[Incident] = []
         self.totals: dict[tuple[str, Outcome], Total] = {}
         self._wall_zero = wall_zero
-        self._clocks: dict[int, Clock] = {}  # of the open ones, by number
+        self._open_times: dict[int, IncidentTimes] = {}  # of the open ones, by number
 
-    def take_over(self, kept: list[Incident]) -> None:
+    def restore(self, kept: list[Incident]) -> None:
         """What an earlier scheduler knew. A recovery that was under way goes on."""
-        self.kept = sorted(kept, key=lambda incident: incident.number)
-        for incident in self.kept:
+        self.records = sorted(kept, key=lambda incident: incident.number)
+        for incident in self.records:
             if incident.outcome is Outcome.OPEN:
                 known = incident.at - self._wall_zero
                 since = known - incident.ms.get(Stage.DETECTED, 0.0) / 1000
-                self._clocks[incident.number] = Clock(since, {Stage.DETECTED: known, Stage.DECIDED: known})
+                self._open_times[incident.number] = IncidentTimes(since, {Stage.DETECTED: known, Stage.DECIDED: known})
             else:
-                self._add_up(incident)
+                self._add_to_totals(incident)
 
     def open(
         self, now: float, *, since: float, known: float, node: str, rank: int, cause: str, strategy: str, reason: str
     ) -> Incident:
         """A fault that began to show at `since`, was known at `known`, and the answer to it, decided now."""
-        number = self.kept[-1].number + 1 if self.kept else 1
-        clock = self._clocks[number] = Clock(since, {Stage.DETECTED: known, Stage.DECIDED: now})
-        incident = Incident(number, self._wall_zero + known, node, rank, cause, strategy, reason, ms=clock.ms())
-        self.kept = [*self.kept, incident][-KEPT_MAX:]
+        number = self.records[-1].number + 1 if self.records else 1
+        clock = self._open_times[number] = IncidentTimes(since, {Stage.DETECTED: known, Stage.DECIDED: now})
+        incident = Incident(number, self._wall_zero + known, node, rank, cause, strategy, reason, ms=clock.stage_durations_ms())
+        self.records = [*self.records, incident][-INCIDENTS_MAX:]
         return incident
 
-    def mark(self, stage: Stage, now: float) -> None:
+    def mark_stage(self, stage: Stage, now: float) -> None:
         """The open ones have come this far. A stage that is passed again, after a further fault, counts from then."""
-        for clock in self._clocks.values():
-            clock.marks[stage] = now
+        for clock in self._open_times.values():
+            clock.stage_times[stage] = now
 
     @property
-    def resizing(self) -> bool:
+    def is_resizing(self) -> bool:
         """Whether the number of workers is being changed on request, or because one came."""
         changes = ("scale-out", "scale-in")
-        return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS for i in self.kept)
+        return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
 
     def close(self, outcome: Outcome, now: float, node: str = "", but: str = "", reason: str = "") -> list[Incident]:
         """The open ones `but` for one strategy's are over; returns them. Until the run ends, servers' moves are apart. Only a
         growth is rolled back, for this `reason`, and deaths meanwhile are still healed."""
-        over = [incident for incident in self.kept if incident.number in self._clocks]
+        over = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
-            over = [i for i in over if (i.node == SERVERS) == (node == SERVERS) and i.strategy != but]
+            over = [i for i in over if (i.node == SERVERS_NODE) == (node == SERVERS_NODE) and i.strategy != but]
         if outcome is Outcome.ROLLED_BACK:
             over = [msgspec.structs.replace(i, reason=f"{i.reason}; {reason}") for i in over if i.strategy == "scale-out"]
         if outcome is Outcome.RESUMED:
             for incident in over:
-                self._clocks[incident.number].marks[Stage.RESUMED] = now
-        closed = {incident.number: self._closed(incident, outcome, now) for incident in over}
-        self.kept = [closed.get(incident.number, incident) for incident in self.kept]
+                self._open_times[incident.number].stage_times[Stage.RESUMED] = now
+        closed = {incident.number: self._close_one(incident, outcome, now) for incident in over}
+        self.records = [closed.get(incident.number, incident) for incident in self.records]
         for number in closed:
-            del self._clocks[number]
+            del self._open_times[number]
         return list(closed.values())
 
-    def _closed(self, incident: Incident, outcome: Outcome, now: float) -> Incident:
-        clock = self._clocks[incident.number]
-        ms = clock.ms()
-        total_ms = round((now - clock.since) * 1000, 3) if outcome is Outcome.ROLLED_BACK else sum(ms.values())
+    def _close_one(self, incident: Incident, outcome: Outcome, now: float) -> Incident:
+        clock = self._open_times[incident.number]
+        ms = clock.stage_durations_ms()
+        total_ms = round((now - clock.began_at) * 1000, 3) if outcome is Outcome.ROLLED_BACK else sum(ms.values())
         closed = msgspec.structs.replace(incident, outcome=outcome, ms=ms, total_ms=total_ms)
-        self._add_up(closed)
+        self._add_to_totals(closed)
         return closed
 
-    def _add_up(self, incident: Incident) -> None:
+    def _add_to_totals(self, incident: Incident) -> None:
         key = (incident.strategy, incident.outcome)
         total = self.totals.setdefault(key, Total(*key))
         total.count += 1

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import msgspec
 
-BELIEVES = 2 / 3  # of the duration, after which a leader that could not renew steps down
-LOOKS = 5  # how often in a duration the cell is looked at, or renewed
+STEP_DOWN_FRACTION = 2 / 3  # of the duration, after which a leader that could not renew steps down
+CHECKS_PER_LEASE = 5  # how often in a duration the cell is looked at, or renewed
 
 
-class Cell(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """What the lease says. No holder: it was given back."""
 
     token: int = 0
@@ -29,14 +29,14 @@ class Cell(msgspec.Struct, frozen=True):
     code: int = 0  # with this code
 
 
-class Look(msgspec.Struct, frozen=True):
+class ReadLease(msgspec.Struct, frozen=True):
     """Read the cell; `looked` follows."""
 
 
-class Write(msgspec.Struct, frozen=True):
+class WriteLease(msgspec.Struct, frozen=True):
     """Put this in the place of what was seen or written last, if that is still there; `wrote` follows."""
 
-    cell: Cell
+    record: LeaseRecord
 
 
 class Candidate:
@@ -44,78 +44,82 @@ class Candidate:
     `failed` where the store did not answer."""
 
     def __init__(self, name: str, where: str, *, cluster: str = "", duration_s: float, now: float) -> None:
-        self.seen = Cell()
+        self.last_record = LeaseRecord()
         self.token = 0  # ours, while we lead
-        self.due = now
+        self.due_at = now
         self._name = name
-        self._where = where
+        self._rest_url = where
         self._cluster = cluster
         self._duration_s = duration_s
-        self._outbids = 0  # the highest token heard of, also where the lease says nothing of it any more
-        self._stood_by = False  # it has seen somebody lead what would end with `over`
-        self._knows = False  # what the cell says: not before the first look, nor after a write that may have failed
-        self._lives = False  # the holder: its beat was seen to change
-        self._same_since = now
-        self._began = now  # when what is under way was begun
-        self._sure_until = now
+        self._highest_token = 0  # the highest token heard of, also where the lease says nothing of it any more
+        self._saw_holder = False  # it has seen somebody lead what would end with `over`
+        self._is_record_known = False  # what the cell says: not before the first look, nor after a write that may have failed
+        self._is_holder_alive = False  # the holder: its beat was seen to change
+        self._unchanged_since = now
+        self._action_began_at = now  # when what is under way was begun
+        self._leads_until = now
 
-    def leads(self, now: float) -> bool:
+    def is_leader(self, now: float) -> bool:
         """Whether this one may act. To be asked before every act: a process can be stopped between any two."""
-        return self.token > 0 and now < self._sure_until
+        return self.token > 0 and now < self._leads_until
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether what this one stood by for has ended. Who comes later begins anew."""
-        return self._stood_by and self.seen.over
+        return self._saw_holder and self.last_record.over
 
     @property
-    def stranger(self) -> str:
+    def other_cluster(self) -> str:
         """Where the schedulers of another cluster are, one of which was seen to live and to hold this lease; or nothing."""
-        return self.seen.cluster if self._lives and self.seen.cluster != self._cluster else ""
+        return self.last_record.cluster if self._is_holder_alive and self.last_record.cluster != self._cluster else ""
 
-    def next(self, now: float) -> Look | Write:
+    def next_action(self, now: float) -> ReadLease | WriteLease:
         """What to do now."""
-        if self.token and now >= self._sure_until:
+        if self.token and now >= self._leads_until:
             self.token = 0
-        self._began = now
-        self.due = now + self._duration_s / LOOKS
-        if self._knows and self.token:
-            return Write(msgspec.structs.replace(self.seen, beat=self.seen.beat + 1))
-        if self._knows and self._free(now):
-            return Write(Cell(self._outbids + 1, self._name, 0, self._where, self._cluster))
-        return Look()
+        self._action_began_at = now
+        self.due_at = now + self._duration_s / CHECKS_PER_LEASE
+        if self._is_record_known and self.token:
+            return WriteLease(msgspec.structs.replace(self.last_record, beat=self.last_record.beat + 1))
+        if self._is_record_known and self._can_take_lease(now):
+            return WriteLease(LeaseRecord(self._highest_token + 1, self._name, 0, self._rest_url, self._cluster))
+        return ReadLease()
 
-    def looked(self, cell: Cell, now: float) -> None:
-        self._lives = bool(cell.holder) and cell.holder == self.seen.holder and (self._lives or cell != self.seen)
-        self._outbids = max(self._outbids, cell.token)
-        if cell != self.seen or not self._knows:
-            self.seen, self._knows, self._same_since = cell, True, now
-            self._stood_by |= bool(cell.holder)
+    def on_lease_read(self, cell: LeaseRecord, now: float) -> None:
+        self._is_holder_alive = (
+            bool(cell.holder) and cell.holder == self.last_record.holder and (self._is_holder_alive or cell != self.last_record)
+        )
+        self._highest_token = max(self._highest_token, cell.token)
+        if cell != self.last_record or not self._is_record_known:
+            self.last_record, self._is_record_known, self._unchanged_since = cell, True, now
+            self._saw_holder |= bool(cell.holder)
         if self.token and (cell.holder, cell.token) != (self._name, self.token):
             self.token = 0
-        if self.token or self._free(now):
-            self.due = now
+        if self.token or self._can_take_lease(now):
+            self.due_at = now
 
-    def wrote(self, cell: Cell, done: bool) -> None:
+    def on_lease_written(self, cell: LeaseRecord, done: bool) -> None:
         """`done` is false where somebody else has written in between."""
         if not done:
-            return self.failed()
-        self.seen, self.token, self._stood_by = cell, cell.token, True
-        self._outbids = max(self._outbids, cell.token)
-        self._sure_until = self._began + self._duration_s * BELIEVES
+            return self.on_store_failed()
+        self.last_record, self.token, self._saw_holder = cell, cell.token, True
+        self._highest_token = max(self._highest_token, cell.token)
+        self._leads_until = self._action_began_at + self._duration_s * STEP_DOWN_FRACTION
         return None
 
-    def failed(self) -> None:
-        self._knows = False
+    def on_store_failed(self) -> None:
+        self._is_record_known = False
 
-    def outbid(self, token: int) -> None:
+    def raise_token(self, token: int) -> None:
         """The journal knows this higher token, so the lease was removed since. Let go, and bid higher the next time."""
-        self._outbids, self.token = max(self._outbids, token), 0
+        self._highest_token, self.token = max(self._highest_token, token), 0
 
-    def give_back(self) -> Write | None:
+    def release_lease(self) -> WriteLease | None:
         """How to let go, so that the next one need not wait."""
         mine, self.token = self.token, 0
-        return Write(msgspec.structs.replace(self.seen, holder="")) if mine and self._knows else None
+        return WriteLease(msgspec.structs.replace(self.last_record, holder="")) if mine and self._is_record_known else None
 
-    def _free(self, now: float) -> bool:
-        return not self.over and (self.seen.holder in ("", self._name) or now - self._same_since >= self._duration_s)
+    def _can_take_lease(self, now: float) -> bool:
+        return not self.has_ended and (
+            self.last_record.holder in ("", self._name) or now - self._unchanged_since >= self._duration_s
+        )

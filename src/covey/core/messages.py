@@ -17,20 +17,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from covey.core.parameter_server.sharding import Sharing
+from covey.core.parameter_server.sharding import Sharding
 from covey.core.types import Failure, Host, Progress, Role, ScriptError
 
 PROTOCOL = 1
 NODE_ID_MAX = 100
-RELAYED_MAX = 16_384  # connections of children behind one agent; it may have 4,096 workers and as many servers
-LOG_MAX = 262_144  # bytes of a log in one answer
+RELAYED_CONNECTIONS_MAX = 16_384  # connections of children behind one agent; it may have 4,096 workers and as many servers
+LOG_CHUNK_BYTES_MAX = 262_144  # bytes of a log in one answer
 NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
 
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
-Key = Annotated[str, Meta(max_length=512)]
+RendezvousKey = Annotated[str, Meta(max_length=512)]
 Sentence = Annotated[str, Meta(max_length=8192)]
-Mask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
-Count = Annotated[int, Meta(ge=0, le=8 * 65536)]  # of what has a bit in a mask
+BitMask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
+BitCount = Annotated[int, Meta(ge=0, le=8 * 65536)]  # of what has a bit in a mask
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -45,7 +45,7 @@ class Register(Message, frozen=True):
 
     role: Role
     node_id: Name  # "" asks the scheduler to choose
-    life: Name
+    instance_id: Name
     host: Host
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
@@ -59,7 +59,7 @@ class RegisterAgent(Message, frozen=True):
     """I am the agent of a host and bring `slots` workers, `servers` parameter servers and, later, `spares`."""
 
     agent: Name
-    life: Name
+    instance_id: Name
     host: Host
     slots: Annotated[int, Meta(ge=0, le=4096)]
     first_rank: int = -1
@@ -70,14 +70,14 @@ class RegisterAgent(Message, frozen=True):
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
     max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
     spares: Annotated[int, Meta(ge=0, le=4096)] = 0
-    cold: bool = False  # its template still imports: `Prepared` follows
+    template_importing: bool = False  # its template still imports: `TemplateReady` follows
 
 
-class Prepared(Message, frozen=True):
+class TemplateReady(Message, frozen=True):
     """An agent: my template has imported, so a worker is started here at once."""
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """I live, and this is what I am doing."""
 
     progress: Progress = Progress()
@@ -91,7 +91,7 @@ class Leave(Message, frozen=True):
     error: ScriptError | None = None  # the exception that ends the program
 
 
-class Started(Message, frozen=True):
+class ChildStarted(Message, frozen=True):
     """An agent: this child runs."""
 
     node_id: Name
@@ -100,7 +100,7 @@ class Started(Message, frozen=True):
     role: Role = Role.WORKER
 
 
-class Exited(Message, frozen=True):
+class ChildExited(Message, frozen=True):
     """An agent: this child is over. Its word ends a life at once."""
 
     node_id: Name
@@ -113,42 +113,42 @@ class Exited(Message, frozen=True):
     error: ScriptError | None = None  # None: the script raised none, or its process could not describe it
 
 
-class LogTold(Message, frozen=True):
+class LogChunk(Message, frozen=True):
     """An agent: whole lines from a log, the byte where they begin and where the next question should."""
 
-    number: int
-    lines: Annotated[bytes, Meta(max_length=LOG_MAX)] = b""
+    request_number: int
+    lines: Annotated[bytes, Meta(max_length=LOG_CHUNK_BYTES_MAX)] = b""
     start: int = 0
-    next: int = 0
+    next_start: int = 0
     size: int = 0  # of the whole log
     failure: Sentence = ""  # why there are none
 
 
-class Put(Message, frozen=True):
+class RendezvousPut(Message, frozen=True):
     """Pin a value to the board of this generation, for the others to meet."""
 
-    key: Key
+    key: RendezvousKey
     value: Annotated[bytes, Meta(max_length=65536)]
     generation: int
 
 
-class Get(Message, frozen=True):
+class RendezvousGet(Message, frozen=True):
     """Tell me this value as soon as it is there."""
 
-    key: Key
+    key: RendezvousKey
     generation: int
 
 
 # -- said by visitors ------------------------------------------------------------------------------------------------
 
 
-class Ask(Message, frozen=True):
+class ViewRequest(Message, frozen=True):
     """Show me the cluster; with `follow`, again whenever it changes."""
 
     follow: bool = False
 
 
-class AskStory(Message, frozen=True):
+class EventsRequest(Message, frozen=True):
     """Tell me what happened after a moment, of one node or of all; with `follow`, also what happens from now on."""
 
     node: Name = ""
@@ -156,45 +156,48 @@ class AskStory(Message, frozen=True):
     follow: bool = False
 
 
-class StopAsked(Message, frozen=True):
+class StopRequest(Message, frozen=True):
     """End the cluster in order; with `dump`, once its ranks have written down what they hold."""
 
     reason: Sentence = "asked by covey stop"
     dump: bool = False
 
 
-class KillAsked(Message, frozen=True):
+class KillRequest(Message, frozen=True):
     """Kill this node's process, as a fault would: what follows is what follows a death."""
 
     node: Name  # "worker:1"
     reason: Sentence = "asked to"
 
 
-class ScaleAsked(Message, frozen=True):
+class ScaleRequest(Message, frozen=True):
     """Change the world's size: to so many workers or servers, or by so many more, or without these nodes; or take back a growth
     that is under way."""
 
     workers: int = -1
-    more: int = 0
+    more_workers: int = 0
     servers: int = -1
     more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
-    start: bool = True  # False: nobody is started for it; those who come have their places
+    start_processes: bool = True  # False: nobody is started for it; those who come have their places
 
 
 # -- said by the scheduler -------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
-    """You are registered. Ranks follow in `Formed` (nodes) or `Start` (agents) as soon as the cluster is complete."""
+class Registered(Message, frozen=True):
+    """You are registered.
+
+    Ranks follow in `RankAssigned` (nodes) or `DesiredChildren` (agents) as soon as the cluster is complete.
+    """
 
     cluster_id: Name
     node_id: Name = ""
     incarnation: int = 0
 
 
-class Formed(Message, frozen=True):
+class RankAssigned(Message, frozen=True):
     """The cluster is complete, and this is your place in it; that of a spare has no rank."""
 
     generation: int
@@ -203,15 +206,15 @@ class Formed(Message, frozen=True):
     local_rank: int
     local_world: int
     restarts: int = 0
-    seat: int = -1  # this member's number for life, where it is not its rank
-    since: int = 1  # the generation in which it came
+    member_index: int = -1  # this member's number for life, where it is not its rank
+    since_generation: int = 1  # the generation in which it came
     workers: int = 0  # said to servers: how many push to them
-    sharing: Sharing | None = None  # of the servers' rows, once it has changed
+    sharding: Sharding | None = None  # of the servers' rows, once it has changed
     node_id: Name = ""  # said to a spare that is one no more: whose place it has, in which incarnation
     incarnation: int = 0
 
 
-class Regrouped(Message, frozen=True):
+class NewGeneration(Message, frozen=True):
     """The membership changed: what belongs to an older generation is over."""
 
     generation: int
@@ -226,25 +229,25 @@ class Assignment(msgspec.Struct, frozen=True):
     incarnation: int
     local_rank: int
     role: Role = Role.WORKER
-    process: str = ""  # it runs already, as this spare in this life
+    promoted_from: str = ""  # it runs already, as this spare in this life
 
     @property
     def name(self) -> str:
         return f"{self.role}:{self.node_id}"
 
     @property
-    def number(self) -> int:
+    def node_number(self) -> int:
         """What it is called by, for life: the rank it had first."""
         return int(self.node_id)
 
 
-class Shared(Message, frozen=True):
+class ShardingAssigned(Message, frozen=True):
     """The parameters' rows are shared among the servers like this from now on."""
 
-    sharing: Sharing
+    sharding: Sharding
 
 
-class Start(Message, frozen=True):
+class DesiredChildren(Message, frozen=True):
     """To an agent: let exactly these run, each in its incarnation; whatever else runs is to end. What of these has ended
     already is to be said again: the word may have been lost with a scheduler."""
 
@@ -267,7 +270,7 @@ class Refused(Message, frozen=True):
     retry_after_s: float = 0.0
 
 
-class Stop(Message, frozen=True):
+class ClusterEnded(Message, frozen=True):
     """The cluster ends. `code` is what the run ends with; `failure` is the first one, where there was one."""
 
     reason: Sentence
@@ -275,20 +278,20 @@ class Stop(Message, frozen=True):
     failure: Failure | None = None
 
 
-class Scaling(Message, frozen=True):
+class ScaleAccepted(Message, frozen=True):
     """The world changes its size: the operation's number, and what was decided."""
 
     operation: int
     reason: Sentence
 
 
-class Agreed(Message, frozen=True):
+class RequestAccepted(Message, frozen=True):
     """What was asked for is done, and this is what that means."""
 
     reason: Sentence
 
 
-class Kill(Message, frozen=True):
+class KillChild(Message, frozen=True):
     """To an agent: kill this child's process. Its end is told as any other."""
 
     node_id: Name
@@ -296,40 +299,40 @@ class Kill(Message, frozen=True):
     role: Role = Role.WORKER
 
 
-class LogAsked(Message, frozen=True):
+class ReadLog(Message, frozen=True):
     """To an agent: what is in the log of this child, from a byte on (negative: so many before its end)? With `find`, the
     lines alone that have this text, whatever its case."""
 
-    number: int  # of the question
+    request_number: int  # of the question
     node_id: Name
     role: Role = Role.WORKER
     start: int = 0
-    find: Name = ""
+    search_text: Name = ""
 
 
-class Pulse(Message, frozen=True):
+class LeaderHeartbeat(Message, frozen=True):
     """The scheduler is there and leads: who hears this no longer should look for another."""
 
 
-class Goodbye(Message, frozen=True):
+class LeaveAcknowledged(Message, frozen=True):
     """Your leave has been noted."""
 
 
-class Value(Message, frozen=True):
+class RendezvousValue(Message, frozen=True):
     """A value from the board."""
 
-    key: Key
+    key: RendezvousKey
     value: bytes
     generation: int
 
 
-class Told(Message, frozen=True):
+class ViewReply(Message, frozen=True):
     """The cluster as JSON (a `covey.core.cluster.view.ClusterView`)."""
 
     view: bytes
 
 
-class StoryTold(Message, frozen=True):
+class EventsReply(Message, frozen=True):
     """What happened, as JSON (a list of `covey.core.event_log.Event`)."""
 
     events: bytes
@@ -338,94 +341,94 @@ class StoryTold(Message, frozen=True):
 # -- healing -----------------------------------------------------------------------------------------------------------
 
 
-class Number(msgspec.Struct, frozen=True, order=True):
+class CollectiveNumber(msgspec.Struct, frozen=True, order=True):
     """The n-th collective of a step; step -1 is what came before the first."""
 
     step: int
-    n: int
+    index: int
 
     def __str__(self) -> str:
-        return f"{self.step}.{self.n}"
+        return f"{self.step}.{self.index}"
 
     @staticmethod
-    def read(text: str) -> Number | None:
+    def parse(text: str) -> CollectiveNumber | None:
         """What `str` wrote; None for any other text."""
         found = re.fullmatch(r"(-?\d{1,12})\.(\d{1,12})", text, re.ASCII)
-        return Number(int(found[1]), int(found[2])) if found else None
+        return CollectiveNumber(int(found[1]), int(found[2])) if found else None
 
 
-class Report(Message, frozen=True):
+class SafePointReport(Message, frozen=True):
     """A rank, at a safe point of this generation: what it completed last, and where others may fetch what they lack."""
 
     generation: int
-    completed: Number | None = None
-    waits: Number | None = None  # the one it is in
+    completed: CollectiveNumber | None = None
+    waiting_in: CollectiveNumber | None = None  # the one it is in
     needs_state: bool = False
-    whole: bool = True  # everything a replacement needs was kept
-    spoiled: bool = False  # the result it completed last is no longer as it was
-    slots: Count = 0  # of an optimizer whose state is cut: of how many parameters there is state,
-    holds: Mask = b""  # and of which this rank has it
+    has_complete_state: bool = True  # everything a replacement needs was kept
+    is_result_invalid: bool = False  # the result it completed last is no longer as it was
+    slot_count: BitCount = 0  # of an optimizer whose state is cut: of how many parameters there is state,
+    held_slots: BitMask = b""  # and of which this rank has it
     finished: bool = False  # its program has come to the end
-    seated: int = 0  # the newest seating by which it shares the data
+    indexes_version: int = 0  # the newest seating by which it shares the data
     port: int = 0
     token: Name = ""
 
 
-class Broke(Message, frozen=True):
+class CollectiveFailed(Message, frozen=True):
     """A rank: a collective of this generation failed here. A death will explain it, or the step is tried again."""
 
     generation: int
     reason: Sentence
 
 
-class Fetched(Message, frozen=True):
+class StateFetched(Message, frozen=True):
     """A rank: what the plan said it lacked is here."""
 
     generation: int
 
 
-class Resumed(Message, frozen=True):
+class RankResumed(Message, frozen=True):
     """A rank: the first collective of this generation is complete."""
 
     generation: int
     step: int
 
 
-class Drain(Message, frozen=True):
+class Draining(Message, frozen=True):
     """An agent: this host is asked to go, its workers finish their step, and nothing more is to be started here.
     A worker: it was asked to go and has finished its step; its end is no failure."""
 
     reason: Sentence = ""
-    last: bool = False  # the scheduler goes with this host, so nobody can take over
+    scheduler_leaves: bool = False  # the scheduler goes with this host, so nobody can take over
 
 
-class DumpAsked(Message, frozen=True):
+class DumpRequest(Message, frozen=True):
     """To a rank: the run cannot go on. Write down what you hold, at the next safe point."""
 
     reason: Sentence
 
 
-class Dumped(Message, frozen=True):
+class DumpWritten(Message, frozen=True):
     """A rank: what it held is on disk, complete and loadable."""
 
     step: int
     path: Sentence
 
 
-class Unsaved(Message, frozen=True):
+class CheckpointFailed(Message, frozen=True):
     """A rank: the checkpoint of this step is not on disk, and why."""
 
     step: int
     reason: Sentence
 
 
-class Settled(Message, frozen=True):
+class ServerInSync(Message, frozen=True):
     """A parameter server: by this sharing everything that is mine is here, and my copy is where it belongs."""
 
-    sharing: int
+    sharding_version: int
 
 
-class Giver(msgspec.Struct, frozen=True):
+class Donor(msgspec.Struct, frozen=True):
     """The rank to fetch from, and how."""
 
     rank: int
@@ -434,18 +437,18 @@ class Giver(msgspec.Struct, frozen=True):
     token: Name
 
 
-class Holder(msgspec.Struct, frozen=True):
+class SlotHolder(msgspec.Struct, frozen=True):
     """A rank that has some of the slots of an optimizer whose state is cut."""
 
-    giver: Giver
-    holds: Mask
+    donor: Donor
+    held_slots: BitMask
 
 
-class Seating(msgspec.Struct, frozen=True):
+class MemberIndexes(msgspec.Struct, frozen=True):
     """Who is in the world: everyone's seat, in order of rank."""
 
     version: int  # the generation in which it came about
-    seats: list[int]
+    indexes: list[int]
 
 
 class HealPlan(Message, frozen=True):
@@ -454,9 +457,9 @@ class HealPlan(Message, frozen=True):
     `failure` is never sent: why these ranks cannot go on from here."""
 
     generation: int
-    giver: Giver | None = None
-    seating: Seating | None = None
-    holders: list[Holder] = []
+    donor: Donor | None = None
+    member_indexes: MemberIndexes | None = None
+    slot_holders: list[SlotHolder] = []
     done: bool = False
     failure: Sentence = ""
 
@@ -464,7 +467,7 @@ class HealPlan(Message, frozen=True):
 # -- through an agent --------------------------------------------------------------------------------------------------
 
 
-class Via(Message, frozen=True):
+class FromChildEnvelope(Message, frozen=True):
     """An agent: a child of mine says this. `child` numbers my children's connections, upwards from 1; the first word over
     each is a registration."""
 
@@ -472,33 +475,33 @@ class Via(Message, frozen=True):
     message: FromChild
 
 
-class HungUp(Message, frozen=True):
+class ChildDisconnected(Message, frozen=True):
     """An agent: this child's connection is over."""
 
     child: int
     reason: Sentence
 
 
-class Beats(Message, frozen=True):
+class RelayedHeartbeats(Message, frozen=True):
     """An agent: I live, and so do these children of mine, doing this. One that did not beat is not among them."""
 
-    children: Annotated[dict[int, Progress], Meta(max_length=RELAYED_MAX)] = {}
+    children: Annotated[dict[int, Progress], Meta(max_length=RELAYED_CONNECTIONS_MAX)] = {}
 
 
-class To(Message, frozen=True):
+class ToChildrenEnvelope(Message, frozen=True):
     """To an agent: tell these children."""
 
     children: list[int]
     message: ToChild
 
 
-class HangUp(Message, frozen=True):
+class DisconnectChild(Message, frozen=True):
     """To an agent: close this child's connection, once what it was told has left."""
 
     child: int
 
 
-class Reached(Message, frozen=True):
+class SchedulerReachable(Message, frozen=True):
     """An agent to its child: the scheduler hears us now; `address` is the one by which this host reached it,
     `silence_s` how long it is silent at most."""
 
@@ -506,25 +509,73 @@ class Reached(Message, frozen=True):
     silence_s: float = -1.0
 
 
-class Unreached(Message, frozen=True):
+class SchedulerUnreachable(Message, frozen=True):
     """An agent to its child: the scheduler is out of reach."""
 
     reason: Sentence
 
 
-class Confirm(Message, frozen=True):
+class LastHeardRequest(Message, frozen=True):
     """A child to its agent: how long ago was I last surely heard?"""
 
 
-class Confirmed(Message, frozen=True):
+class LastHeardReply(Message, frozen=True):
     """An agent to its child: this many seconds ago."""
 
-    unheard_s: float
+    age_s: float
 
 
-FromChild = Register | Beat | Leave | Drain | Report | Broke | Fetched | Resumed | Dumped | Unsaved | Settled | Put | Get
-ToChild = Welcome | Formed | Regrouped | Shared | HealPlan | DumpAsked | Refused | Stop | Goodbye | Value
-FromAgent = ToChild | Pulse | Reached | Unreached | Confirmed  # what a child hears
-Visitor = Ask | AskStory | StopAsked | ScaleAsked | KillAsked
-FromNode = FromChild | RegisterAgent | Prepared | Started | Exited | Via | HungUp | Beats | Visitor | LogTold
-FromScheduler = ToChild | Start | Scaling | Agreed | Kill | LogAsked | Pulse | Told | StoryTold | To | HangUp
+FromChild = (
+    Register
+    | Heartbeat
+    | Leave
+    | Draining
+    | SafePointReport
+    | CollectiveFailed
+    | StateFetched
+    | RankResumed
+    | DumpWritten
+    | CheckpointFailed
+    | ServerInSync
+    | RendezvousPut
+    | RendezvousGet
+)
+ToChild = (
+    Registered
+    | RankAssigned
+    | NewGeneration
+    | ShardingAssigned
+    | HealPlan
+    | DumpRequest
+    | Refused
+    | ClusterEnded
+    | LeaveAcknowledged
+    | RendezvousValue
+)
+FromAgent = ToChild | LeaderHeartbeat | SchedulerReachable | SchedulerUnreachable | LastHeardReply  # what a child hears
+FromClient = ViewRequest | EventsRequest | StopRequest | ScaleRequest | KillRequest
+FromNode = (
+    FromChild
+    | RegisterAgent
+    | TemplateReady
+    | ChildStarted
+    | ChildExited
+    | FromChildEnvelope
+    | ChildDisconnected
+    | RelayedHeartbeats
+    | FromClient
+    | LogChunk
+)
+FromScheduler = (
+    ToChild
+    | DesiredChildren
+    | ScaleAccepted
+    | RequestAccepted
+    | KillChild
+    | ReadLog
+    | LeaderHeartbeat
+    | ViewReply
+    | EventsReply
+    | ToChildrenEnvelope
+    | DisconnectChild
+)

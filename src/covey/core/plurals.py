@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 
-def many(count: int, thing: str) -> str:
+def count_noun(count: int, thing: str) -> str:
     """So many of them."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def every(count: int, thing: str) -> str:
+def describe_all(count: int, thing: str) -> str:
     """All of them."""
     return f"the only {thing}" if count == 1 else f"all {count} {thing}s"
 
 
-def be(count: int) -> str:
+def is_or_are(count: int) -> str:
     """The verb after either."""
     return "is" if count == 1 else "are"

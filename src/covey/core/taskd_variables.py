@@ -10,57 +10,57 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from covey.core.cluster.recovery_strategy import Strategy, ladder
+from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
 from covey.errors import UsageError
 
-PORT = 9601  # of the manager
-RESTARTS_MAX = 32767  # where --max_restarts is not given
+MANAGER_PORT = 9601  # of the manager
+DEFAULT_MAX_RESTARTS = 32767  # where --max_restarts is not given
 
-SWITCHES: dict[str, tuple[str, str]] = {  # their words for on and off
+SWITCH_VARIABLES: dict[str, tuple[str, str]] = {  # their words for on and off
     "PROCESS_RECOVER": ("on", "off"),
     "ELASTIC_PROCESS_RECOVER_ENABLE": ("1", "0"),
     "ENABLE_RESTART_FAULT_PROCESS": ("on", "off"),
 }
-STRATEGIES = "HIGH_AVAILABILITY"
-JOB = "MINDX_TASK_ID"
+STRATEGIES_VARIABLE = "HIGH_AVAILABILITY"
+JOB_VARIABLE = "MINDX_TASK_ID"
 
 
-class Wish(NamedTuple):
+class TaskdSetting(NamedTuple):
     """The value of a setting, and the variables that ask for it, as they are set."""
 
     value: str
     origin: str
 
 
-def wishes(environ: Mapping[str, str], *, without: Container[str], default: str) -> dict[str, Wish]:
+def read_taskd_settings(environ: Mapping[str, str], *, without: Container[str], default: str) -> dict[str, TaskdSetting]:
     """What TaskD's variables ask for, by field of `Settings`; none of `without`. `default`: the ladder if none is named."""
-    found: dict[str, Wish] = {}
-    if "job" not in without and (job := environ.get(JOB)):
-        found["job"] = Wish(job, JOB)
-    said = {name: environ[name] for name in (*SWITCHES, STRATEGIES) if environ.get(name)}
+    found: dict[str, TaskdSetting] = {}
+    if "job" not in without and (job := environ.get(JOB_VARIABLE)):
+        found["job"] = TaskdSetting(job, JOB_VARIABLE)
+    said = {name: environ[name] for name in (*SWITCH_VARIABLES, STRATEGIES_VARIABLE) if environ.get(name)}
     if said and "strategy" not in without:
         origin = ", ".join(f"{name}={value}" for name, value in said.items())
-        found["strategy"] = Wish(_strategies(said, default), origin)
+        found["strategy"] = TaskdSetting(_resolve_strategies(said, default), origin)
     return found
 
 
-def _strategies(said: Mapping[str, str], default: str) -> str:
-    switched = {name: _switch(name, said[name]) for name in SWITCHES if name in said}
+def _resolve_strategies(said: Mapping[str, str], default: str) -> str:
+    switched = {name: _parse_switch(name, said[name]) for name in SWITCH_VARIABLES if name in said}
     try:
-        wanted = set(ladder(said.get(STRATEGIES, default).split(",")))
+        wanted = set(parse_strategies(said.get(STRATEGIES_VARIABLE, default).split(",")))
     except UsageError as error:
-        raise UsageError(f"{STRATEGIES}={said[STRATEGIES]} is not allowed: {error}.") from None
+        raise UsageError(f"{STRATEGIES_VARIABLE}={said[STRATEGIES_VARIABLE]} is not allowed: {error}.") from None
     if not (switched.get("PROCESS_RECOVER", True) and switched.get("ELASTIC_PROCESS_RECOVER_ENABLE", True)):
-        wanted = {Strategy.EXIT}
+        wanted = {RecoveryStrategy.EXIT}
     elif switched.get("ENABLE_RESTART_FAULT_PROCESS", False):
-        wanted.add(Strategy.IN_PLACE)
+        wanted.add(RecoveryStrategy.IN_PLACE)
     elif "ENABLE_RESTART_FAULT_PROCESS" in switched:
-        wanted.discard(Strategy.IN_PLACE)
-    return ",".join(ladder(wanted))
+        wanted.discard(RecoveryStrategy.IN_PLACE)
+    return ",".join(parse_strategies(wanted))
 
 
-def _switch(name: str, value: str) -> bool:
-    on, off = SWITCHES[name]
+def _parse_switch(name: str, value: str) -> bool:
+    on, off = SWITCH_VARIABLES[name]
     if value.strip() not in (on, off):
         raise UsageError(f"{name}={value[:80]!a} is not allowed: {on} or {off} is.")
     return value.strip() == on

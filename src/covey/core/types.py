@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.incidents import Incident
-from covey.core.parameter_server.sharding import Servers, Sharing
+from covey.core.parameter_server.sharding import ServerRanks, Sharding
 
 PHASE_MAX = 100  # characters
 ERROR_KIND_MAX = 200  # characters, as in the next four
@@ -17,7 +17,7 @@ ERROR_TEXT_MAX = 2000
 ERROR_PLACE_MAX = 1000
 ERROR_TRACE_MAX = 8192
 ERROR_LINE_MAX = 300  # of the text, in a sentence
-Short = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
+ShortText = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
 
 
 class Role(StrEnum):
@@ -55,7 +55,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-JOB = "the job"  # in a fingerprint
+JOB_FINGERPRINT_KEY = "the job"  # in a fingerprint
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
-    beats: bool = True
+    heartbeats_enabled: bool = True
     max_restarts: int = 0  # of everyone at once, as torchrun
     replacements_max: int = 32767  # of single workers, per host
     strategies: tuple[str, ...] = ()
@@ -83,25 +83,25 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
 
     @property
-    def most(self) -> int:
+    def default_target_workers(self) -> int:
         """How many workers there may be, if nobody asks for another number."""
         return max(self.worker_num, self.worker_max)
 
     @property
-    def judges_silence(self) -> bool:
-        return self.beats and self.node_timeout_s >= 0
+    def checks_heartbeats(self) -> bool:
+        return self.heartbeats_enabled and self.node_timeout_s >= 0
 
     @property
     def waits_for_agents(self) -> bool:
-        return self.recovery and self.agents_return and self.judges_silence
+        return self.recovery and self.agents_return and self.checks_heartbeats
 
     def fingerprint(self) -> dict[str, str]:
         """The settings in which every node must agree with the scheduler, under the names a user typed."""
         found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
-        found |= {JOB: self.job} if self.job else {}
+        found |= {JOB_FINGERPRINT_KEY: self.job} if self.job else {}
         return found | self.serving if self.server_num else found
 
-    def wanted(self, role: Role) -> int:
+    def required_count(self, role: Role) -> int:
         if role is Role.WORKER:
             return self.worker_num
         return self.server_num if role.group is Role.PSERVER else 0
@@ -113,10 +113,10 @@ class Host(msgspec.Struct, frozen=True):
     `life` tells which of several hosts of one identity this is, where somebody gives them one: a pod's UID.
     """
 
-    id: Short
-    name: Short
-    address: Short
-    life: Short = ""
+    id: ShortText
+    name: ShortText
+    address: ShortText
+    life: ShortText = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -124,14 +124,18 @@ class Progress(msgspec.Struct, frozen=True):
 
     step: int = -1
     phase: Annotated[str, Meta(max_length=PHASE_MAX)] = ""
-    loop: bool = False  # a loop is at work, which can write down what it holds
-    waits: Short = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
+    in_loop: bool = False  # a loop is at work, which can write down what it holds
+    waiting_in: ShortText = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
     loss: float | None = None  # as the program told it last; inf where it was no number
-    stands_by: bool = False  # a spare that has run its program up to where it needs a rank
-    together: Annotated[int, Meta(ge=0)] = 0  # how many may leave at once, where each has a part of the state; 0: any number
-    steps: int = 0  # completed by this process
-    first: int = -1  # the step at which this process's loop started: 0, or its checkpoint's; -1: another rank gave it state
+    is_spare_ready: bool = False  # a spare that has run its program up to where it needs a rank
+    departing_max: Annotated[int, Meta(ge=0)] = (
+        0  # how many may leave at once, where each has a part of the state; 0: any number
+    )
+    steps_completed: int = 0  # completed by this process
+    first_step: int = (
+        -1
+    )  # the step at which this process's loop started: 0, or its checkpoint's; -1: another rank gave it state
 
 
 class ScriptError(msgspec.Struct, frozen=True):
@@ -212,18 +216,18 @@ class Member(msgspec.Struct):
     seat: int = -1  # its number for life, where a rank may change with the world
     since: int = 1  # the generation in which its place was made
     state: NodeState = NodeState.WAITING
-    link: int = 0  # the connection that speaks for it; 0 when there is none
+    connection: int = 0  # the connection that speaks for it; 0 when there is none
     agent: str = ""  # the agent whose child it is
     joined_at: float = 0.0
-    beat_at: float = 0.0
+    last_heartbeat_at: float = 0.0
     progress: Progress = Progress()
-    changed_at: float = 0.0  # when its progress last changed
+    progress_changed_at: float = 0.0  # when its progress last changed
     restarts: int = 0
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
-    leaving: str = ""  # why this life is about to end without a failure
+    leave_reason: str = ""  # why this life is about to end without a failure
     pid: int = 0
     lives: int = 0  # that are over, since everyone last started
-    fruitless: int = 0  # deaths since the last committed step
+    deaths_without_progress: int = 0  # deaths since the last committed step
     died_at_step: int = -2
     error: ScriptError | None = None  # that ended its last process; None: none did, or the present one has made progress
     process: str = ""  # the spare, in which of its lives, that became this life; "" where a process was started for it
@@ -233,11 +237,11 @@ class Member(msgspec.Struct):
         return f"{self.role}:{self.node_id}"
 
     @property
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         return self.state in (NodeState.WAITING, NodeState.ALIVE, NodeState.SUSPECT)
 
 
-class Agent(msgspec.Struct):
+class AgentInfo(msgspec.Struct):
     """covey's process on a host: the parent of that host's workers."""
 
     id: str
@@ -250,10 +254,10 @@ class Agent(msgspec.Struct):
     servers: int = 0
     max_restarts: int = -1  # what it allows, where it says so itself
     spares: int = 0
-    link: int = 0
-    beat_at: float = 0.0
-    leaving: bool = False  # its host is asked to go: nothing more is started there
-    cold: bool = False  # its template still imports: the others would wait for that, too
+    connection: int = 0
+    last_heartbeat_at: float = 0.0
+    is_leaving: bool = False  # its host is asked to go: nothing more is started there
+    template_importing: bool = False  # its template still imports: the others would wait for that, too
 
 
 class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
@@ -277,12 +281,12 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     error: ScriptError | None = None
 
     @classmethod
-    def of(cls, member: Member) -> MemberRecord:
+    def from_member(cls, member: Member) -> MemberRecord:
         """Suspicion is not written: it is this scheduler's own, and the next one begins with it anyway."""
         record = cls(**{name: getattr(member, name) for name in cls.__struct_fields__})
         return msgspec.structs.replace(record, state=NodeState.ALIVE) if member.state is NodeState.SUSPECT else record
 
-    def member(self) -> Member:
+    def to_member(self) -> Member:
         return Member(**msgspec.structs.asdict(self))
 
 
@@ -301,11 +305,11 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     spares: int = 0
 
     @classmethod
-    def of(cls, agent: Agent) -> AgentRecord:
+    def from_agent(cls, agent: AgentInfo) -> AgentRecord:
         return cls(**{name: getattr(agent, name) for name in cls.__struct_fields__})
 
-    def agent(self) -> Agent:
-        return Agent(**msgspec.structs.asdict(self))
+    def to_agent(self) -> AgentInfo:
+        return AgentInfo(**msgspec.structs.asdict(self))
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
@@ -324,8 +328,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     next_seat: int = -1
     trains: bool = False
     asked: int = 0
-    sharing: Sharing | None = None
-    coming: Servers = ()
+    sharing: Sharding | None = None
+    coming: ServerRanks = ()
     moved: bool = True
     copied: bool | None = None
     next_server: int = -1

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from covey.core.federated.dp_accounting import Noise, multiplier
-from covey.core.federated.messages import SERVERS_MAX, Plan
+from covey.core.federated.dp_accounting import Noise, compute_noise_multiplier
+from covey.core.federated.messages import SERVERS_MAX, RoundPlan
 from covey.errors import UsageError
 from covey.federated import update_compression
 from covey.federated.server.update_log import DURABILITIES
@@ -295,9 +295,9 @@ def text(key: str) -> str:
     return str(get_fl_context(key))
 
 
-def plan() -> Plan:
+def plan() -> RoundPlan:
     """What rounds go by."""
-    return Plan(
+    return RoundPlan(
         threshold=number("start_fl_job_threshold"),
         start_window_s=number("start_fl_job_time_window") / 1000,
         ratio=float(get_fl_context("update_model_ratio")),
@@ -332,7 +332,7 @@ def _noise() -> Noise | None:
     if text("encrypt_type") == "DP_ENCRYPT":
         if on_servers:
             raise _refused("dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them")
-        return Noise(True, clip, multiplier(float(get_fl_context("dp_eps")), delta), delta, budget)
+        return Noise(True, clip, compute_noise_multiplier(float(get_fl_context("dp_eps")), delta), delta, budget)
     if on_servers:
         return Noise(False, clip, on_servers, delta, budget)
     if budget:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.core.federated.messages import Plan
+from covey.core.federated.messages import RoundPlan
 from covey.core.federated.secagg import neighbor_graph
 from covey.core.federated.secagg.messages import DEVICES_MAX
 from covey.errors import UsageError
@@ -16,7 +16,7 @@ from covey.federated.update_compression import NONE
 DEVICES_MIN = 3  # in a sum of fewer each knows the other
 
 
-def check(plan: Plan, strategy: Strategy) -> None:
+def check(plan: RoundPlan, strategy: Strategy) -> None:
     """Raises `UsageError` for a plan that cannot be kept."""
     name = type(strategy).__name__
     if plan.noise is not None and (strategy.sees_all or strategy.staleness):
@@ -29,8 +29,8 @@ def check(plan: Plan, strategy: Strategy) -> None:
         raise UsageError(f"{name} needs to see single updates, and PW_ENCRYPT hides them: use FedAvg or one like it")
     if not DEVICES_MIN <= plan.threshold <= DEVICES_MAX:
         raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold from {DEVICES_MIN} to {DEVICES_MAX}, not {plan.threshold}")
-    least = min(plan.needed, plan.update_min or plan.needed)
-    needed = plan.reconstruct or neighbor_graph.default_needed(neighbor_graph.degree(plan.threshold) + 1)
+    least = min(plan.needed_updates, plan.update_min or plan.needed_updates)
+    needed = plan.reconstruct or neighbor_graph.default_share_threshold(neighbor_graph.choose_degree(plan.threshold) + 1)
     if plan.reconstruct and 2 * plan.reconstruct <= plan.threshold:
         raise UsageError(
             f"reconstruct_secrets_threshold={plan.reconstruct} of {plan.threshold} devices would let two lists be answered: "

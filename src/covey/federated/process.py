@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federated.federation_machine import Managed
-from covey.core.federated.messages import Stage
-from covey.core.federated.server_membership import Limits
+from covey.core.federated.federation_machine import FederationMachine
+from covey.core.federated.messages import RoundStage
+from covey.core.federated.server_membership import ServerTimeouts
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model_codec, privacy_settings
 from covey.federated.scheduler.scheduler import Scheduler, load_record
@@ -117,12 +117,12 @@ async def _schedule(settings: Settings) -> int:
     file = root / cluster_id / "scheduler.record"
     record = load_record(file)
     plan = context.plan()
-    rounds = Managed(
+    rounds = FederationMachine(
         cluster_id=cluster_id,
         key=secrets.token_bytes(32),
         server_num=context.number("server_num"),
         plan=plan,
-        limits=Limits(return_s=context.number("server_return_time_window") / 1000),
+        timeouts=ServerTimeouts(return_timeout_s=context.number("server_return_time_window") / 1000),
         now=loop.time(),
         job=context.text("fl_name"),
     )
@@ -232,7 +232,7 @@ def _check_spool(strategy: Strategy, layout: model_codec.Layout) -> None:
 
 async def _say_started(server: Server) -> None:
     """The line that MindSpore's scripts look for."""
-    while server.orders is None or server.orders.stage is Stage.FORMING or not server.claims.is_member:
+    while server.orders is None or server.orders.stage is RoundStage.FORMING or not server.claims.is_member:
         changed = server.changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.leader_election import Cell
+from covey.core.leader_election import LeaseRecord
 from covey.errors import StoreError
 from covey.kubernetes.api_client import CONFIG_MAP, CONFLICT, LEASE, MISSING, Api, ApiError, Kind, connect
 
@@ -67,7 +67,7 @@ class KubernetesCells:
         if kind is CONFIG_MAP:
             data = {key: base64.b64encode(value).decode()}
             return {"apiVersion": "v1", "kind": kind.name, "metadata": metadata, "binaryData": data}
-        cell = msgspec.json.decode(value, type=Cell)
+        cell = msgspec.json.decode(value, type=LeaseRecord)
         metadata["annotations"] = {ANNOTATION: value.decode()}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {"holderIdentity": cell.holder, "renewTime": now, "leaseTransitions": cell.token}

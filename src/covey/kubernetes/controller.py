@@ -12,27 +12,27 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from covey.core.jobs import Observed, Plan, plan, read
+from covey.core.jobs import Observed, ReconcilePlan, parse_job, plan
 from covey.core.jobs.actions import (
     Action,
-    Adopt,
-    CreateGang,
+    AdoptOrphan,
+    AnnounceWorkers,
     CreatePod,
+    CreatePodGroup,
     CreateSecret,
     CreateService,
-    DeleteGang,
     DeleteJob,
     DeletePod,
+    DeletePodGroup,
     DeleteService,
-    EndPod,
-    Expect,
-    Label,
-    LetGo,
-    SayGone,
-    Tell,
+    RecordEvent,
+    ReleaseWorkers,
+    ReportPodGone,
+    SetLabel,
+    TerminatePod,
 )
-from covey.core.jobs.pod_state import JOB_LABEL, owner
-from covey.core.jobs.spec import Duty, Invalid, Job, Role, pod_name
+from covey.core.jobs.pod_state import JOB_LABEL, controller_uid_of
+from covey.core.jobs.spec import InvalidJob, Job, ReplicaDuty, ReplicaSpec, pod_name
 from covey.errors import PeerError
 from covey.kubernetes import pod_builder
 from covey.kubernetes.api_client import CONFLICT, MISSING, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
@@ -84,9 +84,9 @@ def _job_of(thing: Thing) -> Key:
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(JOB_LABEL, "")
 
 
-def _first(job: Job) -> Role:
+def _first(job: Job) -> ReplicaSpec:
     """The role whose first pod the others call."""
-    return next(iter(job.of(Duty.SCHEDULER) or job.of(Duty.WORKER)))
+    return next(iter(job.roles_with_duty(ReplicaDuty.SCHEDULER) or job.roles_with_duty(ReplicaDuty.WORKER)))
 
 
 class Controller:
@@ -148,7 +148,7 @@ class Controller:
             finally:
                 self.queue.done(key)
 
-    async def reconcile(self, key: Key) -> Plan | None:
+    async def reconcile(self, key: Key) -> ReconcilePlan | None:
         """One turn. None where there is no such job."""
         thing = self._caches.jobs.get(key)
         if thing is None:
@@ -180,12 +180,12 @@ class Controller:
             pods=caches.owned.pods_of.of(key),
             services=caches.owned.services_of.of(key),
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
-            gang=bool(self._gang),
+            uses_pod_groups=bool(self._gang),
             pod_group=caches.groups.get(key) if caches.groups is not None else None,
-            live=self.clusters.live(key),
+            scheduler_status=self.clusters.live(key),
         )
 
-    def _follow(self, key: Key, thing: Thing, made: Plan) -> None:
+    def _follow(self, key: Key, thing: Thing, made: ReconcilePlan) -> None:
         """Look into the job's cluster while the pod of its scheduler runs."""
         status = made.status if made.status is not None else thing.get("status") or {}
         hurry = bool(status.get("scaling") or status.get("replacing"))
@@ -195,13 +195,19 @@ class Controller:
         if not self._key or status.get("state") not in ("Running", "Restarting"):
             return None
         try:
-            job = read(thing)
-        except Invalid:
+            job = parse_job(thing)
+        except InvalidJob:
             return None
         first = _first(job)
         pod = self._caches.owned.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
         address, port = ((pod or {}).get("status") or {}).get("podIP"), pod_builder.manage_port_of(job, first)
-        if pod is None or not address or not port or pod["status"].get("phase") != "Running" or owner(pod) != job.uid:
+        if (
+            pod is None
+            or not address
+            or not port
+            or pod["status"].get("phase") != "Running"
+            or controller_uid_of(pod) != job.uid
+        ):
             return None
         return Place(str(address), port, token_of(self._key, job.uid))
 
@@ -215,17 +221,17 @@ class Controller:
 
     # -- carrying out ------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, thing: Thing, job: Thing, made: Plan) -> None:
+    async def _carry_out(self, thing: Thing, job: Thing, made: ReconcilePlan) -> None:
         """First what pods need, then pods, then the job itself. All are tried; the first that failed is told."""
         for action in made.actions:
-            if isinstance(action, Tell):
+            if isinstance(action, RecordEvent):
                 self.events.tell(thing, action)
         try:
-            spec = read(job)
-        except Invalid:
+            spec = parse_job(job)
+        except InvalidJob:
             return
-        first = [a for a in made.actions if not isinstance(a, Tell | CreatePod | DeletePod | EndPod | DeleteJob)]
-        then = [a for a in made.actions if isinstance(a, CreatePod | DeletePod | EndPod)]
+        first = [a for a in made.actions if not isinstance(a, RecordEvent | CreatePod | DeletePod | TerminatePod | DeleteJob)]
+        then = [a for a in made.actions if isinstance(a, CreatePod | DeletePod | TerminatePod)]
         last = [a for a in made.actions if isinstance(a, DeleteJob)]
         turn = asyncio.Semaphore(AT_ONCE)
 
@@ -237,7 +243,7 @@ class Controller:
             results = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
             for action, result in zip(batch, results, strict=True):
                 if isinstance(result, ApiError) and not result.transient and result.code != CONFLICT:
-                    self.events.tell(thing, Tell("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
+                    self.events.tell(thing, RecordEvent("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
@@ -253,40 +259,40 @@ class Controller:
         elif isinstance(action, CreateSecret):
             secret = pod_builder.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
             await self._unless(api.create(SECRET, namespace, secret, brief=True), CONFLICT)
-        elif isinstance(action, CreateGang):
+        elif isinstance(action, CreatePodGroup):
             await self._unless(api.create(POD_GROUP, namespace, pod_builder.gang(job, action, owner)), CONFLICT)
         elif isinstance(action, DeletePod):
-            asked = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace)
+            asked = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace_period_s)
             await self._unless(asked, MISSING, CONFLICT)  # another pod of that name is not meant: as good as gone
-        elif isinstance(action, EndPod):
+        elif isinstance(action, TerminatePod):
             await self._unless(api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}), MISSING)
         elif isinstance(action, DeleteService):
             await self._unless(api.delete(SERVICE, namespace, action.name), MISSING)
-        elif isinstance(action, DeleteGang):
+        elif isinstance(action, DeletePodGroup):
             await self._unless(api.delete(POD_GROUP, namespace, job.name), MISSING)
-        elif isinstance(action, Adopt):
+        elif isinstance(action, AdoptOrphan):
             await self._adopt(thing, action)
-        elif isinstance(action, Label):
+        elif isinstance(action, SetLabel):
             patch = {"metadata": {"labels": {action.key: action.value}}}
             self._caches.jobs.put(await api.patch(self.kind, namespace, job.name, patch))
-        elif isinstance(action, LetGo | Expect):
+        elif isinstance(action, ReleaseWorkers | AnnounceWorkers):
             await self._resize(thing, job, action)
-        elif isinstance(action, SayGone):
+        elif isinstance(action, ReportPodGone):
             await self._say_gone(job, action)
         elif isinstance(action, DeleteJob):
             await self._unless(api.delete(self.kind, namespace, job.name, uid=job.uid), MISSING)
 
-    async def _resize(self, thing: Thing, job: Job, action: LetGo | Expect) -> None:
+    async def _resize(self, thing: Thing, job: Job, action: ReleaseWorkers | AnnounceWorkers) -> None:
         key = (job.namespace, job.name)
         try:
-            if isinstance(action, LetGo):
+            if isinstance(action, ReleaseWorkers):
                 await self.clusters.let_go(key, action.node_ids)
             else:
-                await self.clusters.expect(key, action.more)
+                await self.clusters.expect(key, action.additional_workers)
         except PeerError as error:  # it is asked again, as long as it is wanted
-            self.events.tell(thing, Tell("Warning", "ScaleRefused", str(error)))
+            self.events.tell(thing, RecordEvent("Warning", "ScaleRefused", str(error)))
 
-    async def _say_gone(self, job: Job, action: SayGone) -> None:
+    async def _say_gone(self, job: Job, action: ReportPodGone) -> None:
         try:
             await self.clusters.gone((job.namespace, job.name), action.uid, f"the pod {action.name} is over")
         except PeerError as error:  # it finds out by itself, later
@@ -312,7 +318,7 @@ class Controller:
             if error.code != CONFLICT:
                 raise
             made = await self._api.get(kind, job.namespace, body["metadata"]["name"])
-            if owner(made) != job.uid:
+            if controller_uid_of(made) != job.uid:
                 raise ApiError(
                     CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} is another owner's"
                 ) from None
@@ -322,7 +328,7 @@ class Controller:
         service = self._caches.owned.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
-    async def _adopt(self, thing: Thing, action: Adopt) -> None:
+    async def _adopt(self, thing: Thing, action: AdoptOrphan) -> None:
         """Only after a fresh look at the job: the cached one may be gone, with another in its place."""
         metadata = thing["metadata"]
         fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])

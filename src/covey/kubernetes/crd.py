@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from covey.core.jobs.ascend_job import ASCEND_GROUP
-from covey.core.jobs.spec import GROUP, VERSION, Clean, Restart
+from covey.core.jobs.spec import API_GROUP, API_VERSION, CleanPodPolicy, RestartPolicy
 
 Thing = dict[str, Any]
 
@@ -39,7 +39,7 @@ def _replicas() -> Thing:
         "required": ["template"],
         "properties": {
             "replicas": {**_COUNT, "default": 1},
-            "restartPolicy": {"type": "string", "enum": [str(policy) for policy in Restart]},
+            "restartPolicy": {"type": "string", "enum": [str(policy) for policy in RestartPolicy]},
             "template": _template(),
         },
     }
@@ -65,7 +65,7 @@ def _run_policy() -> Thing:
     return {
         "type": "object",
         "properties": {
-            "cleanPodPolicy": {"type": "string", "enum": [str(policy) for policy in Clean]},
+            "cleanPodPolicy": {"type": "string", "enum": [str(policy) for policy in CleanPodPolicy]},
             "ttlSecondsAfterFinished": seconds,
             "activeDeadlineSeconds": seconds,
             "pendingTimeoutSeconds": seconds,
@@ -118,7 +118,7 @@ def _definition(group: str, plural: str, kind: str, roles: str, short: list[str]
             },
             "versions": [
                 {
-                    "name": VERSION,
+                    "name": API_VERSION,
                     "served": True,
                     "storage": True,
                     "additionalPrinterColumns": COLUMNS,
@@ -144,7 +144,7 @@ def _definition(group: str, plural: str, kind: str, roles: str, short: list[str]
 
 
 def msjob() -> Thing:
-    return _definition(GROUP, "msjobs", "MSJob", "msReplicaSpecs", ["msj"])
+    return _definition(API_GROUP, "msjobs", "MSJob", "msReplicaSpecs", ["msj"])
 
 
 def ascendjob() -> Thing:

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 
-from covey.core.jobs.actions import Tell
-from covey.core.jobs.timestamps import stamp
+from covey.core.jobs.actions import RecordEvent
+from covey.core.jobs.timestamps import format_timestamp
 from covey.kubernetes.api_client import CONFLICT, EVENT, Api, ApiError, Thing
 from covey.kubernetes.reflector import Key
 from covey.kubernetes.work_queue import Queue
@@ -21,18 +21,18 @@ class Events:
     """Of jobs of one kind; `on_tell` hears of each as well."""
 
     def __init__(self, api: Api, queue: Queue[Key], clock: Callable[[], float]) -> None:
-        self.on_tell: Callable[[Thing, Tell], None] = lambda thing, tell: None
+        self.on_tell: Callable[[Thing, RecordEvent], None] = lambda thing, tell: None
         self._api = api
         self._queue = queue
         self._clock = clock
         self._waiting: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
 
-    def tell(self, thing: Thing, tell: Tell) -> None:
+    def tell(self, thing: Thing, tell: RecordEvent) -> None:
         """Events are written on the side: a job does not wait for them."""
         self.on_tell(thing, tell)
         metadata = thing["metadata"]
         words = "\n".join([metadata["uid"], tell.reason, tell.message])
-        now = stamp(self._clock())
+        now = format_timestamp(self._clock())
         event = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -47,7 +47,7 @@ class Events:
                 "namespace": metadata["namespace"],
                 "uid": metadata["uid"],
             },
-            "type": tell.kind,
+            "type": tell.event_type,
             "reason": tell.reason,
             "message": tell.message[:1000],
             "count": 1,

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from covey.core.effects import Level, Publish
-from covey.core.event_log import Story
+from covey.core.effects import Level, PublishEvent
+from covey.core.event_log import EventLog
 from covey.core.jobs import ascend_job
-from covey.core.jobs.actions import Tell
-from covey.core.jobs.pod_state import JOB_LABEL, OPERATOR, OPERATOR_LABEL
-from covey.core.plurals import many
+from covey.core.jobs.actions import RecordEvent
+from covey.core.jobs.pod_state import JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME
+from covey.core.plurals import count_noun
 from covey.errors import PeerError
 from covey.kubernetes import leader_election as leases
 from covey.kubernetes import operator_metrics as numbers
@@ -28,7 +28,7 @@ from covey.kubernetes.reflector import Key, Reflector, key_of
 from covey.log import log
 
 WORKERS = 16
-SELECTOR = f"{OPERATOR_LABEL}={OPERATOR}"
+SELECTOR = f"{OPERATOR_LABEL}={OPERATOR_NAME}"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Operator:
         self.metrics = numbers.Metrics()
         self.port = 0
         self.leading = asyncio.Event()
-        self.story = Story()  # what was told of jobs, of late
+        self.story = EventLog()  # what was told of jobs, of late
         self._controllers: list[Controller] = []  # one per kind of job, while this replica acts
         self._ready = False
         self._key = b""
@@ -111,7 +111,7 @@ class Operator:
         if role is None:
             raise PeerError(f"{'/'.join(key)} has no role Worker: its size cannot be changed")
         await self.api.patch(controller.kind, *key, {"spec": {field: {role: {"replicas": workers}}}})
-        return f"{'/'.join(key)} is to have {many(workers, 'worker')}"
+        return f"{'/'.join(key)} is to have {count_noun(workers, 'worker')}"
 
     async def suspend(self, key: Key, suspended: bool) -> str:
         """Take the job's pods away, or let it start anew."""
@@ -132,10 +132,10 @@ class Operator:
             raise PeerError(f"{'/'.join(key)} is {state}: its scheduler can be asked once it runs, where covey's is in it")
         return controller.clusters
 
-    def _note(self, thing: Thing, tell: Tell) -> None:
+    def _note(self, thing: Thing, tell: RecordEvent) -> None:
         name = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
-        level = Level.WARNING if tell.kind == "Warning" else Level.NOTE
-        self.story.add(Publish(name, tell.reason, tell.message, level), time.time())
+        level = Level.WARNING if tell.event_type == "Warning" else Level.NOTE
+        self.story.add(PublishEvent(name, tell.reason, tell.message, level), time.time())
 
     async def run(self) -> None:
         server = None
@@ -212,7 +212,7 @@ class Operator:
         if gang:
             caches.groups = Reflector(api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(key_of(g)))
             mine.append(caches.groups)
-        convert = ascend_job.convert if kind is ASCENDJOB else (lambda thing: thing)
+        convert = ascend_job.convert_ascend_job if kind is ASCENDJOB else (lambda thing: thing)
         controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
         controller.events.on_tell = self._note
         found.append(controller)

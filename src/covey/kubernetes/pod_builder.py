@@ -10,9 +10,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from covey.core.jobs.actions import CreateGang, CreatePod
-from covey.core.jobs.pod_state import INDEX_LABEL, JOB_LABEL, OPERATOR, OPERATOR_LABEL, TYPE_LABEL
-from covey.core.jobs.spec import GROUP, PORT, Duty, Job, Restart, Role, pod_name
+from covey.core.jobs.actions import CreatePod, CreatePodGroup
+from covey.core.jobs.pod_state import INDEX_LABEL, JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME, TYPE_LABEL
+from covey.core.jobs.spec import API_GROUP, DEFAULT_PORT, Job, ReplicaDuty, ReplicaSpec, RestartPolicy, pod_name
 
 Thing = dict[str, Any]
 
@@ -21,14 +21,14 @@ RECOVERY_VOLUME = "covey-recovery"
 RECOVERY_PATH = "/var/lib/covey/recovery"
 MANAGE_VARIABLE = "MS_SCHED_MANAGE_PORT"
 MANAGE_PORT = 11202
-ROLE_WORDS = {Duty.SCHEDULER: "MS_SCHED", Duty.SERVER: "MS_PSERVER", Duty.WORKER: "MS_WORKER"}
+ROLE_WORDS = {ReplicaDuty.SCHEDULER: "MS_SCHED", ReplicaDuty.SERVER: "MS_PSERVER", ReplicaDuty.WORKER: "MS_WORKER"}
 # What MindSpore's own fault tolerance is told for each strategy.
 TFT = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "recover": ("ARF:1",), "dump": ("TTP:1",)}
 
 
 def labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
     """Of everything that belongs to a job; with `key`, of one role; with `index`, of one pod."""
-    found = {OPERATOR_LABEL: OPERATOR, JOB_LABEL: job.name, "group-name": GROUP, "job-name": job.name}
+    found = {OPERATOR_LABEL: OPERATOR_NAME, JOB_LABEL: job.name, "group-name": API_GROUP, "job-name": job.name}
     if key:
         found |= {TYPE_LABEL: key.lower(), "replica-type": key.lower()}
     if index >= 0:
@@ -54,7 +54,7 @@ def owner_of(thing: Mapping[str, Any]) -> Thing:
 
 def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
     """The address of a role's first pod, with all ports of its container."""
-    role = job.role(key)
+    role = job.find_role(key)
     assert role is not None
     ports = [
         {"name": port.get("name") or f"port-{port['containerPort']}", "port": port["containerPort"]}
@@ -85,10 +85,10 @@ def _join(job: Job) -> str:
     return f"{job.name}-join-{job.uid[:8]}"
 
 
-def gang(job: Job, action: CreateGang, owner: Mapping[str, Any]) -> Thing:
+def gang(job: Job, action: CreatePodGroup, owner: Mapping[str, Any]) -> Thing:
     """A Volcano PodGroup."""
-    policy = action.policy
-    spec: Thing = {"minMember": action.members}
+    policy = action.scheduling_policy
+    spec: Thing = {"minMember": action.min_members}
     for ours, theirs in (("queue", "queue"), ("priorityClass", "priorityClassName"), ("minResources", "minResources")):
         if policy.get(ours):
             spec[theirs] = policy[ours]
@@ -102,19 +102,19 @@ def gang(job: Job, action: CreateGang, owner: Mapping[str, Any]) -> Thing:
 
 def pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, gang_scheduler: str = "") -> Thing:
     """One pod. `address` is where the Scheduler, or the first worker, is reached; "" for a job of one."""
-    role = job.role(action.role)
+    role = job.find_role(action.role)
     assert role is not None
     template = copy.deepcopy(role.template)
     spec: Thing = template["spec"]
     own: Thing = template.get("metadata") or {}
     name = pod_name(job.name, role.key, action.index)
-    main = next(c for c in spec["containers"] if c["name"] == job.container)
+    main = next(c for c in spec["containers"] if c["name"] == job.main_container)
     main["ports"] = _ports(job, role)
     _inject(job, role, action, main, spec, name, address)
-    spec["restartPolicy"] = "Never" if role.restart is Restart.EXIT_CODE else str(role.restart)
+    spec["restartPolicy"] = "Never" if role.restart_policy is RestartPolicy.EXIT_CODE else str(role.restart_policy)
     annotations = dict(own.get("annotations") or {})
-    if action.excluded:
-        _avoid(spec, action.excluded)
+    if action.excluded_nodes:
+        _avoid(spec, action.excluded_nodes)
     if gang_scheduler:
         spec["schedulerName"] = gang_scheduler
         annotations |= {"scheduling.k8s.io/group-name": job.name, "volcano.sh/task-spec": role.key.lower()}
@@ -124,34 +124,34 @@ def pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, 
     return {"apiVersion": "v1", "kind": "Pod", "metadata": found, "spec": spec}
 
 
-def _ports(job: Job, role: Role) -> list[Thing]:
+def _ports(job: Job, role: ReplicaSpec) -> list[Thing]:
     """The ports of the container that trains, with those that must be there."""
-    main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.container)
+    main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     ports = copy.deepcopy(main.get("ports") or [])
     if not any(port.get("name") == job.port_name for port in ports):
-        ports.append({"name": job.port_name, "containerPort": PORT})
+        ports.append({"name": job.port_name, "containerPort": DEFAULT_PORT})
     if job.recovery.strategies and not any(port["containerPort"] == TASKD_PORT for port in ports):
         ports.append({"name": "taskd-port", "containerPort": TASKD_PORT})
     return ports
 
 
-def manage_port_of(job: Job, role: Role) -> int:
+def manage_port_of(job: Job, role: ReplicaSpec) -> int:
     """Where the scheduler in a role's first pod serves REST; 0: nowhere."""
-    main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.container)
+    main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     said = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_VARIABLE)
     if said is None:
         return MANAGE_PORT
     return int(said) if said.isdigit() and len(said) < 6 else 0
 
 
-def port_of(job: Job, role: Role) -> int:
+def port_of(job: Job, role: ReplicaSpec) -> int:
     return next(int(p["containerPort"]) for p in _ports(job, role) if p.get("name") == job.port_name)
 
 
 # -- variables -------------------------------------------------------------------------------------------------------
 
 
-def _inject(job: Job, role: Role, action: CreatePod, main: Thing, spec: Thing, name: str, address: str) -> None:
+def _inject(job: Job, role: ReplicaSpec, action: CreatePod, main: Thing, spec: Thing, name: str, address: str) -> None:
     env: list[Thing] = _given(main, "env", [])
     given = {entry["name"]: entry for entry in env}
     for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
@@ -186,15 +186,15 @@ def _identity(name: str) -> Thing:
     return {"POD_IP": _field("status.podIP"), "COVEY_HOST_ID": name, "COVEY_HOST_LIFE": _field("metadata.uid")}
 
 
-def _cluster(job: Job, role: Role, action: CreatePod, name: str, address: str) -> Thing:
+def _cluster(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address: str) -> Thing:
     """Where the others are. A single worker without a Scheduler is a world of one, and is told nothing."""
     if not address:
         return {}
     world = action.world
-    workers = sum(world.get(r.key, 0) for r in job.of(Duty.WORKER))
-    servers = sum(world.get(r.key, 0) for r in job.of(Duty.SERVER))
-    schedulers = job.of(Duty.SCHEDULER)
-    first = (schedulers or job.of(Duty.WORKER))[0]
+    workers = sum(world.get(r.key, 0) for r in job.roles_with_duty(ReplicaDuty.WORKER))
+    servers = sum(world.get(r.key, 0) for r in job.roles_with_duty(ReplicaDuty.SERVER))
+    schedulers = job.roles_with_duty(ReplicaDuty.SCHEDULER)
+    first = (schedulers or job.roles_with_duty(ReplicaDuty.WORKER))[0]
     itself = role.key == first.key and action.index == 0
     host = _field("status.podIP") if itself else address
     port = port_of(job, first)
@@ -203,14 +203,17 @@ def _cluster(job: Job, role: Role, action: CreatePod, name: str, address: str) -
         "MS_SCHED_PORT": port,
         "MS_NODE_ID": name,
         "MS_SERVER_NUM": servers,
-        "MS_WORKER_NUM": workers * job.processes,
+        "MS_WORKER_NUM": workers * job.processes_per_pod,
     }
     if schedulers:
         found["MS_ROLE"] = ROLE_WORDS[role.duty]
-    if role.duty is Duty.WORKER:
-        before = sum(world.get(r.key, 0) for r in job.of(Duty.WORKER)[: job.of(Duty.WORKER).index(role)])
+    if role.duty is ReplicaDuty.WORKER:
+        before = sum(
+            world.get(r.key, 0)
+            for r in job.roles_with_duty(ReplicaDuty.WORKER)[: job.roles_with_duty(ReplicaDuty.WORKER).index(role)]
+        )
         number = before + action.index
-        found["MS_LOCAL_WORKER"] = job.processes
+        found["MS_LOCAL_WORKER"] = job.processes_per_pod
         if number < workers:  # who comes later is given its rank
             found["MS_NODE_RANK"] = number
         if not schedulers:
@@ -218,15 +221,15 @@ def _cluster(job: Job, role: Role, action: CreatePod, name: str, address: str) -
                 "MASTER_ADDR": host,
                 "MASTER_PORT": port,
                 **({"RANK": number, "NODE_RANK": number} if number < workers else {}),
-                "WORLD_SIZE": workers * job.processes,
-                "LOCAL_WORLD_SIZE": job.processes,
+                "WORLD_SIZE": workers * job.processes_per_pod,
+                "LOCAL_WORLD_SIZE": job.processes_per_pod,
                 "NNODES": workers,
                 MANAGE_VARIABLE: MANAGE_PORT,  # covey run would take any free one
             }
     return found
 
 
-def _recovery(job: Job, role: Role) -> Thing:
+def _recovery(job: Job, role: ReplicaSpec) -> Thing:
     strategies = job.recovery.strategies
     if not strategies:
         return {}
@@ -239,10 +242,10 @@ def _recovery(job: Job, role: Role) -> Thing:
         "HIGH_AVAILABILITY": ",".join(strategies),
     }
     if tft:
-        found["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_level else [])]) + "}"
+        found["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_rescheduling else [])]) + "}"
     if "recover-in-place" in strategies:
         found["ENABLE_RESTART_FAULT_PROCESS"] = "on"
-        if role.duty is Duty.WORKER and not role.supervised:
+        if role.duty is ReplicaDuty.WORKER and not role.is_supervised:
             found["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
     if {"recover", "recover-in-place"} & set(strategies):
         found["MS_ENABLE_RECOVERY"] = "1"

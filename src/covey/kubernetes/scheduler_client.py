@@ -23,7 +23,7 @@ import msgspec
 
 from covey.core.cluster.view import ClusterView
 from covey.core.jobs import scheduler_status as lives
-from covey.core.jobs.scheduler_status import Live
+from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.errors import PeerError
 from covey.kubernetes.api_client import MISSING, SECRET, Api, ApiError
 from covey.kubernetes.http_client import Http
@@ -56,7 +56,7 @@ class _Followed:
         self.hurry = False
         self.due = 0.0
         self.failures = 0
-        self.live: Live | None = None
+        self.live: SchedulerStatus | None = None
 
 
 class Clusters:
@@ -67,7 +67,7 @@ class Clusters:
         self._followed: dict[Key, _Followed] = {}
         self._news = asyncio.Event()
 
-    def live(self, key: Key) -> Live | None:
+    def live(self, key: Key) -> SchedulerStatus | None:
         followed = self._followed.get(key)
         return followed.live if followed is not None else None
 
@@ -155,7 +155,7 @@ class Clusters:
                 status, body = await _ask(followed.place, "GET", "/view")
                 if status != 200:
                     raise PeerError(_refusal(status, body))
-                found: Live | None = lives.read(msgspec.json.decode(body, type=ClusterView))
+                found: SchedulerStatus | None = lives.scheduler_status_from_view(msgspec.json.decode(body, type=ClusterView))
                 followed.failures = 0
             except (PeerError, msgspec.MsgspecError) as error:
                 followed.failures += 1

@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.core.event_log import TOLD_MAX
+from covey.core.event_log import REPLY_EVENTS_MAX
 from covey.errors import CoveyError, StoreError
 from covey.management import auth, cluster_metrics, live_stream, openapi, schemas, web_files
 from covey.version import VERSION
@@ -81,9 +81,9 @@ class Answers:
 
     async def story(self, request: Request) -> Response:
         said = request.query_params
-        limit = schemas.whole_number(said.get("limit", str(TOLD_MAX)), "limit", 1, TOLD_MAX)
+        limit = schemas.whole_number(said.get("limit", str(REPLY_EVENTS_MAX)), "limit", 1, REPLY_EVENTS_MAX)
         after, node = schemas.moment(said.get("after", "0"), "after"), schemas.short(said.get("node", ""), "node")
-        return as_json(schemas.StoryReply("Get story successful.", self._source.story.after(after, node, limit)))
+        return as_json(schemas.StoryReply("Get story successful.", self._source.story.events_after(after, node, limit)))
 
     async def settings(self, request: Request) -> Response:
         return as_json(self._settings)

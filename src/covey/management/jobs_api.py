@@ -19,8 +19,8 @@ from starlette.responses import Response, StreamingResponse
 
 from covey.core.cluster.resize_plan import WORLD_MAX
 from covey.core.cluster.view import ClusterView
-from covey.core.event_log import Story
-from covey.core.plurals import be, many
+from covey.core.event_log import EventLog
+from covey.core.plurals import count_noun, is_or_are
 from covey.core.types import Phase
 from covey.errors import PeerError
 from covey.management import common_api, live_stream, schemas, training_api
@@ -95,7 +95,7 @@ class Source(Protocol):
     """What the operator lends the console: a look at its jobs, and into each of them. `PeerError` says why not."""
 
     @property
-    def story(self) -> Story: ...
+    def story(self) -> EventLog: ...
 
     def jobs(self) -> Iterable[Mapping[str, Any]]: ...
 
@@ -137,7 +137,7 @@ class Board:
         self._started_at = time.time()
 
     @property
-    def story(self) -> Story:
+    def story(self) -> EventLog:
         return self._source.story
 
     def jobs(self) -> list[JobView]:
@@ -148,7 +148,7 @@ class Board:
         return ClusterView(
             cluster_id="operator",
             phase=Phase.READY,
-            reason=f"{many(count, 'job')} {be(count)} looked after",
+            reason=f"{count_noun(count, 'job')} {is_or_are(count)} looked after",
             generation=0,
             worker_num=0,
             server_num=0,

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from covey.core.cluster.view import ClusterView, NodeView
-from covey.core.event_log import Event, Story
+from covey.core.event_log import Event, EventLog
 from covey.core.incidents import Incident
 from covey.core.types import Phase, Role
 
@@ -126,7 +126,7 @@ class Source(Protocol):
     """What is looked at."""
 
     @property
-    def story(self) -> Story: ...
+    def story(self) -> EventLog: ...
 
     def view(self) -> ClusterView: ...
 
@@ -293,7 +293,7 @@ class Live:
     def _everything(self) -> bytes:
         if not self._whole:
             view = self._source.view()
-            events = self._source.story.after(limit=EVENTS_MAX)
+            events = self._source.story.events_after(limit=EVENTS_MAX)
             told = [event for event in events if event.at <= self._told_at]  # the rest comes as news
             recoveries = list(self._recoveries.values())[-RECOVERIES_MAX:]
             rows = list(self._rows.values())
@@ -320,7 +320,7 @@ class Live:
                 same.append(moved(found))
         gone = [name for name in self._rows if name not in rows]
         recoveries = [i for i in view.recoveries if self._recoveries.get(i.number) != i]
-        events = self._source.story.after(self._told_at, limit=EVENTS_MAX)
+        events = self._source.story.events_after(self._told_at, limit=EVENTS_MAX)
         about = self._source.about()
         news = News(summary(view), now, other, same, gone, recoveries, events, about if about != self._about else None)
         self._rows, self._about = rows, about

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from covey.core.cluster.view import ClusterView
-from covey.core.event_log import TOLD_MAX
+from covey.core.event_log import REPLY_EVENTS_MAX
 from covey.core.messages import NODE_ID_MAX
 from covey.management.cluster_metrics import CONTENT_TYPE
 from covey.management.schemas import ErrorReply, KeyReply, NodesReply, Reply, SettingsReply, StateReply, StopBody, StoryReply
@@ -49,7 +49,7 @@ class Operation(msgspec.Struct, frozen=True):
 EVENT_STREAM = "text/event-stream"
 NODE = Parameter("node", "query", "string", "Of this node alone, as in worker:1.", (("maxLength", NODE_ID_MAX),))
 AFTER = Parameter("after", "query", "number", "Only what came after this moment, in seconds since 1970.")
-LIMIT = Parameter("limit", "query", "integer", "At most so many, the newest.", (("minimum", 1), ("maximum", TOLD_MAX)))
+LIMIT = Parameter("limit", "query", "integer", "At most so many, the newest.", (("minimum", 1), ("maximum", REPLY_EVENTS_MAX)))
 
 COMMON = (  # to every kind of cluster
     Operation("nodes", "GET", "/nodes", "The nodes, in MindSpore's JSON.", NodesReply),

@@ -16,7 +16,7 @@ from covey.core.cluster.resize_plan import WORLD_MAX
 from covey.core.cluster.view import MINDSPORE_STATES, ClusterView, NodeView
 from covey.core.event_log import Event
 from covey.core.incidents import Incident, Outcome
-from covey.core.messages import NODE_ID_MAX, LogTold, ScaleAsked
+from covey.core.messages import NODE_ID_MAX, LogChunk, ScaleRequest
 from covey.core.parameter_server.sharding import SLOTS
 from covey.core.types import Role
 from covey.errors import UsageError
@@ -199,14 +199,14 @@ def operation(kept: list[Incident], number: str) -> Incident | None:
     return next(found, None)
 
 
-def scale_out(body: bytes) -> ScaleAsked:
+def scale_out(body: bytes) -> ScaleRequest:
     """The wish in the body of POST /scaleout, with MindSpore's words where it is none."""
     asked = decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
-    return ScaleAsked(more=int(asked.worker_num), more_servers=int(asked.server_num), start=asked.start)
+    return ScaleRequest(more_workers=int(asked.worker_num), more_servers=int(asked.server_num), start_processes=asked.start)
 
 
-def scale_in(body: bytes) -> ScaleAsked:
-    return ScaleAsked(node_ids=decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
+def scale_in(body: bytes) -> ScaleRequest:
+    return ScaleRequest(node_ids=decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
 
 
 def stop_reason(body: bytes, path: str = "/stop") -> str:
@@ -222,8 +222,8 @@ def victim(body: bytes) -> str:
     return decoded(body, KillBody, "/kill", '{"node": "worker:1"}').node
 
 
-def log_piece(told: LogTold) -> LogReply:
-    return LogReply("Get log successful.", told.lines.decode("utf-8", "replace"), told.start, told.next, told.size)
+def log_piece(told: LogChunk) -> LogReply:
+    return LogReply("Get log successful.", told.lines.decode("utf-8", "replace"), told.start, told.next_start, told.size)
 
 
 def whole_number(said: str, name: str, low: int, high: int) -> int:

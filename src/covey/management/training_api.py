@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from covey.core.incidents import Incident
-from covey.core.messages import NODE_ID_MAX, Agreed, KillAsked, LogTold, ScaleAsked, Scaling, StopAsked
+from covey.core.messages import NODE_ID_MAX, KillRequest, LogChunk, RequestAccepted, ScaleAccepted, ScaleRequest, StopRequest
 from covey.errors import PeerError
 from covey.management import common_api, schemas
 from covey.management.common_api import SHOWN, as_json, peer, refusal, whole_body
@@ -60,9 +60,9 @@ class Source(common_api.Source, Protocol):
 
     def recoveries(self) -> list[Incident]: ...
 
-    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed: ...
+    async def ask(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted: ...
 
-    async def read_log(self, node: str, start: int, find: str) -> LogTold: ...
+    async def read_log(self, node: str, start: int, find: str) -> LogChunk: ...
 
     async def host_gone(self, life: str, reason: str) -> None: ...
 
@@ -83,7 +83,7 @@ class Answers:
         return await self._asked("Cluster begin to scale in.", schemas.scale_in(await whole_body(request)))
 
     async def rollback(self, request: Request) -> Response:
-        return await self._asked("Cluster scale out rollback success.", ScaleAsked(roll_back=True))
+        return await self._asked("Cluster scale out rollback success.", ScaleRequest(roll_back=True))
 
     async def operation(self, request: Request) -> Response:
         number = request.path_params["number"]
@@ -91,11 +91,11 @@ class Answers:
         return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
 
     async def kill(self, request: Request) -> Response:
-        return await self._asked("", KillAsked(schemas.victim(await whole_body(request)), f"asked by {peer(request)}"))
+        return await self._asked("", KillRequest(schemas.victim(await whole_body(request)), f"asked by {peer(request)}"))
 
     async def dump(self, request: Request) -> Response:
         reason = schemas.stop_reason(await whole_body(request), "/dump")
-        return await self._asked("", StopAsked(reason, dump=True))
+        return await self._asked("", StopRequest(reason, dump=True))
 
     async def logs(self, request: Request) -> Response:
         start = schemas.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
@@ -110,12 +110,12 @@ class Answers:
         await self._source.host_gone(said.life, said.reason)
         return as_json(Reply("Nobody waits for that host any longer."))
 
-    async def _asked(self, message: str, wish: ScaleAsked | KillAsked | StopAsked) -> Response:
+    async def _asked(self, message: str, wish: ScaleRequest | KillRequest | StopRequest) -> Response:
         try:
             decided = await self._source.ask(wish)
         except PeerError as refused:
             return refusal(409, str(refused))
-        if isinstance(decided, Agreed):
+        if isinstance(decided, RequestAccepted):
             return as_json(Reply(decided.reason))
         return as_json(ScaleReply(message, str(decided.operation), decided.reason))
 

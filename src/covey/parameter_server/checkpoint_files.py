@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from covey.core.parameter_server.sharding import Owners
+from covey.core.parameter_server.sharding import SlotOwners
 from covey.errors import StoreError
 from covey.parameter_server.messages import DTYPES, Spec
 from covey.parameter_server.optimizers import Array
@@ -44,7 +44,7 @@ class Written(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def save(folder: str, step: int, shard: Shard, owners: Owners, *, keep: int) -> None:
+def save(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
     """One server's part of a step; of older parts, the `keep` newest stay. Said again, it changes nothing."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from covey.core.parameter_server.settings import Serving
-from covey.core.parameter_server.sharding import Sharing, first
+from covey.core.parameter_server.settings import ServingSettings
+from covey.core.parameter_server.sharding import Sharding, initial_sharding
 from covey.errors import UsageError
 from covey.parameter_server.discovery import Find
 from covey.parameter_server.messages import (
@@ -52,15 +52,15 @@ class Client:
 
     def __init__(
         self,
-        serving: Serving,
+        serving: ServingSettings,
         rank: int,
         generation: Callable[[], int],
         find: Find,
-        newest: Callable[[], Sharing | None] = lambda: None,
+        newest: Callable[[], Sharding | None] = lambda: None,
     ) -> None:
         self.serving, self.rank = serving, rank
         self._generation, self._find, self._newest = generation, find, newest
-        self._sharing = first(serving.servers)
+        self._sharing = initial_sharding(serving.servers)
         self._channels: dict[int, Channel] = {}
         self._lock = threading.Lock()  # around sharing, channels and placements: answers come in several threads
         self._specs: dict[str, Spec] = {}
@@ -69,12 +69,12 @@ class Client:
 
     # -- how rows are shared -----------------------------------------------------------------------------------------
 
-    def sharing(self) -> Sharing:
+    def sharing(self) -> Sharding:
         """The newest that is known here."""
         self.learn(self._newest())
         return self._sharing
 
-    def learn(self, sharing: Sharing | None) -> None:
+    def learn(self, sharing: Sharding | None) -> None:
         with self._lock:
             if sharing is not None and sharing.version > self._sharing.version:
                 self._sharing = sharing
@@ -93,7 +93,7 @@ class Client:
                 f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
             )
 
-    def _placement(self, spec: Spec, sharing: Sharing) -> Placement:
+    def _placement(self, spec: Spec, sharing: Sharding) -> Placement:
         with self._lock:
             key = (spec.name, sharing.version)
             if key not in self._placements:
@@ -103,10 +103,10 @@ class Client:
     # -- what is asked -----------------------------------------------------------------------------------------------
 
     def declare(self, spec: Spec, values: Array | None, *, first: bool) -> None:
-        """There is this parameter. `first`: this worker says how it begins; the others wait for that."""
+        """There is this parameter. `initial_sharding`: this worker says how it begins; the others wait for that."""
         flat = values.reshape(-1) if first and values is not None else None
 
-        def make(sharing: Sharing) -> list[Asking]:
+        def make(sharing: Sharding) -> list[Asking]:
             placement = Placement(spec.rows, spec.striped, sharing.owners)
             message = Declare(spec, first, sharing=sharing.version)
             return [
@@ -125,7 +125,7 @@ class Client:
             self._check(self._known(gift.name), gift)
         generation = self._generation()
 
-        def make(sharing: Sharing) -> list[Asking]:
+        def make(sharing: Sharding) -> list[Asking]:
             parts: dict[int, list[Part]] = {server: [] for server in _owners(sharing)}
             numbers: dict[int, list[Array]] = {server: [] for server in parts}
             arrays: dict[int, list[Array]] = {server: [] for server in parts}
@@ -164,7 +164,7 @@ class Client:
                 raise UsageError(f"{name} has {spec.rows} numbers of {spec.dtype}, not {array.size} of {array.dtype}")
             parts.append(Part(name, ALL, spec.width, spec.dtype))
 
-        def make(sharing: Sharing) -> list[Asking]:
+        def make(sharing: Sharding) -> list[Asking]:
             into: dict[int, list[Array]] = {server: [] for server in _owners(sharing)}
             for name, array in wanted:
                 flat, placement = array.reshape(-1), self._placement(self._known(name), sharing)
@@ -182,7 +182,7 @@ class Client:
         found = np.empty((len(rows), spec.width), spec.dtype)
         orders: list[Array] = []
 
-        def make(sharing: Sharing) -> list[Asking]:
+        def make(sharing: Sharding) -> list[Asking]:
             servers = _owners(sharing)
             order, cuts = _by_server(self._placement(spec, sharing), rows, servers)
             orders.append(order)
@@ -211,7 +211,7 @@ class Client:
         pieces: list[tuple[Piece, Array]] = []
         versions: list[int] = []
 
-        def make(sharing: Sharing) -> list[Asking]:
+        def make(sharing: Sharding) -> list[Asking]:
             pieces.clear()
             versions.append(sharing.version)
             servers = _owners(sharing)
@@ -304,7 +304,7 @@ class Client:
             channel.close_in_child()
 
 
-def _owners(sharing: Sharing) -> list[int]:
+def _owners(sharing: Sharding) -> list[int]:
     return sorted(set(sharing.owners))
 
 

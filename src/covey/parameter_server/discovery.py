@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from covey.core.parameter_server.sharding import Sharing
+from covey.core.parameter_server.sharding import Sharding
 from covey.errors import PeerError
 from covey.parameter_server.messages import family, quick
 
@@ -47,7 +47,7 @@ class Place(Protocol):
     @property
     def generation(self) -> int: ...
     @property
-    def sharing(self) -> Sharing | None: ...
+    def sharding(self) -> Sharding | None: ...
 
 
 class Board(Protocol):
@@ -68,7 +68,7 @@ def find(board: Board, server: int) -> Peer | None:
     """Where a server is, as soon as it is somewhere; None if it has left. The node ends this process if its cluster ends
     first."""
     while True:
-        sharing = board.place.sharing
+        sharing = board.place.sharding
         if sharing is not None and server not in sharing.servers:
             return None
         try:

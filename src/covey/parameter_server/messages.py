@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from covey.core.parameter_server.sharding import Sharing
+from covey.core.parameter_server.sharding import Sharding
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.parameter_server.optimizers import Array, Rule
 from covey.transport.connection import tune
@@ -214,7 +214,7 @@ class Changed(Message, frozen=True):
 class Moved(Message, frozen=True):
     """Not by that sharing: rows have moved, and this is the newer one."""
 
-    sharing: Sharing
+    sharing: Sharding
 
 
 class No(Message, frozen=True):

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Collection
 
-from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.settings import ServingSettings
 from covey.parameter_server.messages import Change, Declare, Follow, Push, Sever, Take, Whole, Yes, receive_asked, send
 from covey.parameter_server.optimizers import Array
 from covey.parameter_server.replication import Kept
@@ -16,7 +16,7 @@ from covey.parameter_server.shard_set import Shelf
 class Held:
     """Copies by server, around which is a lock of their own: two servers may send each other all of their rows at once."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServingSettings) -> None:
         self._serving = serving
         self._copies: dict[int, Kept] = {}
         self._news = threading.Condition()

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from covey.core.parameter_server.settings import Mode, Serving
-from covey.core.parameter_server.sharding import SLOTS, Sharing
+from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
+from covey.core.parameter_server.sharding import SLOTS, Sharding
 from covey.errors import UsageError
 from covey.parameter_server import checkpoint_files
 from covey.parameter_server.messages import (
@@ -45,7 +45,7 @@ class MovedError(Exception):
 class Desk:
     """A server's own rows, by which sharing they are served, and the chain to their copy. `ready`: they are here."""
 
-    def __init__(self, serving: Serving, rank: int, sharing: Sharing, *, ready: bool) -> None:
+    def __init__(self, serving: ServingSettings, rank: int, sharing: Sharding, *, ready: bool) -> None:
         self.serving, self.rank = serving, rank
         self._sharing = sharing
         self._turn = threading.Condition()  # the lock around all of this
@@ -122,7 +122,7 @@ class Desk:
         if self._own.shelf.push(push, body, owned=self._chain is None):
             self._done(push, body)
             self._turn.notify_all()
-        if self.serving.mode is Mode.SYNC:
+        if self.serving.mode is ConsistencyMode.SYNC:
             self._await(push, lambda: self._own.shelf.complete(push.step))
         self._await_copied(push)
         return Yes(push.step)
@@ -133,7 +133,7 @@ class Desk:
         shelf = self._reach(pull, pull.step)
         found = shelf.values(pull.parts, body)
         # Whole parameters are sent from where they lie: in sync mode nobody changes them before all have pushed again.
-        if self.serving.mode is not Mode.SYNC:
+        if self.serving.mode is not ConsistencyMode.SYNC:
             whole = [part.count == ALL for part in pull.parts]
             found = [values.copy() if one else values for values, one in zip(found, whole, strict=True)]
         return Values(shelf.step), found
@@ -157,13 +157,13 @@ class Desk:
 
     def _save(self, asked: Save) -> Answered:
         shelf = self._reach(asked, asked.step)
-        if self.serving.mode is Mode.SYNC and shelf.step != asked.step:
+        if self.serving.mode is ConsistencyMode.SYNC and shelf.step != asked.step:
             raise UsageError(f"step {asked.step} cannot be written down: server {self.rank} is at step {shelf.step}")
         checkpoint_files.save(asked.folder, asked.step, shelf.whole(), self._sharing.owners, keep=asked.keep)
         return Yes(asked.step)
 
     def _load(self, asked: Load) -> Answered:
-        sync = self.serving.mode is Mode.SYNC
+        sync = self.serving.mode is ConsistencyMode.SYNC
         if self._loaded != asked or (sync and self._own.shelf.step != asked.step):  # else it was asked twice, or by two
             loaded = Shelf(self.serving, self.rank, self._mine())
             checkpoint_files.load(asked.folder, asked.step, loaded.whole())

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from covey.core.parameter_server.sharding import SLOTS, Owners, count, slot_of, span
+from covey.core.parameter_server.sharding import SLOTS, SlotOwners, count_slot_rows, slot_of, slot_row_range
 from covey.parameter_server.optimizers import Array
 
 
 class Placement:
     """One parameter's rows under one layout. A server keeps its slots one after the other, in order of slot."""
 
-    def __init__(self, rows: int, striped: bool, owners: Owners) -> None:
+    def __init__(self, rows: int, striped: bool, owners: SlotOwners) -> None:
         self.rows, self.striped, self.owners = rows, striped, owners
         self._owner = np.array(owners)
         self._base = np.zeros(SLOTS, np.int64)
-        self._first = np.array([0 if striped else span(slot, rows)[0] for slot in range(SLOTS)])
+        self._first = np.array([0 if striped else slot_row_range(slot, rows)[0] for slot in range(SLOTS)])
         self._sizes: dict[int, int] = {}
         self._runs = {} if striped else self._found_runs()  # asked for with every push and pull
         for slot, owner in enumerate(owners):
             self._base[slot] = self._sizes.get(owner, 0)
-            self._sizes[owner] = int(self._base[slot]) + count(slot, rows, striped)
+            self._sizes[owner] = int(self._base[slot]) + count_slot_rows(slot, rows, striped)
 
     def size(self, server: int) -> int:
         """How many rows a server has."""
@@ -51,7 +51,7 @@ class Placement:
     def _found_runs(self) -> dict[int, list[tuple[int, int]]]:
         found: dict[int, list[tuple[int, int]]] = {}
         for slot, owner in enumerate(self.owners):
-            first, last = span(slot, self.rows)
+            first, last = slot_row_range(slot, self.rows)
             its = found.setdefault(owner, [])
             if its and its[-1][1] == first:
                 its[-1] = (its[-1][0], last)

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from covey.core.parameter_server.settings import Serving
-from covey.core.parameter_server.sharding import SLOTS, Sharing, first, holder
+from covey.core.parameter_server.settings import ServingSettings
+from covey.core.parameter_server.sharding import SLOTS, Sharding, initial_sharding, replica_holder
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.parameter_server.discovery import Find, Peer
 from covey.parameter_server.messages import (
@@ -56,10 +56,10 @@ class Server(Desk):
     """Serves until the process ends. `find` says where another server is, once it is somewhere."""
 
     def __init__(
-        self, address: str, serving: Serving, rank: int, lives: int, find: Find, sharing: Sharing | None = None
+        self, address: str, serving: ServingSettings, rank: int, lives: int, find: Find, sharing: Sharding | None = None
     ) -> None:
         self.on_settled: Callable[[int], None] = lambda version: None
-        self._wanted = sharing or first(serving.servers)  # the newest sharing that was heard of
+        self._wanted = sharing or initial_sharding(serving.servers)  # the newest sharing that was heard of
         self._heard = True  # of it, and nothing said about it yet
         self._first = lives == 0  # a copy that was never begun is empty; one of an earlier life is lost
         where = _holder(serving, rank, self._wanted)
@@ -104,7 +104,7 @@ class Server(Desk):
 
     # -- slots that move ---------------------------------------------------------------------------------------------
 
-    def share(self, sharing: Sharing) -> None:
+    def share(self, sharing: Sharding) -> None:
         """This is who owns what now. Said again, it is answered again."""
         with self._turn:
             if sharing.version >= self._wanted.version:
@@ -135,7 +135,7 @@ class Server(Desk):
                     continue
             self.on_settled(sharing.version)
 
-    def _give(self, shard: Shard, sharing: Sharing) -> None:
+    def _give(self, shard: Shard, sharing: Sharding) -> None:
         """Have the owner take these slots; whoever of the two dies meanwhile asks or is asked again."""
         slots = sorted(shard.slots)
         taker = sharing.owners[slots[0]]
@@ -235,12 +235,12 @@ class Server(Desk):
         """The copy of another server's rows; of one that died before it had a copy, what all begin with."""
         sharing = self._sharing
         begun = not self._first or sharing.version > 0 or server not in sharing.ring
-        young = not begun and holder(server, sharing.ring) == self.rank
+        young = not begun and replica_holder(server, sharing.ring) == self.rank
         slots = [slot for slot in range(SLOTS) if sharing.owners[slot] == server]
         found = self._held.give_back(server, Shelf(self.serving, server, slots) if young else None)
         return found or (No(f"server {self.rank} has no copy of the rows of server {server}"), [])
 
 
-def _holder(serving: Serving, rank: int, sharing: Sharing) -> int | None:
+def _holder(serving: ServingSettings, rank: int, sharing: Sharding) -> int | None:
     """Who is to hold the copy of a server's rows; of one that leaves, whoever would if it stayed."""
-    return holder(rank, {*sharing.ring, rank}) if serving.copies else None
+    return replica_holder(rank, {*sharing.ring, rank}) if serving.copies else None

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.parameter_server.sharding import Sharing
+from covey.core.parameter_server.sharding import Sharding
 from covey.errors import CoveyError
 from covey.parameter_server.discovery import AGAIN_S, Find
 from covey.parameter_server.messages import Answered, Moved, No, Request, Yes, receive_answer, send
@@ -36,8 +36,8 @@ log = logging.getLogger("covey")
 class Servers(Protocol):
     """All of them, as seen from a worker."""
 
-    def sharing(self) -> Sharing: ...
-    def learn(self, sharing: Sharing | None) -> None: ...
+    def sharing(self) -> Sharding: ...
+    def learn(self, sharing: Sharding | None) -> None: ...
     def channel(self, server: int) -> Channel: ...
     def check_size(self, asked: Asking) -> None: ...
 
@@ -52,7 +52,7 @@ class Asking(msgspec.Struct, frozen=True):
     heard: Callable[[Answered, Array], None] | None = None  # for an answer whose arrays have no place yet
 
 
-Make = Callable[[Sharing], list[Asking]]
+Make = Callable[[Sharding], list[Asking]]
 
 
 class Work:
@@ -67,7 +67,7 @@ class Work:
         self._servers, self._make, self._done = servers, make, done
         self._lock = threading.Lock()
         self._left = 0
-        self._moved: Sharing | None = None
+        self._moved: Sharding | None = None
         self._begin(here=here)
         if here:
             self.wait()
@@ -141,7 +141,7 @@ class Work:
 class Channel:
     """One server, as seen from here. `gone` says how rows are shared without it."""
 
-    def __init__(self, server: int, find: Find, gone: Callable[[], Sharing]) -> None:
+    def __init__(self, server: int, find: Find, gone: Callable[[], Sharding]) -> None:
         self._server, self._find, self._gone = server, find, gone
         self._connection: socket.socket | None = None
         self._turn = threading.Lock()  # around the connection: one request after the other

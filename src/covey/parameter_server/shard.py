@@ -20,8 +20,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from covey.core.parameter_server.settings import Mode, Serving
-from covey.core.parameter_server.sharding import SLOTS, Owners
+from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
+from covey.core.parameter_server.sharding import SLOTS, SlotOwners
 from covey.errors import UsageError
 from covey.parameter_server.array_codec import Piece, typed
 from covey.parameter_server.messages import ALL, Push, Spec
@@ -77,7 +77,7 @@ class Stage:
 class Shard:
     """A server's rows of some slots. `server` is whose they are, which is another's where this is a copy."""
 
-    def __init__(self, serving: Serving, server: int, slots: Iterable[int]) -> None:
+    def __init__(self, serving: ServingSettings, server: int, slots: Iterable[int]) -> None:
         self.serving, self.server, self.slots = serving, server, frozenset(slots)
         self.owners = owned(server, self.slots)
         self.tables: dict[str, Table] = {}
@@ -118,7 +118,7 @@ class Shard:
         """What a push gives these rows, checked. Raises `UsageError`; nothing has changed then."""
         if push.rank >= self.serving.workers:
             raise UsageError(f"rank {push.rank} pushed, but there are {self.serving.workers} workers")
-        if self.serving.mode is Mode.SYNC and push.step > self.step + self.complete(self.step):
+        if self.serving.mode is ConsistencyMode.SYNC and push.step > self.step + self.complete(self.step):
             raise UsageError(f"step {push.step} cannot be pushed: step {self.step} is not complete")
         for piece in pieces:
             total = float(piece.values.sum())
@@ -137,7 +137,7 @@ class Shard:
 
     def push(self, step: int, rank: int, gifts: list[Gift]) -> None:
         """Take gradients in, checked and not known yet."""
-        if self.serving.mode is Mode.SYNC:
+        if self.serving.mode is ConsistencyMode.SYNC:
             if step > self.step:
                 self.apply()
             self.stage.add(rank, gifts)
@@ -152,14 +152,14 @@ class Shard:
 
     def ready(self, step: int) -> bool:
         """Whether the values for a step can be given."""
-        if self.serving.mode is Mode.SYNC:
+        if self.serving.mode is ConsistencyMode.SYNC:
             return step <= self.step or self.complete(step - 1)
-        ahead = self.serving.staleness if self.serving.mode is Mode.BOUNDED else math.inf
+        ahead = self.serving.staleness if self.serving.mode is ConsistencyMode.BOUNDED else math.inf
         return min(self.pushed) + 1 >= step - ahead
 
     def reach(self, step: int) -> None:
         """Apply what must be applied before the values for a step can be given."""
-        if self.serving.mode is Mode.SYNC and step > self.step:
+        if self.serving.mode is ConsistencyMode.SYNC and step > self.step:
             self.apply()
 
     def apply(self) -> None:
@@ -266,6 +266,6 @@ class Shard:
         return body[place:]
 
 
-def owned(server: int, slots: Collection[int]) -> Owners:
+def owned(server: int, slots: Collection[int]) -> SlotOwners:
     """A layout in which only these slots are somebody's."""
     return tuple(server if slot in slots else NOBODY for slot in range(SLOTS))

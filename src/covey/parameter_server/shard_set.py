@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from covey.core.parameter_server.settings import Mode, Serving
-from covey.core.parameter_server.sharding import Owners
+from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
+from covey.core.parameter_server.sharding import SlotOwners
 from covey.errors import UsageError
 from covey.parameter_server.array_codec import Face, Piece, parse
 from covey.parameter_server.messages import DTYPES, Part, Push, Spec
@@ -26,7 +26,7 @@ from covey.parameter_server.shard import Shard, owned
 class Shelf:
     """The shards of one server. Not safe for threads."""
 
-    def __init__(self, serving: Serving, server: int, slots: Iterable[int] = ()) -> None:
+    def __init__(self, serving: ServingSettings, server: int, slots: Iterable[int] = ()) -> None:
         self.serving, self.server = serving, server
         self.shards = [shard] if (shard := Shard(serving, server, slots)).slots else []
         self.going: list[Shard] = []
@@ -81,7 +81,7 @@ class Shelf:
         for shard, given, wanted in zip(self.shards, gifts, new, strict=True):
             if wanted:
                 shard.push(push.step, push.rank, given)
-        if self.serving.mode is not Mode.SYNC:
+        if self.serving.mode is not ConsistencyMode.SYNC:
             self.tidy()
         return True
 
@@ -231,5 +231,5 @@ class _Face(msgspec.Struct, frozen=True):
     placement: Placement
 
 
-def _placed(spec: Spec, owners: Owners) -> Placement:
+def _placed(spec: Spec, owners: SlotOwners) -> Placement:
     return Placement(spec.rows, spec.striped, owners)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from covey.core.parameter_server.sharding import Owners
+from covey.core.parameter_server.sharding import SlotOwners
 from covey.parameter_server.messages import DTYPES, Begin, Spec
 from covey.parameter_server.optimizers import Array, update, update_rows
 from covey.parameter_server.row_placement import Placement
@@ -17,7 +17,7 @@ EMPTY = Begin("zeros")  # the values follow
 class Table:
     """The rows of a parameter that lie here."""
 
-    def __init__(self, spec: Spec, server: int, owners: Owners, values: Array | None = None) -> None:
+    def __init__(self, spec: Spec, server: int, owners: SlotOwners, values: Array | None = None) -> None:
         self.spec = spec
         self.server = server
         self.placement = Placement(spec.rows, spec.striped, owners)
@@ -32,7 +32,7 @@ class Table:
             draw(self.weights, spec.begin, self.placement, server)
         self.states = {name: np.full(shape, first, dtype) for name, first in spec.rule.states.items()}
 
-    def part(self, owners: Owners) -> Table:
+    def part(self, owners: SlotOwners) -> Table:
         """The rows that these owners leave to this server, in a table of their own."""
         found = Table(msgspec.structs.replace(self.spec, begin=EMPTY), self.server, owners)
         places = self.placement.local(found.placement.numbers(self.server, 0, found.placement.size(self.server)))
@@ -41,7 +41,7 @@ class Table:
         found.states = {name: values[places] for name, values in self.states.items()}
         return found
 
-    def join(self, other: Table, owners: Owners) -> Table:
+    def join(self, other: Table, owners: SlotOwners) -> Table:
         """These rows and the other's in one table."""
         found = Table(msgspec.structs.replace(self.spec, begin=EMPTY), self.server, owners)
         found.spec, found.updates = self.spec, self.updates

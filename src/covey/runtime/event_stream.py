@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from covey.core.effects import Publish
-from covey.core.event_log import Event, Story
-from covey.core.messages import AskStory, Refused, StoryTold
+from covey.core.effects import PublishEvent
+from covey.core.event_log import Event, EventLog
+from covey.core.messages import EventsReply, EventsRequest, Refused
 from covey.log import tell
 from covey.transport.connection import Link
 from covey.wall_clock import wall
@@ -18,19 +18,19 @@ class Storyteller:
     """One per scheduler."""
 
     def __init__(self) -> None:
-        self.story = Story()
-        self._listeners: dict[Link, AskStory] = {}  # who follows, and what they have not heard yet
+        self.story = EventLog()
+        self._listeners: dict[Link, EventsRequest] = {}  # who follows, and what they have not heard yet
 
     @property
     def listeners(self) -> list[Link]:
         return list(self._listeners)
 
-    def note(self, news: Publish) -> Event:
+    def note(self, news: PublishEvent) -> Event:
         """Log it and keep it."""
         tell(news)
         return self.story.add(news, wall())
 
-    def answer(self, link: Link, asked: AskStory) -> None:
+    def answer(self, link: Link, asked: EventsRequest) -> None:
         """Tell what is known; and from now on the rest."""
         if asked.follow and len(self._listeners) >= LISTENERS_MAX:
             link.send(Refused(f"{LISTENERS_MAX} others follow this story already: end one of them, or ask without following"))
@@ -48,11 +48,11 @@ class Storyteller:
     def gone(self, link: Link) -> None:
         self._listeners.pop(link, None)
 
-    def _tell(self, link: Link, asked: AskStory, *, even_nothing: bool) -> None:
-        events = self.story.after(asked.after, asked.node)
+    def _tell(self, link: Link, asked: EventsRequest, *, even_nothing: bool) -> None:
+        events = self.story.events_after(asked.after, asked.node)
         if events or even_nothing:
-            link.send(StoryTold(msgspec.json.encode(events)))
+            link.send(EventsReply(msgspec.json.encode(events)))
 
-    def _heard(self, link: Link, asked: AskStory) -> None:
-        newest = self.story.after(limit=1)
+    def _heard(self, link: Link, asked: EventsRequest) -> None:
+        newest = self.story.events_after(limit=1)
         self._listeners[link] = msgspec.structs.replace(asked, after=newest[-1].at if newest else asked.after)

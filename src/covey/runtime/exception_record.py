@@ -50,7 +50,7 @@ def describe(
         place=encodable(_place(error, trace))[-ERROR_PLACE_MAX:],
         traceback=encodable(printed),
         step=progress.step if progress is not None else -1,
-        completed=progress.steps if progress is not None else 0,
+        completed=progress.steps_completed if progress is not None else 0,
         loop=loop,
     )
 

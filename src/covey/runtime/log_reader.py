@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.messages import LOG_MAX, LogAsked, LogTold
+from covey.core.messages import LOG_CHUNK_BYTES_MAX, LogChunk, ReadLog
 from covey.errors import ExitCode, PeerError
 from covey.transport.connection import Link
 
@@ -24,10 +24,10 @@ class LogQuestions:
     """Those of one scheduler that are under way."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[Link, asyncio.Future[LogTold]]] = {}  # whom, and for the answer
+        self._asked: dict[int, tuple[Link, asyncio.Future[LogChunk]]] = {}  # whom, and for the answer
         self._last = 0
 
-    async def ask(self, link: Link, host: str, question: LogAsked) -> LogTold:
+    async def ask(self, link: Link, host: str, question: ReadLog) -> LogChunk:
         """The answer of the agent on a host; the question's number is given here. Raises `PeerError` where there is none."""
         if len(self._asked) >= QUESTIONS_MAX:
             raise PeerError(f"{QUESTIONS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
@@ -35,9 +35,9 @@ class LogQuestions:
         number, told = self._last, asyncio.get_running_loop().create_future()
         self._asked[number] = (link, told)
         try:
-            link.send(msgspec.structs.replace(question, number=number))
+            link.send(msgspec.structs.replace(question, request_number=number))
             async with asyncio.timeout(ANSWER_S):
-                answer: LogTold = await told
+                answer: LogChunk = await told
         except TimeoutError:
             raise PeerError(f"the agent on {host} did not answer within {ANSWER_S:g} s", ExitCode.REFUSED) from None
         finally:
@@ -46,41 +46,41 @@ class LogQuestions:
             raise PeerError(answer.failure, ExitCode.REFUSED)
         return answer
 
-    def told(self, link: Link, answer: LogTold) -> None:
+    def told(self, link: Link, answer: LogChunk) -> None:
         """What an agent says; who was not asked is not believed."""
-        asked, waiting = self._asked.get(answer.number, (None, None))
+        asked, waiting = self._asked.get(answer.request_number, (None, None))
         if asked is link and waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
 
-def piece(path: str, asked: LogAsked) -> LogTold:
+def piece(path: str, asked: ReadLog) -> LogChunk:
     """What `asked` wants of this file. A line that is not complete yet is left for the next question."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
             start = max(0, size + asked.start) if asked.start < 0 else min(asked.start, size)
             file.seek(start)
-            text = file.read(SCAN_MAX if asked.find else LOG_MAX)
+            text = file.read(SCAN_MAX if asked.search_text else LOG_CHUNK_BYTES_MAX)
     except OSError as error:
-        return LogTold(asked.number, failure=f"its log {path} cannot be read: {error.strerror}")
+        return LogChunk(asked.request_number, failure=f"its log {path} cannot be read: {error.strerror}")
     if asked.start < 0 and start:  # not in the middle of a line
         cut = text.find(b"\n") + 1
         start, text = start + cut, text[cut:]
-    if len(text) < LOG_MAX or b"\n" in text:  # a longer line is cut where it must be
+    if len(text) < LOG_CHUNK_BYTES_MAX or b"\n" in text:  # a longer line is cut where it must be
         text = text[: text.rfind(b"\n") + 1]
-    if not asked.find:
-        return LogTold(asked.number, text, start, start + len(text), size)
+    if not asked.search_text:
+        return LogChunk(asked.request_number, text, start, start + len(text), size)
     return _found(asked, text, start, size)
 
 
-def _found(asked: LogAsked, text: bytes, start: int, size: int) -> LogTold:
-    wanted, found, room, end = asked.find.lower(), bytearray(), LOG_MAX, start
+def _found(asked: ReadLog, text: bytes, start: int, size: int) -> LogChunk:
+    wanted, found, room, end = asked.search_text.lower(), bytearray(), LOG_CHUNK_BYTES_MAX, start
     for line in text.splitlines(keepends=True):
         if wanted in line.decode("utf-8", "replace").lower():
-            kept = line[:LOG_MAX]
+            kept = line[:LOG_CHUNK_BYTES_MAX]
             if len(kept) > room:
                 break
             found += kept
             room -= len(kept)
         end += len(line)
-    return LogTold(asked.number, bytes(found), start, end, size)
+    return LogChunk(asked.request_number, bytes(found), start, end, size)

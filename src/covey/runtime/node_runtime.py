@@ -14,9 +14,9 @@ import msgspec
 
 from covey.agent.relay import Relay
 from covey.core.cluster.node_machine import NodeMachine, NodeSettings
-from covey.core.effects import Close, Connect, Deliver, Finish, NodeEffect, Publish, Send, SendBeat
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, NodeEvent, SchedulerRefused, Ticked
-from covey.core.messages import Beat, Beats, FromScheduler, Message, Refused, Register, RegisterAgent
+from covey.core.effects import Close, Connect, Deliver, EndMembership, NodeEffect, PublishEvent, Send, SendHeartbeat
+from covey.core.events import Connected, ConnectionLost, LeaveRequested, MessageReceived, NodeEvent, SchedulerRefused, Tick
+from covey.core.messages import FromScheduler, Heartbeat, Message, Refused, Register, RegisterAgent, RelayedHeartbeats
 from covey.core.types import ScriptError
 from covey.errors import PeerError
 from covey.log import tell
@@ -61,7 +61,7 @@ def node_settings(settings: Settings, door: Door) -> NodeSettings:
         retry_lower_s=min(settings.retry_lower_s, often),
         retry_upper_s=min(settings.retry_upper_s, often),
         recovery=settings.recovery or settings.stands_by,
-        beats=not settings.disable_heartbeat,
+        heartbeats_enabled=not settings.disable_heartbeat,
     )
 
 
@@ -75,8 +75,8 @@ class NodeRuntime:
         door: Door,
         *,
         deliver: Callable[[FromScheduler], None],
-        finished: Callable[[Finish], None],
-        beat: Callable[[], Beat | Beats],
+        finished: Callable[[EndMembership], None],
+        beat: Callable[[], Heartbeat | RelayedHeartbeats],
         relay: Relay | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,16 +97,16 @@ class NodeRuntime:
         self._fixed_address = bool(wish.host.address)
         # The module's generator belongs to the program, which draws from it in the same process.
         self._machine = NodeMachine(wish, settings, jitter=random.Random().random, now=self._loop.time())
-        self._do(Ticked())
+        self._do(Tick())
 
     @property
     def member(self) -> Register | RegisterAgent:
         """The registration as it stands: identity, and what the cluster gave."""
-        return self._machine.wish
+        return self._machine.registration
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
         """Say goodbye; `finished` follows."""
-        self._do(LeaveAsked(code, reason, error))
+        self._do(LeaveRequested(code, reason, error))
 
     def say(self, message: Message) -> bool:
         """Send to the scheduler if it can be reached now."""
@@ -143,19 +143,19 @@ class NodeRuntime:
             self._carry_out(effect)
         if self._timer is not None:
             self._timer.cancel()
-        wait = min(max(self._machine.due - self._loop.time(), 0.0), TIMER_MAX_S)
-        self._timer = self._loop.call_later(wait, self._do, Ticked()) if self._machine.due < float("inf") else None
+        wait = min(max(self._machine.due_at - self._loop.time(), 0.0), TIMER_MAX_S)
+        self._timer = self._loop.call_later(wait, self._do, Tick()) if self._machine.due_at < float("inf") else None
 
     def _carry_out(self, effect: NodeEffect) -> None:
         if isinstance(effect, Connect):
             self._connecting = self._loop.create_task(self._connect())
         elif isinstance(effect, Send):
             self.say(self._with_address(effect.message))
-        elif isinstance(effect, SendBeat):
+        elif isinstance(effect, SendHeartbeat):
             self.say(self._beat())
         elif isinstance(effect, Deliver):
             self._deliver(effect.message)
-        elif isinstance(effect, Publish):
+        elif isinstance(effect, PublishEvent):
             tell(effect)
         elif isinstance(effect, Close):
             self._hang_up()
@@ -192,7 +192,7 @@ class NodeRuntime:
                 self._answered_at = self._loop.time()
             self._calls += 1
             self._lost(str(error))
-            self._do(LinkLost(str(error)))
+            self._do(ConnectionLost(str(error)))
 
     def _opened(self, link: Link) -> None:
         if link.token < self._token:
@@ -202,7 +202,7 @@ class NodeRuntime:
         self.vacant = False
         if not self._fixed_address:
             self.address = link.local_address()
-        self._do(LinkMade(self.silence_s))
+        self._do(Connected(self.silence_s))
         if self._relay is not None:
             self._relay.made(self)
         return None
@@ -211,18 +211,18 @@ class NodeRuntime:
         if link is self._link:
             self._answered_at = self._loop.time()
             if self._relay is None or not self._relay.heard(message):
-                self._do(Heard(message))
+                self._do(MessageReceived(message))
 
     def _closed(self, link: Link, reason: str) -> None:
         if link.refused:
             self._do(SchedulerRefused(reason))
         elif link.turned_away:
-            self._do(Heard(Refused(reason)))
+            self._do(MessageReceived(Refused(reason)))
         elif link is self._link or self._link is None:
             self._link = None
             self._calls += 1
             self._lost(reason)
-            self._do(LinkLost(reason))
+            self._do(ConnectionLost(reason))
 
     def _with_address(self, message: Message) -> Message:
         """Registrations carry the address by which the scheduler was reached, unless MS_WORKER_IP names one."""

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from typing import Any, Final
 
-from covey.core.events import Heard, LinkLost, LinkMade
-from covey.core.messages import Confirm, Confirmed, Message, Reached, Unreached
+from covey.core.events import Connected, ConnectionLost, MessageReceived
+from covey.core.messages import LastHeardReply, LastHeardRequest, Message, SchedulerReachable, SchedulerUnreachable
 from covey.errors import PeerError
 from covey.runtime.node_runtime import NodeRuntime
 from covey.transport.connection import Link, connect_to_agent
@@ -34,7 +34,7 @@ class ChildRuntime(NodeRuntime):
         if self._link is not None:
             if self._asked_at is None:
                 self._asked_at, self._answered = self._loop.time(), asyncio.Event()
-                self._link.send(Confirm())
+                self._link.send(LastHeardRequest())
             assert self._answered is not None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._answered.wait(), ANSWER_S)
@@ -47,7 +47,7 @@ class ChildRuntime(NodeRuntime):
         try:
             await connect_to_agent(self._door.relay, **calls)
         except PeerError as error:
-            self._do(LinkLost(str(error)))
+            self._do(ConnectionLost(str(error)))
 
     def _hang_up(self) -> None:
         self._reached, self._asked_at = False, None
@@ -59,22 +59,22 @@ class ChildRuntime(NodeRuntime):
     def _heard(self, link: Link, message: Any) -> None:
         if link is not self._link:
             return
-        if isinstance(message, Reached):
+        if isinstance(message, SchedulerReachable):
             self._reached = True
             if not self._fixed_address:
                 self.address = message.address
-            self._do(LinkMade(message.silence_s))
-        elif isinstance(message, Unreached):
+            self._do(Connected(message.silence_s))
+        elif isinstance(message, SchedulerUnreachable):
             self._reached = False
-            self._do(LinkLost(message.reason))
-        elif isinstance(message, Confirmed):
+            self._do(ConnectionLost(message.reason))
+        elif isinstance(message, LastHeardReply):
             self._confirmed(message)
         else:
-            self._do(Heard(message))
+            self._do(MessageReceived(message))
 
-    def _confirmed(self, answer: Confirmed) -> None:
+    def _confirmed(self, answer: LastHeardReply) -> None:
         if self._asked_at is not None and self._answered is not None:
-            self._answered_at = max(self._answered_at, self._asked_at - answer.unheard_s)
+            self._answered_at = max(self._answered_at, self._asked_at - answer.age_s)
             self._asked_at = None
             self._answered.set()
 

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from covey.core.cluster.view import ClusterView
-from covey.core.messages import Ask, Refused, Told
+from covey.core.messages import Refused, ViewReply, ViewRequest
 from covey.transport.connection import Link
 
 FOLLOWERS_MAX: Final = 64
@@ -24,7 +24,7 @@ class Followers:
         self._view = view
         self._again_at = 0.0  # not before this are they told again, unless there is news
 
-    def answer(self, link: Link, ask: Ask) -> None:
+    def answer(self, link: Link, ask: ViewRequest) -> None:
         """Show the cluster; and from now on again."""
         if ask.follow and len(self.links) >= FOLLOWERS_MAX:
             link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
@@ -50,5 +50,5 @@ class Followers:
     def gone(self, link: Link) -> None:
         self.links.pop(link.id, None)
 
-    def _told(self) -> Told:
-        return Told(msgspec.json.encode(self._view()))
+    def _told(self) -> ViewReply:
+        return ViewReply(msgspec.json.encode(self._view()))

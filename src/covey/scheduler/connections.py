@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from covey.core.events import Heard, LinkLost
-from covey.core.messages import RELAYED_MAX, Beat, Beats, HangUp, HungUp, To, Via
+from covey.core.events import ConnectionLost, MessageReceived
+from covey.core.messages import (
+    RELAYED_CONNECTIONS_MAX,
+    ChildDisconnected,
+    DisconnectChild,
+    FromChildEnvelope,
+    Heartbeat,
+    RelayedHeartbeats,
+    ToChildrenEnvelope,
+)
 from covey.errors import PeerError
 from covey.transport.connection import Link
 
-AGENT_LIVES: Final = Beat()
+AGENT_LIVES: Final = Heartbeat()
 
 
 class Behind:
@@ -53,26 +61,28 @@ class Lines:
     def open_among(self, lines: set[int]) -> set[int]:
         return {line for line in lines if line in self.links or line in self._children}
 
-    def unwrap(self, link: Link, said: Via | HungUp | Beats) -> Iterator[Heard | LinkLost]:
+    def unwrap(
+        self, link: Link, said: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
+    ) -> Iterator[MessageReceived | ConnectionLost]:
         """What an agent's word is, line by line. Raises `PeerError` for what no agent says."""
         behind = self._behind.setdefault(link.id, Behind())
-        if isinstance(said, Beats):
-            yield Heard(AGENT_LIVES, link.id)
+        if isinstance(said, RelayedHeartbeats):
+            yield MessageReceived(AGENT_LIVES, link.id)
             for child, progress in said.children.items():
                 if child in behind.lines:
-                    yield Heard(Beat(progress), behind.lines[child])
-        elif isinstance(said, HungUp):
+                    yield MessageReceived(Heartbeat(progress), behind.lines[child])
+        elif isinstance(said, ChildDisconnected):
             if said.child in behind.lines:
-                yield LinkLost(said.reason, self._forget(behind, said.child))
+                yield ConnectionLost(said.reason, self._forget(behind, said.child))
         elif said.child in behind.lines:
-            yield Heard(said.message, behind.lines[said.child])
+            yield MessageReceived(said.message, behind.lines[said.child])
         elif said.child > behind.newest:
-            if len(behind.lines) >= RELAYED_MAX:
-                raise PeerError(f"an agent speaks for more than {RELAYED_MAX} connections")
+            if len(behind.lines) >= RELAYED_CONNECTIONS_MAX:
+                raise PeerError(f"an agent speaks for more than {RELAYED_CONNECTIONS_MAX} connections")
             behind.newest = said.child
             line = behind.lines[said.child] = self._next()
             self._children[line] = (link.id, said.child)
-            yield Heard(said.message, line)
+            yield MessageReceived(said.message, line)
 
     def send(self, line: int, message: Any) -> bool:
         """Say something over a line; False if it is not open. For a child it may wait until the next `flush`."""
@@ -96,7 +106,7 @@ class Lines:
         if line in self._children:
             agent, child = self._children[line]
             self._forget(self._behind[agent], child)
-            self.links[agent].send(HangUp(child))
+            self.links[agent].send(DisconnectChild(child))
         elif line in self.links:
             self.links[line].close()
 
@@ -106,7 +116,7 @@ class Lines:
             agent, message, children = self._waiting
             self._waiting = None
             if agent in self.links:
-                self.links[agent].send(To(children, message))
+                self.links[agent].send(ToChildrenEnvelope(children, message))
 
     def _forget(self, behind: Behind, child: int) -> int:
         line = behind.lines.pop(child)

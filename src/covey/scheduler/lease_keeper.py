@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.leader_election import Candidate, Cell, Look, Write
+from covey.core.leader_election import Candidate, LeaseRecord, ReadLease, WriteLease
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
 from covey.runtime import host_identity
@@ -52,25 +52,25 @@ class Leading:
     @property
     def where(self) -> str:
         """The leader's REST port, as far as it is known here."""
-        seen = self._candidate.seen
+        seen = self._candidate.last_record
         return seen.where if seen.holder else ""
 
     def leads(self, token: int) -> bool:
         """Whether this process may act now by this token: it may have lost it and won another before anyone asked. The clock is
         read anew: a loop's own may be as old as its last stop."""
-        return self._candidate.token == token and self._candidate.leads(time.monotonic())
+        return self._candidate.token == token and self._candidate.is_leader(time.monotonic())
 
     async def win(self) -> int:
         """Wait until this one leads; returns its token. Raises `Over` if the cluster ends first."""
         self._task = self._task or asyncio.create_task(self._keep())
         said = False
-        while not self._candidate.leads(time.monotonic()):
-            seen = self._candidate.seen
-            if self._candidate.over:
+        while not self._candidate.is_leader(time.monotonic()):
+            seen = self._candidate.last_record
+            if self._candidate.has_ended:
                 raise Over(seen.code)
-            if self._candidate.stranger:
+            if self._candidate.other_cluster:
                 raise UsageError(
-                    f"the lease is held by another cluster, the one at {self._candidate.stranger}:"
+                    f"the lease is held by another cluster, the one at {self._candidate.other_cluster}:"
                     " give each its own MS_RECOVERY_PATH, or its own COVEY_LEASE",
                     ExitCode.BAD_JOURNAL,
                 )
@@ -88,7 +88,7 @@ class Leading:
 
     def outbid(self, token: int) -> None:
         """Somebody has led by this token, and ours is lower: let go, and win by a higher one if nobody leads."""
-        self._candidate.outbid(token)
+        self._candidate.raise_token(token)
 
     async def end(self, code: int) -> None:
         """The cluster has ended with this code, for all who stand by too."""
@@ -102,28 +102,28 @@ class Leading:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        wish = self._candidate.give_back()
+        wish = self._candidate.release_lease()
         if wish is not None:
             with contextlib.suppress(StoreError, TimeoutError):  # then it runs out by itself
                 async with asyncio.timeout(self._answer_s):
-                    await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.cell, **last)), self._version)
+                    await self._cells.put(KEY, _encode(msgspec.structs.replace(wish.record, **last)), self._version)
         await self._cells.close()
 
     async def _keep(self) -> None:
         while True:
-            wish = self._candidate.next(time.monotonic())
+            wish = self._candidate.next_action(time.monotonic())
             try:
                 async with asyncio.timeout(self._answer_s):
-                    await (self._look() if isinstance(wish, Look) else self._write(wish))
+                    await (self._look() if isinstance(wish, ReadLease) else self._write(wish))
                 self._complaint = ""
             except TimeoutError:
-                self._candidate.failed()
+                self._candidate.on_store_failed()
                 self._complain(f"the store of the lease does not answer within {self._answer_s:g} s")
             except StoreError as error:
-                self._candidate.failed()
+                self._candidate.on_store_failed()
                 self._complain(str(error))
             self._turned.set()
-            wait = self._candidate.due - time.monotonic()
+            wait = self._candidate.due_at - time.monotonic()
             if not self._candidate.token:
                 wait = min(wait, LOOK_S if isinstance(self._cells, FileCells) else LOOK_AWAY_S)
             await asyncio.sleep(max(0.0, wait))
@@ -135,11 +135,11 @@ class Leading:
             self._followed = cell.holder
             if is_gone(cell.holder):
                 cell = msgspec.structs.replace(cell, holder="")
-        self._candidate.looked(cell, time.monotonic())
+        self._candidate.on_lease_read(cell, time.monotonic())
 
-    async def _write(self, wish: Write) -> None:
-        version = await self._cells.put(KEY, _encode(wish.cell), self._version)
-        self._candidate.wrote(wish.cell, version is not None)
+    async def _write(self, wish: WriteLease) -> None:
+        version = await self._cells.put(KEY, _encode(wish.record), self._version)
+        self._candidate.on_lease_written(wish.record, version is not None)
         self._version = version or self._version
 
     def _complain(self, sentence: str) -> None:
@@ -171,12 +171,12 @@ def _process(holder: str) -> tuple[int, float] | None:
     return (int(pid), float(started)) if where == host_identity.identity() and pid.isdigit() else None
 
 
-def _encode(cell: Cell) -> bytes:
+def _encode(cell: LeaseRecord) -> bytes:
     return msgspec.json.encode(cell)
 
 
-def _decode(value: bytes) -> Cell:
+def _decode(value: bytes) -> LeaseRecord:
     try:
-        return msgspec.json.decode(value, type=Cell) if value else Cell()
+        return msgspec.json.decode(value, type=LeaseRecord) if value else LeaseRecord()
     except msgspec.MsgspecError as error:
         raise StoreError(f"the lease is damaged ({error}): remove it while no scheduler runs") from None

@@ -20,28 +20,28 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.cluster.view import ClusterView, NodeView, show
-from covey.core.effects import Close, End, Level, Persist, Publish, SchedulerEffect, Send
-from covey.core.event_log import Story
-from covey.core.events import Heard, HostGone, LinkLost, Restored, SchedulerEvent, SpokeMindSpore, Ticked
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.view import ClusterView, NodeView, make_cluster_view
+from covey.core.effects import Close, EndCluster, Level, Persist, PublishEvent, SchedulerEffect, Send
+from covey.core.event_log import EventLog
+from covey.core.events import ConnectionLost, HostGone, JournalRead, MessageReceived, MindSporeDetected, SchedulerEvent, Tick
 from covey.core.incidents import Incident
 from covey.core.messages import (
-    Agreed,
-    Ask,
-    AskStory,
-    Beats,
-    HungUp,
-    KillAsked,
-    LogAsked,
-    LogTold,
-    Pulse,
+    ChildDisconnected,
+    ClusterEnded,
+    EventsRequest,
+    FromChildEnvelope,
+    KillRequest,
+    LeaderHeartbeat,
+    LogChunk,
+    ReadLog,
     Refused,
-    ScaleAsked,
-    Scaling,
-    Stop,
-    StopAsked,
-    Via,
+    RelayedHeartbeats,
+    RequestAccepted,
+    ScaleAccepted,
+    ScaleRequest,
+    StopRequest,
+    ViewRequest,
 )
 from covey.core.types import ClusterSettings, Phase, Role
 from covey.errors import ExitCode, PeerError, StoreError
@@ -114,22 +114,24 @@ class Scheduler:
         self._owner_asked_at = -OWNER_EVERY_S
         self._lookup: asyncio.Task[None] | None = None  # of a connection's owner
         self._started_at = wall()
-        self._ended: asyncio.Future[End] | None = None
-        self._machine: Machine | None = None
+        self._ended: asyncio.Future[EndCluster] | None = None
+        self._machine: SchedulerMachine | None = None
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> SchedulerMachine:
         assert self._machine is not None, "the scheduler is not running yet"
         return self._machine
 
-    async def run(self, sockets: list[socket.socket]) -> End:
+    async def run(self, sockets: list[socket.socket]) -> EndCluster:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._machine = Machine(self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=wall())
+        self._machine = SchedulerMachine(
+            self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=wall()
+        )
         records = self._journal.read() if self._journal is not None else ()
-        self._teller.story.take_over(self._journal.story() if self._journal is not None else ())
-        self._step(Restored(records))
+        self._teller.story.restore(self._journal.story() if self._journal is not None else ())
+        self._step(JournalRead(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {
             "on_open": self._opened,
@@ -164,29 +166,29 @@ class Scheduler:
 
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
-        self._step(Heard(StopAsked(reason)))
+        self._step(MessageReceived(StopRequest(reason)))
 
-    async def ask(self, wish: ScaleAsked | KillAsked | StopAsked) -> Scaling | Agreed:
+    async def ask(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
         """A visitor's wish; returns once a scheduler that takes over would grant it too. Raises `PeerError` with the reason
         where it is not granted, and `StoreError` where that is not certain."""
         self._be_acting()
-        self._step(Heard(wish))
-        answered = self.machine.answered
+        self._step(MessageReceived(wish))
+        answered = self.machine.last_reply
         if isinstance(answered, Refused):
             raise PeerError(answered.reason, ExitCode.REFUSED)
         await self._committed()
         return answered
 
-    async def read_log(self, node: str, start: int, find: str) -> LogTold:
+    async def read_log(self, node: str, start: int, find: str) -> LogChunk:
         """A piece of what a node has printed, from the agent that keeps it. Raises `PeerError` where there is none."""
         member = next((m for m in self.machine.cluster.members.values() if m.name == node), None)
         agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
         if member is None:
             raise PeerError(f"there is no node {node[:100]!r}: GET /nodes lists them", ExitCode.REFUSED)
-        if agent is None or agent.link not in self._lines.links:
+        if agent is None or agent.connection not in self._lines.links:
             raise PeerError(f"no agent is there that keeps {node}, so its output is where you sent it", ExitCode.REFUSED)
-        asked = LogAsked(0, member.node_id, member.role, start, find)
-        return await self._logs.ask(self._lines.links[agent.link], member.host.name, asked)
+        asked = ReadLog(0, member.node_id, member.role, start, find)
+        return await self._logs.ask(self._lines.links[agent.connection], member.host.name, asked)
 
     async def _committed(self) -> None:
         """Wait until all that was decided is durable."""
@@ -224,7 +226,7 @@ class Scheduler:
             alive=True,
             pid=os.getpid(),
         )
-        return show(
+        return make_cluster_view(
             self.machine.cluster,
             scheduler=me,
             started_at=self._started_at,
@@ -239,7 +241,7 @@ class Scheduler:
         )
 
     @property
-    def story(self) -> Story:
+    def story(self) -> EventLog:
         """What happened so far."""
         return self._teller.story
 
@@ -249,7 +251,7 @@ class Scheduler:
 
     def recoveries(self) -> list[Incident]:
         """Every recovery that is kept, oldest first."""
-        return self.machine.incidents.kept
+        return self.machine.incidents.records
 
     # -- facts in ----------------------------------------------------------------------------------------------------
 
@@ -259,17 +261,17 @@ class Scheduler:
     def _heard(self, link: Link, message: Any) -> None:
         if not self._term.leads():  # it was stopped, and wakes up with this: even a look at it would be old
             self._fail(SteppedDown(TOO_LATE))
-        elif isinstance(message, Ask):
+        elif isinstance(message, ViewRequest):
             self._followers.answer(link, message)
-        elif isinstance(message, AskStory):
+        elif isinstance(message, EventsRequest):
             self._teller.answer(link, message)
-        elif isinstance(message, LogTold):
+        elif isinstance(message, LogChunk):
             self._logs.told(link, message)
-        elif isinstance(message, Via | HungUp | Beats):
+        elif isinstance(message, FromChildEnvelope | ChildDisconnected | RelayedHeartbeats):
             for event in self._lines.unwrap(link, message):
                 self._step(event)
         else:
-            self._step(Heard(message, link.id))
+            self._step(MessageReceived(message, link.id))
 
     def _closed(self, link: Link, reason: str) -> None:
         if not link.id:
@@ -279,7 +281,7 @@ class Scheduler:
         if link.misbehaved:
             self._stranger(link, reason)
         for number in self._lines.closed(link):
-            self._step(LinkLost(reason, number))
+            self._step(ConnectionLost(reason, number))
         return None
 
     async def _tick(self) -> None:
@@ -288,7 +290,7 @@ class Scheduler:
                 await asyncio.sleep(TICK_S)
                 self._pulse()
                 self._commits.keep()
-                self._step(Ticked())
+                self._step(Tick())
                 self._followers.tell_again()
         except Exception as error:  # a bug: a cluster over which nobody keeps watch would wait for ever
             self._fail(error)
@@ -298,9 +300,9 @@ class Scheduler:
             self._fail(SteppedDown(TOO_LATE))
         elif self._term.token and time.monotonic() - self._pulsed_at >= self._term.silence_s / PULSES:
             self._pulsed_at = time.monotonic()
-            for number in self.machine.heard_by():
+            for number in self.machine.list_connections():
                 if number in self._lines.links:  # an agent tells its children
-                    self._lines.links[number].send(Pulse())
+                    self._lines.links[number].send(LeaderHeartbeat())
 
     def _step(self, event: SchedulerEvent) -> None:
         if not self._acts:
@@ -355,20 +357,20 @@ class Scheduler:
 
     def _carry_out(self, wish: SchedulerEffect) -> None:
         if isinstance(wish, Send):
-            if self._lines.send(wish.link, wish.message) and isinstance(wish.message, Stop):
-                self._ending.add(wish.link)
+            if self._lines.send(wish.connection, wish.message) and isinstance(wish.message, ClusterEnded):
+                self._ending.add(wish.connection)
         elif isinstance(wish, Close):
-            self._lines.close(wish.link)
-        elif isinstance(wish, Publish):
+            self._lines.close(wish.connection)
+        elif isinstance(wish, PublishEvent):
             event = self._teller.note(wish)
             if self._journal is not None:
                 self._journal.note(event)
-        elif isinstance(wish, End):
+        elif isinstance(wish, EndCluster):
             assert self._ended is not None
             if not self._ended.done():
                 self._ended.set_result(wish)
 
-    async def _let_go(self, end: End) -> None:
+    async def _let_go(self, end: EndCluster) -> None:
         """Members and agents have been told: give them the time to end, then close."""
         if end.failure is not None:
             for line in failure_report(end.failure):
@@ -409,8 +411,8 @@ class Scheduler:
             return
         workers = {
             member.pid: member.name
-            for member in self.machine.cluster.of(Role.WORKER)
-            if member.agent and member.present and member.pid and member.host.id == self.place.host_id
+            for member in self.machine.cluster.members_in_role(Role.WORKER)
+            if member.agent and member.is_present and member.pid and member.host.id == self.place.host_id
         }
         self._owner_asked_at = now
         client, server = (link.peer, link.port), (link.local_address(), link.local_port())
@@ -428,14 +430,14 @@ class Scheduler:
         owner = workers.get(pid, "none")
         log.debug("connection from %s:%d: owner looked up: %s of %d local workers", *client, owner, len(workers))
         if pid:
-            self._step(SpokeMindSpore(workers[pid]))
+            self._step(MindSporeDetected(workers[pid]))
 
     def _stranger(self, link: Link, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""
         self.machine.counters["strangers"] = self.machine.counters.get("strangers", 0) + 1
         if (link.peer, reason) not in self._strangers and len(self._strangers) < STRANGERS_TOLD_MAX:
             self._strangers.add((link.peer, reason))
-            tell(Publish(f"connection from {link.peer}", "turned away", reason, Level.WARNING))
+            tell(PublishEvent(f"connection from {link.peer}", "turned away", reason, Level.WARNING))
 
 
 def exit_now(code: int) -> None:
@@ -449,7 +451,7 @@ def exit_now(code: int) -> None:
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
     """SIGINT ends the cluster; so does SIGTERM, unless this process comes back: then it goes alone."""
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.over:
+    if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.has_ended:
         log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
         return scheduler.go(128 + number)
     return scheduler.stop(f"the scheduler received {name}")

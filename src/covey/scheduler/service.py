@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from covey.core.cluster.recovery_strategy import ladder
-from covey.core.effects import End
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.effects import EndCluster
 from covey.core.types import ClusterSettings
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
@@ -106,7 +106,7 @@ class Office:
                 await leading.end(end.code)
                 return end.code
 
-    async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> End:
+    async def _lead(self, cells: Cells, leading: Leading, manage: list[socket.socket], token: int) -> EndCluster:
         found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster(leading.predecessor)
         sockets = Sockets(_copies(found), _copies(manage))
         try:
@@ -195,7 +195,7 @@ class Office:
         size = {"worker_num": self._settings.worker_num, "server_num": self._settings.server_num}
         return open_journal(self._folder, job=self._job, token=token, follows=follows, **size)
 
-    async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> End:
+    async def _run(self, sockets: Sockets, journal: Journal | SharedJournal | None, term: Term | None) -> EndCluster:
         settings, kept = self._settings, self._kept
         guard = credentials.find(settings, listens_at=address.split(sockets.address)[0])
         self._token = self._token or _rest_token(guard.secret)
@@ -277,10 +277,10 @@ def cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return
         agents_return=agents_return,
         topo_timeout_s=settings.topo_timeout_s,
         node_timeout_s=settings.node_timeout_s,
-        beats=not settings.disable_heartbeat,
+        heartbeats_enabled=not settings.disable_heartbeat,
         max_restarts=max_restarts,
         replacements_max=max_restarts or REPLACEMENTS_MAX,
-        strategies=ladder(settings.strategy.split(",")),
+        strategies=parse_strategies(settings.strategy.split(",")),
         stuck_s=settings.stuck_s,
         extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from covey.core.event_log import Event
-from covey.core.incidents import KEPT_MAX, Incident
+from covey.core.incidents import INCIDENTS_MAX, Incident
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
 from covey.errors import ExitCode, StoreError
 
@@ -219,7 +219,7 @@ def key_of(record: Record) -> str:
         group = "server" if record.role.group is Role.PSERVER else record.role
         return f"member/{group}/{record.rank:08}"
     if isinstance(record, Incident):
-        return f"incident/{record.number % KEPT_MAX:08}"
+        return f"incident/{record.number % INCIDENTS_MAX:08}"
     return f"agent/{record.id}" if isinstance(record, AgentRecord) else "cluster"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from covey.core.plurals import many
+from covey.core.plurals import count_noun
 from covey.runtime import lifeline, linux
 from covey.template_process import child_bootstrap
 from covey.template_process.protocol import (
@@ -98,7 +98,7 @@ def company() -> str:
     patience = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
         if time.monotonic() > patience:
-            return f"it started {many(threads - 1, 'thread')}"
+            return f"it started {count_noun(threads - 1, 'thread')}"
         time.sleep(0.005)
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from covey.core.messages import Dumped, Resumed
+from covey.core.messages import DumpWritten, RankResumed
 from covey.core.types import Progress
 from covey.errors import UsageError
 from covey.training import loop_arguments
@@ -128,7 +128,7 @@ class Loop:
             self._walk.step = self._served.begin(self._group.rank, self.step, folder, given=self._handover.received)
         self._first = -1 if self._handover.received else self.step
         if self._group.meeting is not None:  # the step to blame for an exception, also before one is completed
-            self._group.meeting.report(Progress(self.step, "train", first=self._first))
+            self._group.meeting.report(Progress(self.step, "train", first_step=self._first))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
@@ -313,15 +313,17 @@ class Loop:
         if meeting is not None:
             if self._collectives is None and meeting.place.generation != self._said_resumed:
                 self._said_resumed = meeting.place.generation
-                meeting.say(Resumed(self._said_resumed, self.step))
+                meeting.say(RankResumed(self._said_resumed, self.step))
             together = self._sharded.copies if self._sharded is not None else 0
             busy_s = self._pace.lap(self._collectives.waited_s if self._collectives is not None else 0.0)
-            meeting.report(Progress(self.step, "train", loop=True, busy_s=busy_s, together=together, first=self._first))
+            meeting.report(
+                Progress(self.step, "train", in_loop=True, busy_s=busy_s, departing_max=together, first_step=self._first)
+            )
         if self._keeping is not None and self._keeping.due(self.step):
             self._keeping.save(self.step)
         if meeting is not None and meeting.asked_to_leave:
             if self._checkpoint is not None:
-                meeting.say(Dumped(*self._handover.dump()))  # in case nobody is left to take this rank over
+                meeting.say(DumpWritten(*self._handover.dump()))  # in case nobody is left to take this rank over
             meeting.depart()
 
     def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

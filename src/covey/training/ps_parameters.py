@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from covey.core.parameter_server.settings import Mode
+from covey.core.parameter_server.settings import ConsistencyMode
 from covey.errors import PeerError, UsageError
 from covey.parameter_server import checkpoint_files
 from covey.parameter_server.client import Client, Given
@@ -104,7 +104,7 @@ class Served:
                 setattr(parameter, IN_LOOP, True)
         if self.any:
             self.client: Client = group.client
-            self.sync = self.client.serving.mode is Mode.SYNC
+            self.sync = self.client.serving.mode is ConsistencyMode.SYNC
             for table in self.tables.values():
                 table.source = self
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from covey.core.messages import Holder
+from covey.core.messages import SlotHolder
 from covey.errors import PeerError, UsageError
 from covey.training.argument_checks import whole
 from covey.training.collectives.gloo_group import Gloo
@@ -145,13 +145,13 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             }
         return Donation(state=slots)
 
-    def collect(self, holders: list[Holder], rank: int, world: int) -> dict[int, Any]:
+    def collect(self, holders: list[SlotHolder], rank: int, world: int) -> dict[int, Any]:
         """The slots that this place needs and this process has not. Raises `PeerError` when a holder is gone."""
         lacking = self._wanted(rank, world) - self._held.keys()
         found: dict[int, Any] = {}
         for holder in holders:
-            if wanted := lacking & numbers(holder.holds):
-                found |= fetch(holder.giver, "slots", wanted=mask(wanted, self.count)).state
+            if wanted := lacking & numbers(holder.held_slots):
+                found |= fetch(holder.donor, "slots", wanted=mask(wanted, self.count)).state
                 lacking -= wanted
         if lacking - found.keys():
             raise PeerError("a part of the optimizer's state is with no rank")

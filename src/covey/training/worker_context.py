@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from covey.core.messages import HealPlan, Message, Number
-from covey.core.parameter_server.sharding import Sharing
+from covey.core.messages import CollectiveNumber, HealPlan, Message
+from covey.core.parameter_server.sharding import Sharding
 from covey.core.types import Progress
 
 
@@ -24,17 +24,17 @@ class Place(Protocol):
     @property
     def restarts(self) -> int: ...
     @property
-    def seat(self) -> int: ...
+    def member_index(self) -> int: ...
     @property
-    def since(self) -> int: ...
+    def since_generation(self) -> int: ...
     @property
-    def sharing(self) -> Sharing | None: ...
+    def sharding(self) -> Sharding | None: ...
 
 
 class Meeting(Protocol):
     """How the ranks of a generation find each other and hear of a new one."""
 
-    waits: Number | None  # the collective this rank waits in, as its beats say it
+    waits: CollectiveNumber | None  # the collective this rank waits in, as its beats say it
     finishes_steps: bool  # a loop runs, which leaves at a step's boundary
     keep_bytes: int  # of collectives' results, for a replacement
     may_grow: bool  # others may come, also to one that is alone, or come back

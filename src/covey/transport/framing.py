@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Confirm, FromAgent, FromChild, FromNode, FromScheduler, Message
+from covey.core.messages import FromAgent, FromChild, FromNode, FromScheduler, LastHeardRequest, Message
 from covey.errors import PeerError
 
 FRAME_MAX: Final = 16 * 1024 * 1024  # bytes; a view of 50,000 nodes fits
@@ -16,7 +16,7 @@ HEADER: Final = 4
 _encoder = msgspec.msgpack.Encoder()
 from_node: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromNode)
 from_scheduler: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromScheduler)
-from_child: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromChild | Confirm)
+from_child: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromChild | LastHeardRequest)
 from_agent: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromAgent)
 
 

@@ -21,27 +21,27 @@ from typing import Any, Final
 import msgspec
 
 from covey.agent.relay import pace_s
-from covey.core.cluster.recovery_strategy import Strategy
-from covey.core.effects import Finish
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.effects import EndMembership
 from covey.core.messages import (
-    Beat,
-    Broke,
-    Drain,
-    DumpAsked,
-    Formed,
+    ClusterEnded,
+    CollectiveFailed,
+    CollectiveNumber,
+    Draining,
+    DumpRequest,
     FromScheduler,
-    Get,
     HealPlan,
+    Heartbeat,
     Message,
-    Number,
-    Put,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
     Register,
-    Regrouped,
-    Report,
-    Resumed,
-    Shared,
-    Stop,
-    Value,
+    RendezvousGet,
+    RendezvousPut,
+    RendezvousValue,
+    SafePointReport,
+    ShardingAssigned,
 )
 from covey.core.types import Progress, Role, ScriptError
 from covey.errors import ExitCode, PeerError, UsageError
@@ -79,21 +79,21 @@ class Node:
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runtime: NodeRuntime | None = None
-        self._formed: Formed | None = None
-        self._finish: Finish | None = None
+        self._formed: RankAssigned | None = None
+        self._finish: EndMembership | None = None
         self._ending = Ending(self, settings.grace_s, str(Path(door.relay).parent) if door.relay else "")
         self._pins: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self._wanted: set[str] = set()
-        self._said: dict[type, Report | Broke | Resumed] = {}  # said again to a scheduler that was away
+        self._said: dict[type, SafePointReport | CollectiveFailed | RankResumed] = {}  # said again to a scheduler that was away
         self.leaving = False
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.at_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
-        self.waits: Number | None = None
+        self.waits: CollectiveNumber | None = None
         self.keep_bytes = settings.keep_bytes
         self.may_grow = max(settings.worker_num, settings.worker_max) > 1
         self.follow_every = settings.spare_every
-        self.retries = Strategy.RETRY in settings.strategy.split(",")
+        self.retries = RecoveryStrategy.RETRY in settings.strategy.split(",")
         self.finishes_steps = False  # the program has a loop, which goes at a step's boundary when asked to
         self._progress = Progress()
         self._first_step = -1  # of those that the program reported; -1: it has reported none
@@ -102,7 +102,7 @@ class Node:
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
-    def join(self) -> Formed:
+    def join(self) -> RankAssigned:
         """Block until this node has its rank. Raises `PeerError` with the reason and the code to end with."""
         if self._door.relay:  # its log is its agent's
             outlast_full_disks()
@@ -136,7 +136,7 @@ class Node:
                 log.warning("the scheduler did not hear that this node leaves")
 
     @property
-    def place(self) -> Formed:
+    def place(self) -> RankAssigned:
         """Rank, world and generation as they are now. A spare has no rank: it waits here until it is given one."""
         assert self._formed is not None
         if self._formed.rank < 0:
@@ -162,8 +162,8 @@ class Node:
     def _stand_by(self) -> None:
         where = spare.whereabouts()
         log.info("this spare stands by in %s; what comes before that line is done when it is needed", where)
-        self._progress = Progress(phase=where, stands_by=True)
-        self._say(Beat(self._progress))
+        self._progress = Progress(phase=where, is_spare_ready=True)
+        self._say(Heartbeat(self._progress))
         with self._changed:
             self._changed.wait_for(lambda: self._formed is not None and self._formed.rank >= 0)
             assert self._formed is not None
@@ -193,8 +193,10 @@ class Node:
         """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
         if self._first_step < 0:
             self._first_step = progress.step
-        steps = max(self._progress.steps, progress.step - self._first_step, 0)  # numbers may begin again in each epoch
-        progress = msgspec.structs.replace(progress, steps=steps)
+        steps = max(
+            self._progress.steps_completed, progress.step - self._first_step, 0
+        )  # numbers may begin again in each epoch
+        progress = msgspec.structs.replace(progress, steps_completed=steps)
         if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
             progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         supervisor.note(progress.step)
@@ -207,21 +209,21 @@ class Node:
                 self._show(msgspec.structs.replace(self._progress, step=step))
 
     def _show(self, progress: Progress) -> None:
-        begins = progress.loop and not self._progress.loop  # from then on a death has other consequences
+        begins = progress.in_loop and not self._progress.in_loop  # from then on a death has other consequences
         self._progress = progress
         now = time.monotonic()
         if begins or now - self._told_at > pace_s(self.world):
             self._told_at = now
-            self._say(Beat(progress))
+            self._say(Heartbeat(progress))
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         waits = self.waits
-        return Beat(msgspec.structs.replace(self._progress, waits=str(waits) if waits is not None else ""))
+        return Heartbeat(msgspec.structs.replace(self._progress, waiting_in=str(waits) if waits is not None else ""))
 
     def depart(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""
         reason = "asked to leave (SIGTERM), its step is finished"
-        self._say(Drain(reason))
+        self._say(Draining(reason))
         self._ending.leave_now(reason)
 
     def confirm(self) -> None:
@@ -243,7 +245,7 @@ class Node:
 
     def say(self, message: Message) -> None:
         """Tell the scheduler where this rank stands in a healing."""
-        if isinstance(message, Report | Broke | Resumed):
+        if isinstance(message, SafePointReport | CollectiveFailed | RankResumed):
             self._said[type(message)] = message
         self._say(message)
 
@@ -255,14 +257,14 @@ class Node:
             if self._stale(generation):
                 raise Generation(f"generation {generation} is over")
             self._pins[key] = value
-        self._say(Put(key, value, generation))
+        self._say(RendezvousPut(key, value, generation))
 
     def look(self, key: str, generation: int, timeout_s: float) -> bytes:
         """A value another rank pinned, as soon as it is there. Raises `Generation` if the membership changes meanwhile."""
         with self._changed:
             if key not in self._values:
                 self._wanted.add(key)
-                self._say(Get(key, generation))
+                self._say(RendezvousGet(key, generation))
             here = self._changed.wait_for(lambda: key in self._values or self._stale(generation), timeout=timeout_s)
             if self._stale(generation):
                 raise Generation(f"generation {generation} is over")
@@ -284,7 +286,7 @@ class Node:
         try:
             asyncio.run(self._live())
         except Exception as error:  # a bug: whoever waits for this thread must not wait for ever
-            self._finished(Finish(ExitCode.SCHEDULER_LOST, f"the thread beside the program ended: {error!r}"))
+            self._finished(EndMembership(ExitCode.SCHEDULER_LOST, f"the thread beside the program ended: {error!r}"))
             raise
 
     async def _live(self) -> None:
@@ -293,7 +295,7 @@ class Node:
         wish = Register(
             role=Role.SPARE if self.began_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
-            life=uuid.uuid4().hex,
+            instance_id=uuid.uuid4().hex,
             host=host_identity.here(settings.host_id, settings.worker_ip, settings.host_life),
             fingerprint=_fingerprint(settings),
             incarnation=int(os.environ.get(INCARNATION_VARIABLE, "0")),
@@ -312,7 +314,7 @@ class Node:
 
     def _deliver(self, message: FromScheduler) -> None:
         with self._changed:
-            if isinstance(message, Formed):
+            if isinstance(message, RankAssigned):
                 if self._formed is None or self._formed.generation != message.generation:
                     self._wipe()
                 if self._formed is not None and self._formed.world != message.world:
@@ -320,28 +322,32 @@ class Node:
                     log.info(sentence, message.generation, message.world, self._formed.world, message.rank)
                 self._formed = message
                 for key, value in self._pins.items():  # a restarted scheduler's board is empty
-                    self._say(Put(key, value, message.generation))
+                    self._say(RendezvousPut(key, value, message.generation))
                 for key in self._wanted:
-                    self._say(Get(key, message.generation))
-                for kind in (Resumed, Report, Broke):  # that it went on comes first: what it reported before that is old
+                    self._say(RendezvousGet(key, message.generation))
+                for kind in (
+                    RankResumed,
+                    SafePointReport,
+                    CollectiveFailed,
+                ):  # that it went on comes first: what it reported before that is old
                     said = self._said.get(kind)
                     if said is not None and said.generation == message.generation:
                         self._say(said)
                 self._tell_of_generation()
-            elif isinstance(message, Regrouped) and self._formed is not None:
+            elif isinstance(message, NewGeneration) and self._formed is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
                 self._wipe()
                 self._formed = msgspec.structs.replace(self._formed, generation=message.generation)
                 self._tell_of_generation()
-            elif isinstance(message, Shared) and self._formed is not None:
-                self._formed = msgspec.structs.replace(self._formed, sharing=message.sharing)
+            elif isinstance(message, ShardingAssigned) and self._formed is not None:
+                self._formed = msgspec.structs.replace(self._formed, sharding=message.sharding)
                 if self._settings.role is Role.PSERVER:
                     self.inbox.put(message)
             elif isinstance(message, HealPlan):
                 self.inbox.put(Planned(message))
-            elif isinstance(message, DumpAsked):
+            elif isinstance(message, DumpRequest):
                 self.inbox.put(message)
-            elif isinstance(message, Value) and not self._stale(message.generation):
+            elif isinstance(message, RendezvousValue) and not self._stale(message.generation):
                 self._values[message.key] = message.value
                 self._wanted.discard(message.key)
             self._changed.notify_all()
@@ -355,9 +361,9 @@ class Node:
         self._values.clear()
         self._wanted.clear()
 
-    def _finished(self, finish: Finish) -> None:
+    def _finished(self, finish: EndMembership) -> None:
         if self.leaving:  # said first: who waits for the goodbye ends the process when it is there
-            if isinstance(finish.message, Stop):
+            if isinstance(finish.message, ClusterEnded):
                 log.info("this node ends: %s", finish.message.reason)
             elif finish.reason != "left":
                 log.warning("%s", finish.reason)
@@ -368,7 +374,7 @@ class Node:
         if formed and not self.leaving:
             self._end_process(finish)
 
-    def _end_process(self, finish: Finish) -> None:
+    def _end_process(self, finish: EndMembership) -> None:
         """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
         code = own_code(finish)
         log.log(40 if code else 20, "this node ends: %s", finish.reason)
@@ -393,9 +399,9 @@ class Node:
                 os.close(descriptor)
 
 
-def own_code(finish: Finish) -> int:
+def own_code(finish: EndMembership) -> int:
     """With what this process ends when its membership is over: another's failure is not its own."""
-    failed = isinstance(finish.message, Stop) and finish.message.failure is not None
+    failed = isinstance(finish.message, ClusterEnded) and finish.message.failure is not None
     return ExitCode.PEER_FAILED if failed else finish.code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from covey.core.messages import Formed
+from covey.core.messages import RankAssigned
 
 SPARE_VARIABLE: Final = (
     "COVEY_PROMOTED_LOG"  # this process is a spare; where a worker's output goes, "{}" standing for its node id
@@ -34,7 +34,7 @@ def _caller() -> FrameType | None:
     return sys._getframe(1)
 
 
-def become(place: Formed) -> None:
+def become(place: RankAssigned) -> None:
     """The variables of a worker, and its log: what was printed before stays in the spare's own."""
     rank, local = str(place.rank), str(place.local_rank)
     os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))

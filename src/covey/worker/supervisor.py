@@ -6,9 +6,9 @@ computed, so each life is a fork of it. Where it is no longer alone in its proce
 before `covey.init()`, it becomes a small supervisor that starts the script anew instead.
 
 A life that ends well, or with one of our own codes (the cluster is over, or refused it), is the last; so is one that was asked
-to go. Any other is followed by the next one, which takes its place under the same id; not more than `FRUITLESS_MAX` in a row
-that finish no step. If a process raises the same exception at the same place as the one before it, without completing a step,
-the script is in error and the supervisor starts no further process.
+to go. Any other is followed by the next one, which takes its place under the same id; not more than
+`DEATHS_WITHOUT_PROGRESS_MAX` in a row that finish no step. If a process raises the same exception at the same place as the one
+before it, without completing a step, the script is in error and the supervisor starts no further process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from covey.core.cluster.recovery_strategy import FRUITLESS_MAX
+from covey.core.cluster.recovery_strategy import DEATHS_WITHOUT_PROGRESS_MAX
 from covey.core.types import ScriptError
 from covey.errors import ExitCode
 from covey.runtime import linux
@@ -79,8 +79,11 @@ class Supervisor:
         step = int.from_bytes(os.pread(self.mark, STEP_SIZE, 0), "little") - 1
         self._fruitless = self._fruitless + 1 if step <= self._reached else 1
         self._reached = max(self._reached, step)
-        if self._fruitless >= FRUITLESS_MAX:
-            say(f"process {pid} ended ({life.reason}), {FRUITLESS_MAX} in a row without a step: it is not started again")
+        if self._fruitless >= DEATHS_WITHOUT_PROGRESS_MAX:
+            say(
+                f"process {pid} ended ({life.reason}), {DEATHS_WITHOUT_PROGRESS_MAX} in a row without a step: it is "
+                "not started again"
+            )
             return life.code
         say(f"process {pid} ended ({life.reason}): it is started again in place")
         return None

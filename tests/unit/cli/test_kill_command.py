@@ -12,7 +12,7 @@ from tests.processes.harness import free_port
 
 from covey.cli.kill import kill
 from covey.core.cluster.view import ClusterView, NodeView
-from covey.core.messages import Ask, Told
+from covey.core.messages import ViewReply, ViewRequest
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, PeerError
 
@@ -22,10 +22,10 @@ def refusal(wanted: str, *, pid: int) -> str:
     scheduler = NodeView(Role.SCHEDULER, "sched", 0, "box", "127.0.0.1", "alive", True, pid=pid)
     worker = NodeView(Role.WORKER, "0", 0, "box", "127.0.0.1", "alive", True, pid=pid)
     view = ClusterView("c", Phase.READY, "", 1, 1, 0, 0.0, 0.0, [scheduler, worker])
-    told = Told(msgspec.json.encode(view))
+    told = ViewReply(msgspec.json.encode(view))
     port = free_port()
     with (
-        fake_scheduler(port, lambda message: [told] if isinstance(message, Ask) else []),
+        fake_scheduler(port, lambda message: [told] if isinstance(message, ViewRequest) else []),
         pytest.raises(PeerError) as refused,
     ):
         kill(f"127.0.0.1:{port}", wanted)

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-from covey.core.effects import Level, Publish
-from covey.core.event_log import KEPT_MAX, Event, Story
+from covey.core.effects import Level, PublishEvent
+from covey.core.event_log import EVENTS_MAX, Event, EventLog
 
 
-def story(*told: tuple[str, str]) -> Story:
-    made = Story()
+def story(*told: tuple[str, str]) -> EventLog:
+    made = EventLog()
     for second, (node, reason) in enumerate(told, start=1):
-        made.add(Publish(node, "said", reason), float(second))
+        made.add(PublishEvent(node, "said", reason), float(second))
     return made
 
 
 def test_a_moment_names_one_event() -> None:
-    made = Story()
-    times = [made.add(Publish("a", "b", "c"), 7.0).at for _ in range(3)]
+    made = EventLog()
+    times = [made.add(PublishEvent("a", "b", "c"), 7.0).at for _ in range(3)]
     assert times == sorted(set(times)), "whoever asks for what came after one event gets the next"
-    assert [event.at for event in made.after(times[0])] == times[1:]
+    assert [event.at for event in made.events_after(times[0])] == times[1:]
 
 
 def test_a_node_s_story_has_what_names_it() -> None:
     made = story(("worker:1", "died"), ("cluster", "recover of worker:1 (SIGKILL)"), ("cluster", "worker:11 is here"))
-    assert [event.reason for event in made.after(node="worker:1")] == ["died", "recover of worker:1 (SIGKILL)"]
+    assert [event.reason for event in made.events_after(node="worker:1")] == ["died", "recover of worker:1 (SIGKILL)"]
 
 
 def test_the_newest_are_kept_and_told_in_order() -> None:
-    made = story(*((str(number), "") for number in range(KEPT_MAX + 5)))
-    assert [event.node for event in made.after(limit=2)] == [str(KEPT_MAX + 3), str(KEPT_MAX + 4)]
-    assert len(made.after(limit=KEPT_MAX + 5)) == KEPT_MAX
+    made = story(*((str(number), "") for number in range(EVENTS_MAX + 5)))
+    assert [event.node for event in made.events_after(limit=2)] == [str(EVENTS_MAX + 3), str(EVENTS_MAX + 4)]
+    assert len(made.events_after(limit=EVENTS_MAX + 5)) == EVENTS_MAX
 
 
 def test_a_restarted_scheduler_goes_on_with_the_story() -> None:
-    made = Story()
-    made.take_over([(100.0, "cluster", "formed", "all are here", "warning")])
-    event = made.add(Publish("cluster", "restored", ""), 99.0)  # a clock that was set back
-    assert event.at > 100.0 and made.after(100.0) == [event]
-    assert made.after()[0].level is Level.WARNING
+    made = EventLog()
+    made.restore([(100.0, "cluster", "formed", "all are here", "warning")])
+    event = made.add(PublishEvent("cluster", "restored", ""), 99.0)  # a clock that was set back
+    assert event.at > 100.0 and made.events_after(100.0) == [event]
+    assert made.events_after()[0].level is Level.WARNING
 
 
 def test_an_event_is_told_as_it_was() -> None:
-    made = Story()
-    made.take_over([(1.0, "cluster", "formed", "all are here", "note")])
-    made.add(Publish("worker:1", "died", "killed", Level.WARNING), 2.0)
-    assert made.after() == [
+    made = EventLog()
+    made.restore([(1.0, "cluster", "formed", "all are here", "note")])
+    made.add(PublishEvent("worker:1", "died", "killed", Level.WARNING), 2.0)
+    assert made.events_after() == [
         Event(1.0, "cluster", "formed", "all are here", Level.NOTE),
         Event(2.0, "worker:1", "died", "killed", Level.WARNING),
     ]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from covey.core.incidents import KEPT_MAX, SERVERS, Incident, Incidents, Outcome, Stage
+from covey.core.incidents import INCIDENTS_MAX, SERVERS_NODE, Incident, Incidents, Outcome, Stage
 
 
 def opened(
@@ -27,13 +27,13 @@ def opened(
 def test_each_stage_lasts_from_the_one_before_it() -> None:
     log = Incidents(wall_zero=1000.0)
     assert opened(log, 10.5, since=10.0, known=10.25).at == 1010.25
-    log.mark(Stage.REFORMED, 10.75)
-    log.mark(Stage.RESTORED, 11.75)
+    log.mark_stage(Stage.REFORMED, 10.75)
+    log.mark_stage(Stage.RESTORED, 11.75)
     [closed] = log.close(Outcome.RESUMED, 12.0)
     assert list(closed.ms.values()) == [250.0, 250.0, 250.0, 1000.0, 250.0]
     assert list(closed.ms) == list(Stage)
     assert closed.total_ms == 2000.0
-    assert log.kept == [closed]
+    assert log.records == [closed]
     assert str(closed) == (
         "recover-in-place of worker:1 (killed by SIGKILL): detected 250 ms, decided 250 ms, re-formed 250 ms, restored 1000 ms,"
         " resumed 250 ms; 2000 ms in all, resumed"
@@ -43,9 +43,9 @@ def test_each_stage_lasts_from_the_one_before_it() -> None:
 def test_a_fault_during_a_recovery_is_an_incident_of_its_own_and_they_end_together() -> None:
     log = Incidents(0.0)
     opened(log, 1.0)
-    log.mark(Stage.REFORMED, 2.0)
+    log.mark_stage(Stage.REFORMED, 2.0)
     opened(log, 3.0)
-    log.mark(Stage.REFORMED, 4.0)
+    log.mark_stage(Stage.REFORMED, 4.0)
     first, second = log.close(Outcome.RESUMED, 5.0)
     assert (first.ms[Stage.REFORMED], second.ms[Stage.REFORMED]) == (3000.0, 1000.0)
     assert log.close(Outcome.RESUMED, 6.0) == []
@@ -59,7 +59,7 @@ def test_a_recovery_under_way_goes_on_under_the_next_scheduler() -> None:
     [over] = before.close(Outcome.ENDED, 2.0)
     under_way = opened(before, 5.0, since=4.5)
     after = Incidents(wall_zero=90.0)  # another process, whose clock is 10 s ahead
-    after.take_over([under_way, over])
+    after.restore([under_way, over])
     [closed] = after.close(Outcome.RESUMED, 16.0)
     assert closed.number == 2
     assert closed.ms == {Stage.DETECTED: 500.0, Stage.DECIDED: 0.0, Stage.RESUMED: 1000.0}
@@ -72,11 +72,11 @@ def test_a_recovery_under_way_goes_on_under_the_next_scheduler() -> None:
 
 def test_only_the_newest_are_kept_and_all_are_counted() -> None:
     log = Incidents(0.0)
-    for now in range(KEPT_MAX + 5):
+    for now in range(INCIDENTS_MAX + 5):
         opened(log, float(now))
         log.close(Outcome.RESUMED, now + 0.5)
-    assert (log.kept[0].number, log.kept[-1].number) == (6, KEPT_MAX + 5)
-    assert log.totals["recover-in-place", Outcome.RESUMED].count == KEPT_MAX + 5
+    assert (log.records[0].number, log.records[-1].number) == (6, INCIDENTS_MAX + 5)
+    assert log.totals["recover-in-place", Outcome.RESUMED].count == INCIDENTS_MAX + 5
 
 
 def test_an_incident_says_who_it_was_about_and_why_it_was_answered_so() -> None:
@@ -100,7 +100,7 @@ def test_a_growth_that_is_taken_back_says_why_and_how_long_it_was_waited_for_and
     (back,) = log.close(Outcome.ROLLED_BACK, 3.5004, reason="nobody came")
     assert (back.number, back.reason, back.outcome) == (1, "its host is fine; nobody came", Outcome.ROLLED_BACK)
     assert (back.total_ms, back.ms) == (2500.4, {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0})
-    assert [(i.number, i.outcome) for i in log.kept] == [(1, Outcome.ROLLED_BACK), (2, Outcome.OPEN)]
+    assert [(i.number, i.outcome) for i in log.records] == [(1, Outcome.ROLLED_BACK), (2, Outcome.OPEN)]
     (death,) = log.close(Outcome.RESUMED, 4.0)
     assert death.number == 2 and death.total_ms == 2000.0
 
@@ -108,36 +108,36 @@ def test_a_growth_that_is_taken_back_says_why_and_how_long_it_was_waited_for_and
 def test_servers_moves_go_their_own_way_until_the_run_ends() -> None:
     log = Incidents(0.0)
     opened(log, 1.0)
-    opened(log, 1.0, node=SERVERS, strategy="scale-out")
+    opened(log, 1.0, node=SERVERS_NODE, strategy="scale-out")
     assert [i.node for i in log.close(Outcome.RESUMED, 2.0)] == ["worker:1"]
     opened(log, 3.0)
-    assert [i.node for i in log.close(Outcome.RESUMED, 4.0, SERVERS)] == [SERVERS]
-    opened(log, 5.0, node=SERVERS)
-    assert [i.node for i in log.close(Outcome.ENDED, 6.0)] == ["worker:1", SERVERS]
-    assert all(i.outcome is not Outcome.OPEN for i in log.kept)
+    assert [i.node for i in log.close(Outcome.RESUMED, 4.0, SERVERS_NODE)] == [SERVERS_NODE]
+    opened(log, 5.0, node=SERVERS_NODE)
+    assert [i.node for i in log.close(Outcome.ENDED, 6.0)] == ["worker:1", SERVERS_NODE]
+    assert all(i.outcome is not Outcome.OPEN for i in log.records)
 
 
 def test_a_change_that_is_not_over_stays_open_when_the_rest_is() -> None:
     log = Incidents(0.0)
     opened(log, 1.0, strategy="scale-in")
     opened(log, 1.0)
-    assert log.resizing
+    assert log.is_resizing
     assert [i.strategy for i in log.close(Outcome.RESUMED, 2.0, but="scale-in")] == ["recover-in-place"]
-    assert [i.strategy for i in log.close(Outcome.RESUMED, 3.0)] == ["scale-in"] and not log.resizing
-    opened(log, 4.0, node=SERVERS, strategy="scale-out")
-    assert not log.resizing, "the number of workers stays"
+    assert [i.strategy for i in log.close(Outcome.RESUMED, 3.0)] == ["scale-in"] and not log.is_resizing
+    opened(log, 4.0, node=SERVERS_NODE, strategy="scale-out")
+    assert not log.is_resizing, "the number of workers stays"
 
 
 def test_times_are_kept_to_the_microsecond() -> None:
     log = Incidents(0.0)
     opened(log, 1.0)
-    log.mark(Stage.REFORMED, 1.0001234)
+    log.mark_stage(Stage.REFORMED, 1.0001234)
     (closed,) = log.close(Outcome.ENDED, 2.0)
     assert closed.ms[Stage.REFORMED] == 0.123
 
 
 def test_what_was_known_of_an_open_one_begins_when_it_was_known() -> None:
     log = Incidents(0.0)
-    log.take_over([Incident(1, 10.0, "worker:1", 1, "", "recover", "")])
+    log.restore([Incident(1, 10.0, "worker:1", 1, "", "recover", "")])
     (closed,) = log.close(Outcome.RESUMED, 12.0)
     assert closed.ms == {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0, Stage.RESUMED: 2000.0}

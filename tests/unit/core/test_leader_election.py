@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.leader_election import BELIEVES, LOOKS, Candidate, Cell, Look, Write
+from covey.core.leader_election import CHECKS_PER_LEASE, STEP_DOWN_FRACTION, Candidate, LeaseRecord, ReadLease, WriteLease
 
 D = 3.0
 
@@ -16,9 +16,9 @@ class Store:
     """A cell with versions, and what is on its way to it."""
 
     def __init__(self) -> None:
-        self.cell, self.version = Cell(), 0
+        self.cell, self.version = LeaseRecord(), 0
 
-    def put(self, cell: Cell, version: int) -> bool:
+    def put(self, cell: LeaseRecord, version: int) -> bool:
         if version != self.version:
             return False
         self.cell, self.version = cell, self.version + 1
@@ -34,17 +34,17 @@ class Replica:
 
     def act(self, began: float, written: bool, answered: float | None) -> None:
         """One round trip: whether it reaches the store, and when its answer arrives, if it does."""
-        wish = self.candidate.next(began)
-        if isinstance(wish, Look):
+        wish = self.candidate.next_action(began)
+        if isinstance(wish, ReadLease):
             if answered is None:
-                return self.candidate.failed()
+                return self.candidate.on_store_failed()
             self.version = self.store.version
-            return self.candidate.looked(self.store.cell, answered)
-        done = written and self.store.put(wish.cell, self.version)
+            return self.candidate.on_lease_read(self.store.cell, answered)
+        done = written and self.store.put(wish.record, self.version)
         if answered is None or not written:
-            return self.candidate.failed()
+            return self.candidate.on_store_failed()
         self.version = self.store.version if done else self.version
-        return self.candidate.wrote(wish.cell, done)
+        return self.candidate.on_lease_written(wish.record, done)
 
     def settle(self, now: float, times: int = 3) -> None:
         for _ in range(times):
@@ -61,35 +61,35 @@ def pair() -> tuple[Store, Replica, Replica]:
 
 def test_the_first_leads_and_the_second_waits() -> None:
     store, first, second = pair()
-    assert first.candidate.leads(0.0) and not second.candidate.leads(0.0)
+    assert first.candidate.is_leader(0.0) and not second.candidate.is_leader(0.0)
     assert store.cell.holder == "a" and store.cell.where == "http://a" and first.candidate.token == 1
 
 
 def test_a_leader_that_stops_is_followed_and_believes_no_longer_when_it_wakes() -> None:
     _, first, second = pair()
     second.settle(D - 0.1)
-    assert not second.candidate.leads(D - 0.1)
+    assert not second.candidate.is_leader(D - 0.1)
     second.settle(D + 0.1)
-    assert second.candidate.leads(D + 0.1) and second.candidate.token == 2
-    assert not first.candidate.leads(D + 0.1)
+    assert second.candidate.is_leader(D + 0.1) and second.candidate.token == 2
+    assert not first.candidate.is_leader(D + 0.1)
     first.settle(D + 0.2)
-    assert not first.candidate.leads(D + 0.2) and first.candidate.token == 0
+    assert not first.candidate.is_leader(D + 0.2) and first.candidate.token == 0
 
 
 def test_a_token_never_goes_back_though_the_lease_was_removed() -> None:
     store, _, second = pair()
     second.settle(D + 0.1)
-    store.cell, store.version = Cell(), 0
+    store.cell, store.version = LeaseRecord(), 0
     second.settle(D + 0.2)
     assert second.candidate.token == 3
 
 
 def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
     store, first, second = pair()
-    wish = first.candidate.give_back()
-    assert isinstance(wish, Write) and store.put(wish.cell, first.version)
+    wish = first.candidate.release_lease()
+    assert isinstance(wish, WriteLease) and store.put(wish.record, first.version)
     second.settle(0.1)
-    assert second.candidate.leads(0.1) and not first.candidate.leads(0.1)
+    assert second.candidate.is_leader(0.1) and not first.candidate.is_leader(0.1)
 
 
 def test_both_cut_from_the_store_lead_nothing_and_the_last_one_takes_it_up_again() -> None:
@@ -97,32 +97,32 @@ def test_both_cut_from_the_store_lead_nothing_and_the_last_one_takes_it_up_again
     for now in (1.0, 2.0, 2.5):
         first.act(now, False, None)
         second.act(now, False, None)
-    assert not first.candidate.leads(D * BELIEVES) and not second.candidate.leads(D * BELIEVES)
+    assert not first.candidate.is_leader(D * STEP_DOWN_FRACTION) and not second.candidate.is_leader(D * STEP_DOWN_FRACTION)
     first.settle(4.0)
-    assert first.candidate.leads(4.0) and first.candidate.token == 2, "a new term: what it did before may be half known"
+    assert first.candidate.is_leader(4.0) and first.candidate.token == 2, "a new term: what it did before may be half known"
 
 
 def test_a_renewal_whose_answer_was_lost_does_not_end_a_leadership() -> None:
     store, first, _ = pair()
     first.act(0.5, True, None)
-    assert store.cell.beat > first.candidate.seen.beat
+    assert store.cell.beat > first.candidate.last_record.beat
     first.settle(0.6)
-    assert first.candidate.leads(1.0) and first.candidate.token == 1
+    assert first.candidate.is_leader(1.0) and first.candidate.token == 1
 
 
 def test_a_token_that_the_journal_has_seen_is_outbid_once_nobody_leads() -> None:
     _, first, second = pair()
-    second.candidate.outbid(7)
+    second.candidate.raise_token(7)
     second.settle(0.1)
-    assert first.candidate.leads(0.1) and not second.candidate.leads(0.1), "it lets who leads lead"
-    first.candidate.outbid(7)
-    assert not first.candidate.leads(0.1)
+    assert first.candidate.is_leader(0.1) and not second.candidate.is_leader(0.1), "it lets who leads lead"
+    first.candidate.raise_token(7)
+    assert not first.candidate.is_leader(0.1)
     first.settle(0.2)
-    assert first.candidate.leads(0.2) and first.candidate.token == 8
+    assert first.candidate.is_leader(0.2) and first.candidate.token == 8
 
 
 def strangers(replica: Replica) -> str:
-    return replica.candidate.stranger
+    return replica.candidate.other_cluster
 
 
 def test_another_clusters_lease_is_known_once_its_holder_lives() -> None:
@@ -135,7 +135,7 @@ def test_another_clusters_lease_is_known_once_its_holder_lives() -> None:
     second.settle(0.3)
     assert strangers(other) == "ours" and strangers(second) == ""
     other.settle(0.4 + D)
-    assert strangers(other) == "" and other.candidate.leads(0.4 + D), "whose holder died is free"
+    assert strangers(other) == "" and other.candidate.is_leader(0.4 + D), "whose holder died is free"
 
 
 # -- one candidate, with a literal cell ------------------------------------------------------------------------------
@@ -147,79 +147,81 @@ def candidate(now: float = 100.0) -> Candidate:
 
 def leader(now: float = 100.0) -> Candidate:
     made = candidate(now)
-    made.looked(Cell(), now)
-    wish = made.next(now)
-    assert wish == Write(Cell(1, "a", 0, "http://a"))
-    made.wrote(Cell(1, "a", 0, "http://a"), True)
+    made.on_lease_read(LeaseRecord(), now)
+    wish = made.next_action(now)
+    assert wish == WriteLease(LeaseRecord(1, "a", 0, "http://a"))
+    made.on_lease_written(LeaseRecord(1, "a", 0, "http://a"), True)
     return made
 
 
-OTHER = Cell(4, "b", 7)
+OTHER = LeaseRecord(4, "b", 7)
 
 
 def test_whoever_comes_looks_first_and_takes_what_nobody_holds_at_once() -> None:
     made = candidate()
-    assert made.due == 100.0 and made.next(100.0) == Look()
-    assert made.due == 100.0 + D / LOOKS
-    made.looked(Cell(), 100.1)
-    assert made.due == 100.1, "there is no reason to wait"
+    assert made.due_at == 100.0 and made.next_action(100.0) == ReadLease()
+    assert made.due_at == 100.0 + D / CHECKS_PER_LEASE
+    made.on_lease_read(LeaseRecord(), 100.1)
+    assert made.due_at == 100.1, "there is no reason to wait"
     waits = candidate()
-    waits.next(100.0)
-    waits.looked(OTHER, 100.1)
-    assert waits.due == 100.0 + D / LOOKS and waits.next(waits.due) == Look()
+    waits.next_action(100.0)
+    waits.on_lease_read(OTHER, 100.1)
+    assert waits.due_at == 100.0 + D / CHECKS_PER_LEASE and waits.next_action(waits.due_at) == ReadLease()
 
 
 def test_a_leader_beats_and_believes_for_two_thirds_from_when_it_began_to_write() -> None:
     made = leader()
-    until = 100.0 + D * BELIEVES
-    assert made.leads(until - 0.01) and not made.leads(until)
-    assert made.next(100.5) == Write(Cell(1, "a", 1, "http://a"))
-    made.wrote(Cell(1, "a", 1, "http://a"), True)
-    assert made.leads(until) and not made.leads(100.5 + D * BELIEVES)
-    assert made.next(100.5 + D * BELIEVES) == Write(Cell(2, "a", 0, "http://a")), "too late for a beat: a new term"
+    until = 100.0 + D * STEP_DOWN_FRACTION
+    assert made.is_leader(until - 0.01) and not made.is_leader(until)
+    assert made.next_action(100.5) == WriteLease(LeaseRecord(1, "a", 1, "http://a"))
+    made.on_lease_written(LeaseRecord(1, "a", 1, "http://a"), True)
+    assert made.is_leader(until) and not made.is_leader(100.5 + D * STEP_DOWN_FRACTION)
+    assert made.next_action(100.5 + D * STEP_DOWN_FRACTION) == WriteLease(LeaseRecord(2, "a", 0, "http://a")), (
+        "too late for a beat: a new term"
+    )
 
 
 def test_another_leader_is_waited_for_a_whole_duration_from_when_its_beat_was_last_seen_to_change() -> None:
     made = candidate()
-    made.looked(OTHER, 100.0)
-    made.looked(Cell(4, "b", 8), 102.0)
-    assert made.next(102.0 + D - 0.1) == Look()
-    assert made.next(102.0 + D) == Write(Cell(5, "a", 0, "http://a"))
+    made.on_lease_read(OTHER, 100.0)
+    made.on_lease_read(LeaseRecord(4, "b", 8), 102.0)
+    assert made.next_action(102.0 + D - 0.1) == ReadLease()
+    assert made.next_action(102.0 + D) == WriteLease(LeaseRecord(5, "a", 0, "http://a"))
 
 
 def test_only_a_leader_that_knows_what_the_lease_says_can_give_it_back() -> None:
     made = candidate()
-    made.looked(OTHER, 100.0)
-    assert made.give_back() is None
+    made.on_lease_read(OTHER, 100.0)
+    assert made.release_lease() is None
     unsure = leader()
-    unsure.failed()
-    assert unsure.give_back() is None and not unsure.leads(100.0)
-    assert leader().give_back() == Write(Cell(1, "", 0, "http://a"))
+    unsure.on_store_failed()
+    assert unsure.release_lease() is None and not unsure.is_leader(100.0)
+    assert leader().release_lease() == WriteLease(LeaseRecord(1, "", 0, "http://a"))
 
 
 def test_who_has_seen_somebody_lead_knows_an_end_for_its_own_and_who_comes_later_begins_anew() -> None:
-    end = Cell(4, "", 9, over=True, code=3)
+    end = LeaseRecord(4, "", 9, over=True, code=3)
     stood_by = candidate()
-    stood_by.looked(OTHER, 100.0)
-    assert not stood_by.over
-    stood_by.looked(end, 101.0)
-    assert stood_by.over and stood_by.next(101.0 + 2 * D) == Look(), "nothing is left to lead"
+    stood_by.on_lease_read(OTHER, 100.0)
+    assert not stood_by.has_ended
+    stood_by.on_lease_read(end, 101.0)
+    assert stood_by.has_ended and stood_by.next_action(101.0 + 2 * D) == ReadLease(), "nothing is left to lead"
     led = leader()
-    led.looked(end, 101.0)
-    assert led.over and not led.leads(101.0)
+    led.on_lease_read(end, 101.0)
+    assert led.has_ended and not led.is_leader(101.0)
     late = candidate()
-    late.looked(end, 101.0)
-    assert not late.over and late.next(101.0) == Write(Cell(5, "a", 0, "http://a"))
+    late.on_lease_read(end, 101.0)
+    assert not late.has_ended and late.next_action(101.0) == WriteLease(LeaseRecord(5, "a", 0, "http://a"))
 
 
 def test_who_reads_that_another_leads_leads_no_more() -> None:
-    for cell in (OTHER, Cell(2, "a"), Cell(1, "b")):
+    for cell in (OTHER, LeaseRecord(2, "a"), LeaseRecord(1, "b")):
         made = leader()
-        made.looked(cell, 100.5)
-        assert not made.leads(100.5), cell
+        made.on_lease_read(cell, 100.5)
+        assert not made.is_leader(100.5), cell
     made = leader()
-    made.looked(Cell(1, "a", 5), 100.5)
-    assert made.leads(100.5) and made.due == 100.5, "its own beat, whose answer was lost"
+    made.on_lease_read(LeaseRecord(1, "a", 5), 100.5)
+    assert made.is_leader(100.5) and made.due_at == 100.5, "its own beat, whose answer was lost"
 
 
 rounds = st.lists(
@@ -243,7 +245,7 @@ def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, b
     now, newest = 0.0, 0
 
     def believed(candidate: Any) -> float:
-        return float(candidate._sure_until)
+        return float(candidate._leads_until)
 
     for who, pause, reaches, answer in script:
         now += pause
@@ -253,7 +255,7 @@ def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, b
         at = now + (answer or 0.0)
         busy_until[who] = at
         replica.act(now, reaches, None if answer is None else at)
-        if replica.candidate.leads(at):
+        if replica.candidate.is_leader(at):
             spans.append((who, at, believed(replica.candidate), replica.candidate.token))
         assert store.cell.token >= newest
         newest = store.cell.token

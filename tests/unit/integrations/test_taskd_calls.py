@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from covey.core.taskd_variables import Wish, wishes
+from covey.core.taskd_variables import TaskdSetting, read_taskd_settings
 from covey.core.types import ClusterRecord, Phase
 from covey.errors import UsageError
 from covey.integrations import taskd
@@ -50,11 +50,13 @@ def test_what_the_switches_ask_for(environ: dict[str, str], strategy: str) -> No
 
 
 def test_nothing_is_asked_for_by_nothing() -> None:
-    assert wishes({"HIGH_AVAILABILITY": "", "RANK": "0"}, without=(), default=STRATEGY) == {}
+    assert read_taskd_settings({"HIGH_AVAILABILITY": "", "RANK": "0"}, without=(), default=STRATEGY) == {}
 
 
 def test_the_job_is_mindx_task_id() -> None:
-    assert wishes({"MINDX_TASK_ID": "j"}, without=(), default=STRATEGY) == {"job": Wish("j", "MINDX_TASK_ID")}
+    assert read_taskd_settings({"MINDX_TASK_ID": "j"}, without=(), default=STRATEGY) == {
+        "job": TaskdSetting("j", "MINDX_TASK_ID")
+    }
     assert load({"MINDX_TASK_ID": "j", "COVEY_JOB": "k"}).settings.job == "k"
 
 

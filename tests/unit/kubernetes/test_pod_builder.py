@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from tests.unit.core.jobs.msjobs import UID, Thing, job
 
-from covey.core.jobs import Invalid, read
-from covey.core.jobs.actions import CreateGang, CreatePod
-from covey.core.jobs.ascend_job import convert
+from covey.core.jobs import InvalidJob, parse_job
+from covey.core.jobs.actions import CreatePod, CreatePodGroup
+from covey.core.jobs.ascend_job import convert_ascend_job
 from covey.kubernetes import pod_builder
 
 OWNER = {"apiVersion": "v1", "kind": "MSJob", "name": "train", "uid": UID, "controller": True}
 
 
 def made(asked: Thing, role: str = "Worker", index: int = 0, address: str = "10.0.0.7", **more: Any) -> Thing:
-    spec = read(asked)
-    return pod_builder.pod(spec, CreatePod(role, index, spec.wanted, **more), OWNER, address=address)
+    spec = parse_job(asked)
+    return pod_builder.pod(spec, CreatePod(role, index, spec.desired_replicas, **more), OWNER, address=address)
 
 
 def variables(pod: Thing) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_the_variables_of_the_original() -> None:
 def test_the_port_is_the_schedulers_own() -> None:
     asked = with_container(job(), "Scheduler", ports=[{"name": "msjob-port", "containerPort": 8118}])
     assert variables(made(asked))["MS_SCHED_PORT"] == "8118"
-    assert pod_builder.service(read(asked), "Scheduler", OWNER)["spec"]["ports"] == [{"name": "msjob-port", "port": 8118}]
+    assert pod_builder.service(parse_job(asked), "Scheduler", OWNER)["spec"]["ports"] == [{"name": "msjob-port", "port": 8118}]
 
 
 def test_a_variable_of_the_user_stays() -> None:
@@ -63,12 +63,13 @@ def test_recovery_files_and_logs_of_different_runs_lie_apart() -> None:
 def test_what_all_pods_of_a_job_are_told_is_in_one_secret_which_the_users_own_sources_overrule() -> None:
     asked = with_container(job(), envFrom=[{"configMapRef": {"name": "mine"}}])
     ours, mine = made(asked)["spec"]["containers"][0]["envFrom"]
-    secret = pod_builder.secret(read(asked), "word", "token", OWNER)
+    secret = pod_builder.secret(parse_job(asked), "word", "token", OWNER)
     assert ours["secretRef"]["name"] == secret["metadata"]["name"] and mine == {"configMapRef": {"name": "mine"}}
     told = secret["stringData"]
     assert (told["COVEY_JOB"], told["COVEY_SECRET"], told["COVEY_TOKEN"]) == (f"train-{UID}", "word", "token")
     assert (
-        told["MINDX_TASK_ID"] == UID and "COVEY_TOKEN" not in pod_builder.secret(read(asked), "word", "", OWNER)["stringData"]
+        told["MINDX_TASK_ID"] == UID
+        and "COVEY_TOKEN" not in pod_builder.secret(parse_job(asked), "word", "", OWNER)["stringData"]
     )
 
 
@@ -99,7 +100,7 @@ def test_excluded_nodes_are_added_to_every_term() -> None:
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
     asked = job()
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["affinity"] = affinity
-    found = made(asked, excluded=("n1", "n2"))["spec"]["affinity"]["nodeAffinity"]
+    found = made(asked, excluded_nodes=("n1", "n2"))["spec"]["affinity"]["nodeAffinity"]
     [changed] = found["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert changed["matchExpressions"] == term["matchExpressions"]
     assert [field["values"] for field in changed["matchFields"]] == [["n1"], ["n2"]]
@@ -112,10 +113,10 @@ def test_the_pods_own_restart_policy(policy: str, pod: str) -> None:
 
 
 def test_gangs() -> None:
-    spec = read(job())
-    group = pod_builder.gang(spec, CreateGang(3, {"queue": "big", "priorityClass": "high"}), OWNER)
+    spec = parse_job(job())
+    group = pod_builder.gang(spec, CreatePodGroup(3, {"queue": "big", "priorityClass": "high"}), OWNER)
     assert group["spec"] == {"minMember": 3, "queue": "big", "priorityClassName": "high"}
-    pod = pod_builder.pod(spec, CreatePod("Worker", 0, spec.wanted), OWNER, address="x", gang_scheduler="volcano")
+    pod = pod_builder.pod(spec, CreatePod("Worker", 0, spec.desired_replicas), OWNER, address="x", gang_scheduler="volcano")
     assert (
         pod["spec"]["schedulerName"] == "volcano" and pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "train"
     )
@@ -129,9 +130,9 @@ def test_every_problem_is_named_with_its_path() -> None:
     asked["metadata"]["name"] = "wide_deep"
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["name"] = "main"
     asked["spec"]["runPolicy"] = {"backoffLimit": -1}
-    with pytest.raises(Invalid) as refused:
-        read(asked)
-    assert {problem.path for problem in refused.value.problems} == {
+    with pytest.raises(InvalidJob) as refused:
+        parse_job(asked)
+    assert {problem.path for problem in refused.value.field_errors} == {
         *("metadata.name", "spec.msReplicaSpecs.Scheduler.replicas", "spec.msReplicaSpecs.Worker.template.spec.containers"),
         *("spec.runPolicy.backoffLimit", "metadata.annotations[recover-strategy]"),
         "metadata.annotations[covey/processes-per-pod]",
@@ -200,9 +201,9 @@ PORT = {"containerPort": 80}
     ],
 )
 def test_what_cannot_be_is_named_where_it_stands(asked: dict[str, Any], problem: str) -> None:
-    with pytest.raises(Invalid) as refused:
-        read(asked)
-    assert [str(found) for found in refused.value.problems] == [problem]
+    with pytest.raises(InvalidJob) as refused:
+        parse_job(asked)
+    assert [str(found) for found in refused.value.field_errors] == [problem]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +220,9 @@ def test_what_cannot_be_is_named_where_it_stands(asked: dict[str, Any], problem:
     ],
 )
 def test_a_template_that_is_none_is_refused_and_not_tried_for_ever(container: dict[str, Any], where: str) -> None:
-    with pytest.raises(Invalid) as refused:
-        read(worker_with(template={"spec": {"containers": [{**CONTAINER, **container}]}}))
-    (problem,) = refused.value.problems
+    with pytest.raises(InvalidJob) as refused:
+        parse_job(worker_with(template={"spec": {"containers": [{**CONTAINER, **container}]}}))
+    (problem,) = refused.value.field_errors
     assert problem.path == f"spec.msReplicaSpecs.Worker.template.spec.containers[0].{where}"
 
 
@@ -230,7 +231,7 @@ def test_a_field_that_is_written_and_left_empty_is_as_good_as_none() -> None:
     template = {"metadata": None, "spec": {"containers": [{**CONTAINER, **empty}], "volumes": None, "affinity": None}}
     asked = job(labels={"fault-scheduling": "grace"}, annotations={"recover-strategy": "recover"})
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"] = template
-    pod = made(asked, excluded=("n1",))
+    pod = made(asked, excluded_nodes=("n1",))
     (container,) = pod["spec"]["containers"]
     assert [volume["name"] for volume in pod["spec"]["volumes"]] == [mount["name"] for mount in container["volumeMounts"]]
     assert pod["spec"]["affinity"]["nodeAffinity"] and variables(pod)["MS_ENABLE_RECOVERY"] == "1"
@@ -242,7 +243,7 @@ def test_jobs_of_one_name_do_not_share_a_secret() -> None:
     for uid in ("11111111-aa", "22222222-aa"):
         asked = job()
         asked["metadata"]["uid"] = uid
-        names.append(pod_builder.secret(read(asked), "s", "t", OWNER)["metadata"]["name"])
+        names.append(pod_builder.secret(parse_job(asked), "s", "t", OWNER)["metadata"]["name"])
         assert made(asked)["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": names[-1]}}]
     assert len(set(names)) == 2
 
@@ -250,15 +251,15 @@ def test_jobs_of_one_name_do_not_share_a_secret() -> None:
 def test_a_name_whose_pods_would_have_too_long_ones_is_refused() -> None:
     asked = job()
     asked["metadata"]["name"] = "a" * 60
-    with pytest.raises(Invalid, match="is too long: the pod"):
-        read(asked)
+    with pytest.raises(InvalidJob, match="is too long: the pod"):
+        parse_job(asked)
 
 
 def test_an_underscore_gets_a_hint() -> None:
     asked = job()
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"] = [{"name": "script_data"}]
-    with pytest.raises(Invalid, match="'script-data' would do"):
-        read(asked)
+    with pytest.raises(InvalidJob, match="'script-data' would do"):
+        parse_job(asked)
 
 
 @pytest.mark.parametrize(
@@ -274,14 +275,14 @@ def test_an_underscore_gets_a_hint() -> None:
     ],
 )
 def test_a_relative_output_path_on_no_mount_is_remarked(container: Thing, warns: bool) -> None:
-    found = read(with_container(job(), volumeMounts=[{"name": "data", "mountPath": "/data"}], **container))
+    found = parse_job(with_container(job(), volumeMounts=[{"name": "data", "mountPath": "/data"}], **container))
     assert bool(found.remarks) == warns and all("lost with the pod" in remark for remark in found.remarks)
 
 
 def test_a_template_that_says_another_policy_is_remarked() -> None:
     asked = job(restart="OnFailure")
     asked["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["restartPolicy"] = "Never"
-    assert any("overrules" in remark for remark in read(asked).remarks)
+    assert any("overrules" in remark for remark in parse_job(asked).remarks)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_a_template_that_says_another_policy_is_remarked() -> None:
 )
 def test_recover_in_place_needs_somebody_in_the_container(command: list[str], supported: bool) -> None:
     asked = job(labels={"fault-scheduling": "grace"}, annotations={"recover-strategy": "recover-in-place"})
-    remarks = read(with_container(asked, command=command)).remarks
+    remarks = parse_job(with_container(asked, command=command)).remarks
     assert any("not supported for Worker" in remark for remark in remarks) != supported
 
 
@@ -331,10 +332,10 @@ def ascend(strategy: str = "recover", **policy: Any) -> Thing:
 
 
 def test_an_ascend_job_is_an_ms_job() -> None:
-    converted = convert(ascend())
-    found = read(converted)
+    converted = convert_ascend_job(ascend())
+    found = parse_job(converted)
     assert [(role.key, role.replicas) for role in found.roles] == [("Master", 1), ("Worker", 2)]
-    assert found.recovery.strategies == ("recover",) and found.container == "ascend" and found.all_workers
+    assert found.recovery.strategies == ("recover",) and found.main_container == "ascend" and found.needs_all_workers
     env = variables(made(converted, index=1))
     assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("2", "3", "10.0.0.7", "2222")
     master = variables(made(converted, "Master"))
@@ -345,11 +346,11 @@ def test_an_ascend_job_is_an_ms_job() -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, None), (-1, None), (3, 3)])
 def test_its_backoff_limit_of_nothing_is_no_limit(limit: int, expected: int | None) -> None:
-    assert read(convert(ascend(backoffLimit=limit))).backoff == expected
+    assert parse_job(convert_ascend_job(ascend(backoffLimit=limit))).backoff_limit == expected
 
 
 def test_conversion_leaves_the_original_alone() -> None:
     original = ascend(backoffLimit=0)
     before = copy.deepcopy(original)
-    convert(original)
+    convert_ascend_job(original)
     assert original == before

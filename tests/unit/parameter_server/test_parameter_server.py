@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from tests.parameter_server_workload import WAIT_S, Seen, Together, Training, declare, equal, values
 
-from covey.core.parameter_server.settings import Mode, Serving
+from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.parameter_server import checkpoint_files
 from covey.parameter_server.client import Client, Given
@@ -31,7 +31,7 @@ WHOLE = Spec("w", 1000, 1, "float32", False, SGD(0.1), Begin("given"))
 class Flock:
     """Servers, and workers that ask them."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServingSettings) -> None:
         self.serving = serving
         self.servers: dict[int, Server] = {}
         self.generation = 1
@@ -60,14 +60,14 @@ class Flock:
 
 def test_sync_gives_the_same_bits_for_any_number_of_servers_with_copies_or_without() -> None:
     found = [
-        Flock(Serving(servers=servers, workers=3, copies=copies)).train(6)
+        Flock(ServingSettings(servers=servers, workers=3, copies=copies)).train(6)
         for servers, copies in ((1, 0), (2, 0), (2, 1), (5, 1))
     ]
     assert all(equal(found[0], other) for other in found[1:])
 
 
 def test_sync_sums_in_order_of_rank() -> None:
-    flock = Flock(Serving(servers=1, workers=3, copies=0))
+    flock = Flock(ServingSettings(servers=1, workers=3, copies=0))
     clients: dict[int, Client] = {}
     flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
     given = [np.full(1000, value, np.float32) for value in (1e8, -1e8, 1.0)]  # (1e8 - 1e8) + 1 is 1; in other orders 0
@@ -79,7 +79,7 @@ def test_sync_sums_in_order_of_rank() -> None:
 
 
 def test_a_push_is_taken_once_and_its_step_completes_once() -> None:
-    flock = Flock(Serving(servers=2, workers=2, copies=1))
+    flock = Flock(ServingSettings(servers=2, workers=2, copies=1))
     clients: dict[int, Client] = {}
     flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
     again = flock.client(1)  # the next life of rank 1, which repeats the step
@@ -94,7 +94,7 @@ def test_a_push_is_taken_once_and_its_step_completes_once() -> None:
 
 
 def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
-    loose = Flock(Serving(servers=2, workers=2, mode=Mode.ASYNC))
+    loose = Flock(ServingSettings(servers=2, workers=2, mode=ConsistencyMode.ASYNC))
     client = loose.begin(0)
     for step in range(3):
         client.push(step, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()
@@ -102,7 +102,7 @@ def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
     assert np.array_equal(values(client, 99)[0], np.arange(1000, dtype=np.float32) - 3)
     assert client.standing() == 3
 
-    bounded = Flock(Serving(servers=2, workers=2, mode=Mode.BOUNDED, staleness=2))
+    bounded = Flock(ServingSettings(servers=2, workers=2, mode=ConsistencyMode.BOUNDED, staleness=2))
     clients: dict[int, Client] = {}
     bounded.together(lambda rank: clients.__setitem__(rank, bounded.begin(rank)))
     for step in range(3):
@@ -120,10 +120,10 @@ def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
     assert over.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_one_row_and_one_number_among_five_servers(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", list(ConsistencyMode))
+def test_one_row_and_one_number_among_five_servers(mode: ConsistencyMode) -> None:
     """All servers but one have nothing of them."""
-    flock = Flock(Serving(servers=5, workers=1, mode=mode, copies=1))
+    flock = Flock(ServingSettings(servers=5, workers=1, mode=mode, copies=1))
     client = flock.client()
     client.declare(Spec("row", 1, 3, "float64", True, SGD(1.0), Begin("zeros")), None, first=True)
     client.declare(Spec("number", 1, 1, "float32", False, SGD(1.0), Begin("given")), np.ones(1, np.float32), first=True)
@@ -138,7 +138,7 @@ def test_one_row_and_one_number_among_five_servers(mode: Mode) -> None:
 
 
 def test_a_cache_changes_nothing_but_what_travels() -> None:
-    flock = Flock(Serving(servers=2, workers=2))
+    flock = Flock(ServingSettings(servers=2, workers=2))
     clients: dict[int, Client] = {}
     flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
     cache = Cache(4, 300)
@@ -194,7 +194,7 @@ BAD: dict[str, tuple[Callable[[Client], object], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_at_the_caller_and_the_server_lives(name: str) -> None:
-    flock = Flock(Serving(servers=1, workers=1, message_max=65536))
+    flock = Flock(ServingSettings(servers=1, workers=1, message_max=65536))
     client = flock.begin()
     call, sentence = BAD[name]
     before, _ = values(client, 0)
@@ -207,7 +207,7 @@ def test_bad_input_is_refused_at_the_caller_and_the_server_lives(name: str) -> N
 
 
 def test_an_interrupted_request_leaves_no_half_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    flock = Flock(Serving(servers=2, workers=1))
+    flock = Flock(ServingSettings(servers=2, workers=1))
     client = flock.begin()
     before = values(client, 0)
 
@@ -222,7 +222,7 @@ def test_an_interrupted_request_leaves_no_half_answer_behind(monkeypatch: pytest
 
 
 def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
-    flock = Flock(Serving(servers=2, workers=1))
+    flock = Flock(ServingSettings(servers=2, workers=1))
     client = flock.begin()
     with pytest.raises(UsageError, match="has not enough memory"):
         client.declare(Spec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
@@ -234,7 +234,7 @@ def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
 
 
 def test_what_a_thread_cannot_send_is_heard_by_whoever_waits() -> None:
-    client = Flock(Serving(servers=2, workers=1)).begin()
+    client = Flock(ServingSettings(servers=2, workers=1)).begin()
     before = values(client, 0)
     with pytest.raises(UsageError, match=r"server \d cannot be asked"):
         client.push(1 << 70, []).wait()
@@ -253,7 +253,7 @@ RAW: dict[str, tuple[Pull | Push, list[Array], str]] = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_a_server_checks_for_itself(name: str) -> None:
-    flock = Flock(Serving(servers=1, workers=1, message_max=65536))
+    flock = Flock(ServingSettings(servers=1, workers=1, message_max=65536))
     flock.begin()
     message, arrays, sentence = RAW[name]
     with flock.find(0).connect() as connection:
@@ -265,13 +265,13 @@ def test_a_server_checks_for_itself(name: str) -> None:
 
 
 def test_nan_may_pass() -> None:
-    client = Flock(Serving(servers=1, workers=1, refuse_nan=False)).begin()
+    client = Flock(ServingSettings(servers=1, workers=1, refuse_nan=False)).begin()
     client.push(0, [Given("w", np.full(1000, np.nan, np.float32), 0.1)]).wait()
     assert np.isnan(values(client, 1)[0]).all()
 
 
 def test_a_push_of_a_past_generation_is_refused() -> None:
-    flock = Flock(Serving(servers=1, workers=1))
+    flock = Flock(ServingSettings(servers=1, workers=1))
     client = flock.begin()
     flock.generation = 5
     client.push(0, []).wait()
@@ -281,7 +281,7 @@ def test_a_push_of_a_past_generation_is_refused() -> None:
 
 
 def test_without_the_token_nothing_is_said() -> None:
-    peer = Flock(Serving(servers=1, workers=1)).find(0)
+    peer = Flock(ServingSettings(servers=1, workers=1)).find(0)
     with socket.create_connection((peer.address, peer.port)) as connection:
         connection.sendall(b"x" * 32)
         assert connection.recv(1) == b""
@@ -291,7 +291,7 @@ def test_without_the_token_nothing_is_said() -> None:
 
 
 def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
-    flock = Flock(Serving(servers=3, workers=2, copies=1))
+    flock = Flock(ServingSettings(servers=3, workers=2, copies=1))
     expected = flock.train(3)
     flock.servers[1] = Server("127.0.0.1", flock.serving, 1, 1, flock.find)  # the old one is not asked any more
     flock.servers[1].recover()
@@ -300,12 +300,12 @@ def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
     assert equal(seen[0], expected)
     flock.servers[2] = Server("127.0.0.1", flock.serving, 2, 1, flock.find)  # at once, without a push in between
     flock.servers[2].recover()
-    undisturbed = Flock(Serving(servers=3, workers=2, copies=1)).train(6)
+    undisturbed = Flock(ServingSettings(servers=3, workers=2, copies=1)).train(6)
     assert equal(flock.train(3, first=3), undisturbed), "optimizer state too"
 
 
 def test_rows_are_lost_when_their_copy_is_lost_too() -> None:
-    flock = Flock(Serving(servers=3, workers=1, copies=1))
+    flock = Flock(ServingSettings(servers=3, workers=1, copies=1))
     for rank in range(2):  # the third, in its first life, holds another's copy
         flock.servers[rank] = Server("127.0.0.1", flock.serving, rank, 1, flock.find)
     with pytest.raises(PeerError, match="the rows of server 0 are lost: server 1, which held their copy, died as well"):
@@ -316,12 +316,12 @@ def test_rows_are_lost_when_their_copy_is_lost_too() -> None:
 
 
 def test_a_checkpoint_can_be_loaded_by_another_number_of_servers_and_exported(tmp_path: Path) -> None:
-    flock = Flock(Serving(servers=3, workers=2))
+    flock = Flock(ServingSettings(servers=3, workers=2))
     saved = flock.train(3)
     flock.begin().save(3, str(tmp_path), keep=2)
     undisturbed = flock.train(3, first=3)
     for servers in (1, 2, 5):
-        other = Flock(Serving(servers=servers, workers=2))
+        other = Flock(ServingSettings(servers=servers, workers=2))
         other.begin().load(3, str(tmp_path))
         seen: dict[int, Seen] = {}
         other.together(lambda rank, other=other, seen=seen: seen.__setitem__(rank, values(other.begin(rank), 3)))  # type: ignore[misc]
@@ -333,7 +333,7 @@ def test_a_checkpoint_can_be_loaded_by_another_number_of_servers_and_exported(tm
 
 
 def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
-    flock = Flock(Serving(servers=2, workers=1))
+    flock = Flock(ServingSettings(servers=2, workers=1))
     client = flock.begin()
     for step in (0, 1, 2):
         client.save(step, str(tmp_path), keep=2)
@@ -357,14 +357,14 @@ def test_a_server_needs_no_torch() -> None:
 FULL = """
 import resource, sys
 import numpy as np
-from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import StoreError
 from covey.parameter_server import checkpoint_files as files
 from covey.parameter_server.messages import Begin, Spec
 from covey.parameter_server.optimizers import SGD
 from covey.parameter_server.shard import Shard
 
-shard = Shard(Serving(servers=1, workers=1), 0, range(256))
+shard = Shard(ServingSettings(servers=1, workers=1), 0, range(256))
 shard.declare(Spec("t", 10_000, 4, "float32", True, SGD(0.1), Begin("normal")), np.empty(0, np.uint8))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:

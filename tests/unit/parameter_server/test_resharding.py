@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.parameter_server_workload import TABLE, WAIT_S, WHOLE, WORKERS, Seen, Together, Training, declare, equal
 
-from covey.core.parameter_server.settings import Mode, Serving
-from covey.core.parameter_server.sharding import SLOTS, Sharing, first, rescale
+from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
+from covey.core.parameter_server.sharding import SLOTS, Sharding, initial_sharding, rebalance_slots
 from covey.parameter_server.client import Client, Given
 from covey.parameter_server.discovery import Peer
 from covey.parameter_server.messages import ALL, Part, Push, Spec
@@ -31,9 +31,9 @@ SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size
 class Shelves:
     """Servers without sockets, and pushes that reach them one by one."""
 
-    def __init__(self, servers: Iterable[int], mode: Mode) -> None:
-        self.serving = Serving(servers=1, workers=WORKERS, mode=mode)
-        self.sharing = Sharing(0, rescale((-1,) * SLOTS, sorted(servers))[0], ())
+    def __init__(self, servers: Iterable[int], mode: ConsistencyMode) -> None:
+        self.serving = ServingSettings(servers=1, workers=WORKERS, mode=mode)
+        self.sharing = Sharding(0, rebalance_slots((-1,) * SLOTS, sorted(servers))[0], ())
         self.shelves = {server: Shelf(self.serving, server, self._slots(server)) for server in self.sharing.servers}
         for server, shelf in self.shelves.items():
             for spec in (WHOLE, TABLE):
@@ -51,12 +51,12 @@ class Shelves:
         shelf.declare(spec, rows.astype(np.float32).view(np.uint8) if spec is WHOLE else np.empty(0, np.uint8))
 
     def scale(self, servers: Iterable[int]) -> None:
-        owners, moves = rescale(self.sharing.owners, sorted(servers))
-        self.sharing = Sharing(self.sharing.version + 1, owners, ())
+        owners, moves = rebalance_slots(self.sharing.owners, sorted(servers))
+        self.sharing = Sharding(self.sharing.version + 1, owners, ())
         for server in servers:
             self.shelves.setdefault(server, Shelf(self.serving, server))
-        for giver, taker in sorted({(move.giver, move.taker) for move in moves}):
-            self.shelves[giver].sever([move.slot for move in moves if (move.giver, move.taker) == (giver, taker)])
+        for giver, taker in sorted({(move.old_owner, move.new_owner) for move in moves}):
+            self.shelves[giver].sever([move.slot for move in moves if (move.old_owner, move.new_owner) == (giver, taker)])
             for shard in list(self.shelves[giver].going):
                 state, arrays = shard.pack()
                 body = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
@@ -99,16 +99,18 @@ def wishes(step: int, rank: int) -> tuple[Array, Array, Array]:
 
 
 @settings(max_examples=20, deadline=None)
-@given(SCALINGS, st.sampled_from([Mode.SYNC, Mode.ASYNC]), st.integers(0, 1 << 30))
-def test_through_any_scalings_every_row_has_one_owner_and_its_value(scalings: list[set[int]], mode: Mode, seed: int) -> None:
+@given(SCALINGS, st.sampled_from([ConsistencyMode.SYNC, ConsistencyMode.ASYNC]), st.integers(0, 1 << 30))
+def test_through_any_scalings_every_row_has_one_owner_and_its_value(
+    scalings: list[set[int]], mode: ConsistencyMode, seed: int
+) -> None:
     chance = random.Random(seed)
     still, moving = Shelves({0, 1}, mode), Shelves({0, 1}, mode)
     plans = list(scalings)
     for step in range(4):
         order = list(range(WORKERS))
-        if mode is Mode.SYNC:  # in async mode the order counts, and must be the same in both
+        if mode is ConsistencyMode.SYNC:  # in async mode the order counts, and must be the same in both
             chance.shuffle(order)
-        for rank in order if mode is Mode.SYNC else range(WORKERS):
+        for rank in order if mode is ConsistencyMode.SYNC else range(WORKERS):
             for server in set(still.sharing.owners):
                 still.push(server, step, rank)
             served: set[int] = set()
@@ -125,7 +127,7 @@ def test_through_any_scalings_every_row_has_one_owner_and_its_value(scalings: li
 
 
 def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
-    shelves = Shelves({0}, Mode.SYNC)
+    shelves = Shelves({0}, ConsistencyMode.SYNC)
     shelves.push(0, 0, 1)
     shelves.shelves[0].sever([3, 4])
     state, arrays = shelves.shelves[0].going[0].pack()
@@ -142,9 +144,9 @@ def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
 class Flock:
     """Servers that come and go as the scheduler would have them."""
 
-    def __init__(self, servers: int, copies: int = 1, mode: Mode = Mode.SYNC) -> None:
-        self.serving = Serving(servers=servers, workers=WORKERS, mode=mode, copies=copies)
-        self.sharing = first(servers)
+    def __init__(self, servers: int, copies: int = 1, mode: ConsistencyMode = ConsistencyMode.SYNC) -> None:
+        self.serving = ServingSettings(servers=servers, workers=WORKERS, mode=mode, copies=copies)
+        self.sharing = initial_sharding(servers)
         self.servers: dict[int, Server] = {}
         self.settled: dict[int, int] = {}
         self.news = threading.Condition()
@@ -153,7 +155,7 @@ class Flock:
         for server in self.servers.values():
             server.recover()
 
-    def start(self, rank: int, lives: int, sharing: Sharing) -> Server:
+    def start(self, rank: int, lives: int, sharing: Sharding) -> Server:
         self.settled.pop(rank, None)
         made = Server("127.0.0.1", self.serving, rank, lives, self.find, sharing)
         made.on_settled = lambda version: self.said(rank, made, version)
@@ -184,8 +186,8 @@ class Flock:
             self.servers[rank].recover()
         self.wait_settled(new)
         going = tuple(sorted(self.servers.keys() - wanted))
-        self.sharing = Sharing(
-            self.sharing.version + 1, rescale(self.sharing.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
+        self.sharing = Sharding(
+            self.sharing.version + 1, rebalance_slots(self.sharing.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
         )
         for server in self.servers.values():
             server.share(self.sharing)
@@ -221,7 +223,7 @@ def test_training_goes_on_to_the_same_bits_while_servers_come_and_go(copies: int
 
 
 def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
-    flock = Flock(2, mode=Mode.ASYNC)
+    flock = Flock(2, mode=ConsistencyMode.ASYNC)
     clients = [flock.client(0), *[None] * (WORKERS - 1)]
     for rank in range(1, WORKERS):
         clients[rank] = flock.client(rank)

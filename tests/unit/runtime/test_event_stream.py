@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from covey.core.effects import Publish
-from covey.core.messages import AskStory, Refused, StoryTold
+from covey.core.effects import PublishEvent
+from covey.core.messages import EventsReply, EventsRequest, Refused
 from covey.runtime.event_stream import LISTENERS_MAX, Storyteller
 
 
@@ -23,12 +23,12 @@ def test_one_follower_too_many_is_told_so() -> None:
     teller = Storyteller()
     ears = [Ear() for _ in range(LISTENERS_MAX + 1)]
     for ear in ears:
-        teller.answer(cast(Any, ear), AskStory(follow=True))
-    assert [type(ear.heard[-1]) for ear in ears] == [StoryTold] * LISTENERS_MAX + [Refused]
+        teller.answer(cast(Any, ear), EventsRequest(follow=True))
+    assert [type(ear.heard[-1]) for ear in ears] == [EventsReply] * LISTENERS_MAX + [Refused]
     teller.gone(cast(Any, ears[0]))
-    teller.answer(cast(Any, ears[-1]), AskStory(follow=True))
-    teller.note(Publish("worker:1", "died", "killed"))
+    teller.answer(cast(Any, ears[-1]), EventsRequest(follow=True))
+    teller.note(PublishEvent("worker:1", "died", "killed"))
     teller.tell_on()
     teller.tell_on()
-    assert len(ears[0].heard) == 1 and [type(m) for m in ears[-1].heard] == [Refused, StoryTold, StoryTold]
+    assert len(ears[0].heard) == 1 and [type(m) for m in ears[-1].heard] == [Refused, EventsReply, EventsReply]
     assert b"killed" in ears[-1].heard[-1].events

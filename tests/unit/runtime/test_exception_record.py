@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from covey.core.messages import Exited
+from covey.core.messages import ChildExited
 from covey.core.types import ERROR_TEXT_MAX, ERROR_TRACE_MAX, Failure, Role, ScriptError
 from covey.errors import UsageError
 from covey.runtime import exception_record
@@ -114,5 +114,5 @@ def test_report_shows_the_exception_before_the_end_of_the_log() -> None:
 
 def test_message_without_the_field_is_read() -> None:
     """An agent of an earlier version sends none."""
-    bare = msgspec.msgpack.encode({"type": "Exited", "node_id": "1", "incarnation": 1, "code": 1})
-    assert msgspec.msgpack.decode(bare, type=Exited) == Exited("1", 1, 1)
+    bare = msgspec.msgpack.encode({"type": "ChildExited", "node_id": "1", "incarnation": 1, "code": 1})
+    assert msgspec.msgpack.decode(bare, type=ChildExited) == ChildExited("1", 1, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.run.display import Tail
-from covey.core.messages import LOG_MAX, LogAsked
+from covey.core.messages import LOG_CHUNK_BYTES_MAX, ReadLog
 from covey.runtime.log_reader import SCAN_MAX, piece
 
 
@@ -18,17 +18,17 @@ def log(tmp_path: Path) -> str:
     return str(path)
 
 
-def asked(start: int = 0, find: str = "") -> LogAsked:
-    return LogAsked(7, "0", start=start, find=find)
+def asked(start: int = 0, find: str = "") -> ReadLog:
+    return ReadLog(7, "0", start=start, search_text=find)
 
 
 def test_whole_lines_and_where_to_go_on(log: str) -> None:
     told = piece(log, asked())
-    assert (told.number, told.lines, told.start, told.next) == (7, "one\ntwo Einäugig\nthree\n".encode(), 0, 24)
-    assert piece(log, asked(told.next)).lines == b"", "a line that is not complete yet waits"
+    assert (told.request_number, told.lines, told.start, told.next_start) == (7, "one\ntwo Einäugig\nthree\n".encode(), 0, 24)
+    assert piece(log, asked(told.next_start)).lines == b"", "a line that is not complete yet waits"
     with Path(log).open("ab") as file:
         file.write(b"r\n")
-    assert piece(log, asked(told.next)).lines == b"four\n"
+    assert piece(log, asked(told.next_start)).lines == b"four\n"
 
 
 def test_the_end_begins_with_a_whole_line(log: str) -> None:
@@ -39,27 +39,27 @@ def test_the_end_begins_with_a_whole_line(log: str) -> None:
 
 def test_a_search_finds_lines_whatever_their_case_and_goes_on(log: str) -> None:
     told = piece(log, asked(find="EINÄUGIG"))
-    assert told.lines == "two Einäugig\n".encode() and told.next == 24
+    assert told.lines == "two Einäugig\n".encode() and told.next_start == 24
 
 
 def test_answers_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "long.log"
-    path.write_bytes(b"x" * (2 * LOG_MAX) + b"\n" + b"needle line\n" * (SCAN_MAX // 12))
+    path.write_bytes(b"x" * (2 * LOG_CHUNK_BYTES_MAX) + b"\n" + b"needle line\n" * (SCAN_MAX // 12))
     seen, start = 0, 0
     while True:
         told = piece(str(path), asked(start))
-        assert len(told.lines) <= LOG_MAX
+        assert len(told.lines) <= LOG_CHUNK_BYTES_MAX
         seen += len(told.lines)
-        if told.next == start:
+        if told.next_start == start:
             break
-        start = told.next
+        start = told.next_start
     assert seen == told.size, "nothing is lost on the way"
     found, start = 0, 0
     while start < told.size:
         told = piece(str(path), asked(start, "needle"))
-        assert len(told.lines) <= LOG_MAX and told.next > start
+        assert len(told.lines) <= LOG_CHUNK_BYTES_MAX and told.next_start > start
         found += told.lines.count(b"needle")
-        start = told.next
+        start = told.next_start
     assert found == SCAN_MAX // 12
 
 

@@ -6,8 +6,21 @@ from typing import Any
 
 import pytest
 
-from covey.core.events import Heard, LinkLost
-from covey.core.messages import RELAYED_MAX, Beat, Beats, Goodbye, HangUp, HungUp, Leave, Message, Pulse, Regrouped, To, Via
+from covey.core.events import ConnectionLost, MessageReceived
+from covey.core.messages import (
+    RELAYED_CONNECTIONS_MAX,
+    ChildDisconnected,
+    DisconnectChild,
+    FromChildEnvelope,
+    Heartbeat,
+    LeaderHeartbeat,
+    Leave,
+    LeaveAcknowledged,
+    Message,
+    NewGeneration,
+    RelayedHeartbeats,
+    ToChildrenEnvelope,
+)
 from covey.core.types import Progress
 from covey.errors import PeerError
 from covey.scheduler.connections import Lines
@@ -38,13 +51,13 @@ def agent(lines: Lines, *children: int) -> Recorded:
     link = Recorded()
     lines.open(link)
     for child in children:
-        list(lines.unwrap(link, Via(child, Leave())))
+        list(lines.unwrap(link, FromChildEnvelope(child, Leave())))
     return link
 
 
 def line(lines: Lines, link: Link, child: int) -> int:
-    [heard] = lines.unwrap(link, Via(child, Leave()))
-    return heard.link
+    [heard] = lines.unwrap(link, FromChildEnvelope(child, Leave()))
+    return heard.connection
 
 
 def test_each_connection_behind_an_agent_has_a_line_of_its_own(lines: Lines) -> None:
@@ -58,31 +71,41 @@ def test_beats_are_the_agents_own_and_those_of_the_children_it_names(lines: Line
     link = agent(lines, 1, 2, 3)
     one, three = line(lines, link, 1), line(lines, link, 3)
     progress = Progress(7)
-    heard = list(lines.unwrap(link, Beats({1: progress, 3: Progress(), 99: Progress()})))
-    assert heard == [Heard(Beat(), link.id), Heard(Beat(progress), one), Heard(Beat(), three)]
+    heard = list(lines.unwrap(link, RelayedHeartbeats({1: progress, 3: Progress(), 99: Progress()})))
+    assert heard == [
+        MessageReceived(Heartbeat(), link.id),
+        MessageReceived(Heartbeat(progress), one),
+        MessageReceived(Heartbeat(), three),
+    ]
 
 
 def test_one_message_for_several_children_goes_out_once_and_nothing_overtakes(lines: Lines) -> None:
     link, other = agent(lines, 1, 2, 3), agent(lines, 1)
-    news, bye = Regrouped(2, "why"), Goodbye()
+    news, bye = NewGeneration(2, "why"), LeaveAcknowledged()
     for child in (1, 2, 3):
         assert lines.send(line(lines, link, child), news)
     lines.send(line(lines, other, 1), news)
     lines.send(line(lines, link, 2), bye)
-    lines.send(link.id, Pulse())
+    lines.send(link.id, LeaderHeartbeat())
     lines.send(line(lines, link, 1), bye)
     lines.close(line(lines, link, 1))
-    assert link.sent == [To([1, 2, 3], news), To([2], bye), Pulse(), To([1], bye), HangUp(1)]
-    assert other.sent == [To([1], news)]
+    assert link.sent == [
+        ToChildrenEnvelope([1, 2, 3], news),
+        ToChildrenEnvelope([2], bye),
+        LeaderHeartbeat(),
+        ToChildrenEnvelope([1], bye),
+        DisconnectChild(1),
+    ]
+    assert other.sent == [ToChildrenEnvelope([1], news)]
 
 
 def test_what_waits_goes_with_the_flush(lines: Lines) -> None:
     link = agent(lines, 1)
-    lines.send(line(lines, link, 1), Goodbye())
+    lines.send(line(lines, link, 1), LeaveAcknowledged())
     assert link.sent == []
     lines.flush()
     lines.flush()
-    assert link.sent == [To([1], Goodbye())]
+    assert link.sent == [ToChildrenEnvelope([1], LeaveAcknowledged())]
 
 
 def test_a_connection_that_is_over_does_not_come_back(lines: Lines) -> None:
@@ -90,24 +113,28 @@ def test_a_connection_that_is_over_does_not_come_back(lines: Lines) -> None:
     link = agent(lines, 1, 2)
     one, two = line(lines, link, 1), line(lines, link, 2)
     lines.close(one)
-    assert not lines.send(one, Goodbye())
-    assert list(lines.unwrap(link, Via(1, Leave()))) == list(lines.unwrap(link, HungUp(1, "gone"))) == []
-    assert list(lines.unwrap(link, HungUp(2, "gone"))) == [LinkLost("gone", two)]
-    assert list(lines.unwrap(link, Via(2, Leave()))) == list(lines.unwrap(link, HungUp(2, "gone"))) == []
+    assert not lines.send(one, LeaveAcknowledged())
+    assert (
+        list(lines.unwrap(link, FromChildEnvelope(1, Leave()))) == list(lines.unwrap(link, ChildDisconnected(1, "gone"))) == []
+    )
+    assert list(lines.unwrap(link, ChildDisconnected(2, "gone"))) == [ConnectionLost("gone", two)]
+    assert (
+        list(lines.unwrap(link, FromChildEnvelope(2, Leave()))) == list(lines.unwrap(link, ChildDisconnected(2, "gone"))) == []
+    )
     assert lines.open_among({one, two, link.id}) == {link.id}
 
 
 def test_with_an_agents_link_go_the_lines_behind_it_first(lines: Lines) -> None:
     link, other = agent(lines, 1, 2), agent(lines, 1)
     behind = [line(lines, link, 1), line(lines, link, 2)]
-    lines.send(behind[0], Goodbye())
+    lines.send(behind[0], LeaveAcknowledged())
     assert lines.closed(link) == [*behind, link.id]
-    assert not lines.send(behind[0], Goodbye())
+    assert not lines.send(behind[0], LeaveAcknowledged())
     assert link.sent == [], "what waited for a link that is gone is dropped"
-    assert lines.send(line(lines, other, 1), Goodbye())
+    assert lines.send(line(lines, other, 1), LeaveAcknowledged())
 
 
 def test_an_agent_that_speaks_for_too_many_is_no_agent(lines: Lines) -> None:
-    link = agent(lines, *range(1, RELAYED_MAX + 1))
+    link = agent(lines, *range(1, RELAYED_CONNECTIONS_MAX + 1))
     with pytest.raises(PeerError, match="more than"):
-        list(lines.unwrap(link, Via(RELAYED_MAX + 1, Leave())))
+        list(lines.unwrap(link, FromChildEnvelope(RELAYED_CONNECTIONS_MAX + 1, Leave())))

@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.events import Heard
-from covey.core.messages import Ask, AskStory, Beat, Beats, FromNode, HungUp, LogTold, Register, ScaleAsked, Via
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.events import MessageReceived
+from covey.core.messages import (
+    ChildDisconnected,
+    EventsRequest,
+    FromChildEnvelope,
+    FromNode,
+    Heartbeat,
+    LogChunk,
+    Register,
+    RelayedHeartbeats,
+    ScaleRequest,
+    ViewRequest,
+)
 from covey.core.types import ClusterRecord, ClusterSettings, Host, Progress, Role
 from covey.errors import StoreError
 from covey.scheduler import scheduler as shell
@@ -44,8 +55,8 @@ async def trained(journal: SharedJournal) -> AsyncIterator[Scheduler]:
     sock = socket.create_server(("127.0.0.1", 0))
     running = asyncio.create_task(made.run([sock]))
     await asyncio.sleep(0)
-    made._step(Heard(Register(Role.WORKER, "0", "life", Host("boot", "box", "127.0.0.1")), 99))
-    made._step(Heard(Beat(Progress(1, "step", loop=True)), 99))
+    made._step(MessageReceived(Register(Role.WORKER, "0", "life", Host("boot", "box", "127.0.0.1")), 99))
+    made._step(MessageReceived(Heartbeat(Progress(1, "step", in_loop=True)), 99))
     await made._committed()
     yield made
     running.cancel()
@@ -54,8 +65,15 @@ async def trained(journal: SharedJournal) -> AsyncIterator[Scheduler]:
 
 
 def test_every_message_is_heard_by_the_machine_or_by_its_shell() -> None:
-    machine = Machine(ClusterSettings(1), cluster_id="c", job="", now=0.0)
-    assert set(FromNode.__args__) - machine._hear.keys() == {Ask, AskStory, LogTold, Via, HungUp, Beats}
+    machine = SchedulerMachine(ClusterSettings(1), cluster_id="c", job="", now=0.0)
+    assert set(FromNode.__args__) - machine._handlers.keys() == {
+        ViewRequest,
+        EventsRequest,
+        LogChunk,
+        FromChildEnvelope,
+        ChildDisconnected,
+        RelayedHeartbeats,
+    }
 
 
 def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +83,7 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
         async with trained(journal) as made:
             cells.open.clear()
             cells.asked.clear()
-            answer = asyncio.create_task(made.ask(ScaleAsked(more=2, start=False)))
+            answer = asyncio.create_task(made.ask(ScaleRequest(more_workers=2, start_processes=False)))
             await cells.asked.wait()
             assert not answer.done()
             cells.open.set()
@@ -74,7 +92,7 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
             cells.open.clear()
             monkeypatch.setattr(shell, "COMMIT_S", 0.0)
             with pytest.raises(StoreError, match="cannot be written down yet"):
-                await made.ask(ScaleAsked(more=1, start=False))
+                await made.ask(ScaleRequest(more_workers=1, start_processes=False))
 
     asyncio.run(check())
 

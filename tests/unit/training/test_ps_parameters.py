@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import UsageError
 from covey.parameter_server.client import Client
 from covey.parameter_server.discovery import Peer
@@ -65,7 +65,7 @@ def mark_all(target: object, optimizer: object = None) -> None:
 def in_loop(model: torch.nn.Module) -> torch.nn.Linear:
     """As a loop in a cluster with servers leaves it, here without one that is served."""
     group = Group(None)
-    group.serving = Serving(1, 1)
+    group.serving = ServingSettings(1, 1)
     Served(model, torch.optim.SGD(model.parameters(), 0.1), group)
     assert isinstance(model, torch.nn.Linear)
     return model
@@ -96,7 +96,7 @@ def test_ids_of_any_whole_numbers_and_any_shape() -> None:
 
 
 def test_a_step_is_pushed_once_unless_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    serving = Serving(1, 1, copies=0)
+    serving = ServingSettings(1, 1, copies=0)
 
     def find(rank: int) -> Peer:
         return server.peer

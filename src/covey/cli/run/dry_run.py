@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from covey.cli.run.plan import EVERY, RunPlan
-from covey.core.plurals import many
+from covey.core.plurals import count_noun
 from covey.settings import rendered, rows
 from covey.transport import address
 
@@ -60,7 +60,7 @@ def environment(plan: RunPlan) -> list[tuple[str, str]]:
 def _workers(plan: RunPlan) -> list[str]:
     if plan.alone:
         return [f"{plan.world} in all, all on this host"]
-    hosts = many(plan.nnodes, "host") if plan.nnodes else "as many hosts as it takes"
+    hosts = count_noun(plan.nnodes, "host") if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
     here = f"{plan.local} on this one ({which})" if plan.local else "none on this one, which has spares"
     later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""

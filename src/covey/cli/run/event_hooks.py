@@ -22,7 +22,7 @@ from covey.agent.agent import Outcome as RunOutcome
 from covey.cli.scheduler_client import follow_story
 from covey.core.event_log import Event
 from covey.core.incidents import Outcome
-from covey.core.plurals import many
+from covey.core.plurals import count_noun
 from covey.errors import CoveyError
 from covey.log import log
 from covey.runtime.node_runtime import Door
@@ -76,7 +76,7 @@ class Notifier:
         try:
             await asyncio.wait_for(tell, LAST_S)
         except TimeoutError:
-            self._complain(f"{many(len(self._waiting), 'event')} could not be told: it took too long")
+            self._complain(f"{count_noun(len(self._waiting), 'event')} could not be told: it took too long")
 
     async def _follow(self) -> None:
         with contextlib.suppress(CoveyError):

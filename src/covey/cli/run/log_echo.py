@@ -10,7 +10,7 @@ from typing import Final
 from covey.agent.agent import Agent
 from covey.cli.run.display import Aside
 from covey.cli.run.plan import EVERY, RunPlan
-from covey.core.messages import Start
+from covey.core.messages import DesiredChildren
 from covey.core.types import Role, ScriptError
 
 STDOUT: Final = 1
@@ -29,14 +29,14 @@ class Echo:
         self._echoed: set[int] = set()  # and those of them that are echoed
         self.causes: set[tuple[str, str]] = set()  # of the uncaught exceptions whose traceback was printed
 
-    def __call__(self, start: Start) -> None:
+    def __call__(self, start: DesiredChildren) -> None:
         here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
-        numbers = {a.number for a in here.values()}
+        numbers = {a.node_number for a in here.values()}
         named = self._plan.tee or self._plan.tail_ranks or self._plan.shown_local_ranks
         if here and (named or not self._echoed & numbers):
             streams = echoed(self._plan, {rank: a.local_rank for rank, a in here.items()})
             for rank, stream in streams.items():
-                self._begin(here[rank].number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
+                self._begin(here[rank].node_number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
         self._known |= numbers
 
     def _begin(self, number: int, rank: int, stream: int, prefix: str) -> None:

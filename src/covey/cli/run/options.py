@@ -20,7 +20,7 @@ import msgspec
 
 from covey.cli.run.dry_run import describe
 from covey.cli.run.plan import EVERY, Asked, Cores, PerHost, RunPlan, Streams, decide
-from covey.core.cluster.recovery_strategy import Strategy
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.errors import UsageError
 from covey.settings import (
     COUNT,
@@ -214,7 +214,7 @@ OPTIONS: dict[str, list[Option]] = {
             "--strategy",
             "A,B",
             "strategy",
-            f"what may follow a failure: {STRATEGY} (all), {Strategy.ELASTIC}",
+            f"what may follow a failure: {STRATEGY} (all), {RecoveryStrategy.ELASTIC}",
         ),
         Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
         Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from covey.cli.run import slurm
-from covey.core.cluster.recovery_strategy import Strategy
-from covey.core.plurals import many
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.plurals import count_noun
 from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, Given, Loaded, load, shown
 
@@ -286,12 +286,12 @@ def _check_parts(request: Request, world: int, local: int, nnodes: int) -> None:
     here = request.words(field) if field in request.said else request.loaded.said("local_worker")
     if local > world:
         raise UsageError(f"{here} is more than the whole cluster has: {whole}.")
-    hosts = f" on {many(nnodes, 'host')}" if nnodes else ""
+    hosts = f" on {count_noun(nnodes, 'host')}" if nnodes else ""
     hosts += ", as Slurm started it," if hosts and request.step else ""
     equal = request.asked.per_host is not None
     if (equal and world != local * (nnodes or world // local)) or (nnodes == 1 and local != world):
         total = local * (nnodes or world // local)
-        raise UsageError(f"{whole} contradicts {here}{hosts}, which makes {many(total, 'worker')}.")
+        raise UsageError(f"{whole} contradicts {here}{hosts}, which makes {count_noun(total, 'worker')}.")
     if nnodes and local + nnodes - 1 > world:
         raise UsageError(f"{whole} contradicts {here}{hosts}: every host has at least one worker.")
 
@@ -336,7 +336,7 @@ def _master(request: Request, size: Size) -> tuple[str, int]:
 
 def _check_spares(request: Request) -> None:
     settings = request.loaded.settings
-    if settings.spares and Strategy.RECOVER not in settings.strategy.split(","):
+    if settings.spares and RecoveryStrategy.RECOVER not in settings.strategy.split(","):
         raise UsageError(
             f"{request.loaded.said('spares')} needs the strategy recover, in which spares take over, but"
             f" {request.loaded.said('strategy')}: name it too, or do without spares."

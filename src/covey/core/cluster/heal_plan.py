@@ -12,68 +12,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from covey.core.messages import Giver, HealPlan, Holder, Number, Report
+from covey.core.messages import CollectiveNumber, Donor, HealPlan, SafePointReport, SlotHolder
 from covey.core.types import Ended
 
 
-def plan(generation: int, reports: Mapping[int, Report], addresses: Mapping[int, str]) -> dict[int, HealPlan]:
+def make_heal_plans(
+    generation: int, reports: Mapping[int, SafePointReport], addresses: Mapping[int, str]
+) -> dict[int, HealPlan]:
     """What each rank is to do, by rank; `reports` holds one of each rank. Finished ranks wait, and can give."""
     if all(report.finished for report in reports.values()):
         return dict.fromkeys(reports, HealPlan(generation, done=True))
-    highest = max((_order(r.completed) for r in reports.values() if not r.needs_state), default=_order(None))
-    givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _order(r.completed) == highest]
-    if trouble := _apart(reports, highest) or _lost(reports):
+    highest = max(
+        (_number_sort_key(r.completed) for r in reports.values() if not r.needs_state), default=_number_sort_key(None)
+    )
+    givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _number_sort_key(r.completed) == highest]
+    if trouble := _divergence_blocker(reports, highest) or _missing_slots_blocker(reports):
         return dict.fromkeys(reports, HealPlan(generation, failure=trouble))
-    holders = [Holder(_giver(rank, reports, addresses), r.holds) for rank, r in sorted(reports.items()) if r.holds]
+    holders = [
+        SlotHolder(_make_donor(rank, reports, addresses), r.held_slots) for rank, r in sorted(reports.items()) if r.held_slots
+    ]
     plans: dict[int, HealPlan] = {}
     turn = 0
     for rank, report in sorted(reports.items()):
-        behind = not report.needs_state and _order(report.completed) < highest
+        behind = not report.needs_state and _number_sort_key(report.completed) < highest
         if not givers or not (report.needs_state or behind):
-            plans[rank] = HealPlan(generation, holders=holders)
+            plans[rank] = HealPlan(generation, slot_holders=holders)
             continue
-        giver = _nearest(rank, givers, addresses, turn)
+        giver = _choose_donor(rank, givers, addresses, turn)
         turn += 1
-        if report.needs_state and not reports[giver].whole:
+        if report.needs_state and not reports[giver].has_complete_state:
             reason = (
                 f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES),"
                 " or something else than the loop's optimizer changed parameters in it"
             )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
-        if behind and reports[giver].spoiled:
+        if behind and reports[giver].is_result_invalid:
             reason = f"rank {rank} cannot be handed the step's parameters: the others' programs have changed them since"
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
-        plans[rank] = HealPlan(generation, giver=_giver(giver, reports, addresses), holders=holders)
+        plans[rank] = HealPlan(generation, donor=_make_donor(giver, reports, addresses), slot_holders=holders)
     return plans
 
 
-def _giver(rank: int, reports: Mapping[int, Report], addresses: Mapping[int, str]) -> Giver:
-    return Giver(rank, addresses[rank], reports[rank].port, reports[rank].token)
+def _make_donor(rank: int, reports: Mapping[int, SafePointReport], addresses: Mapping[int, str]) -> Donor:
+    return Donor(rank, addresses[rank], reports[rank].port, reports[rank].token)
 
 
-def _order(number: Number | None) -> tuple[int, int]:
-    return (number.step, number.n) if number is not None else (-2, 0)
+def _number_sort_key(number: CollectiveNumber | None) -> tuple[int, int]:
+    return (number.step, number.index) if number is not None else (-2, 0)
 
 
-def _apart(reports: Mapping[int, Report], highest: tuple[int, int]) -> str:
+def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[int, int]) -> str:
     """Why these ranks cannot go on together; "" when they can."""
     for rank, report in sorted(reports.items()):
-        behind = not report.needs_state and _order(report.completed) < highest
-        if behind and report.waits is not None and _order(report.waits) != highest:
-            where = f"rank {rank} waits in collective {report.waits}"
+        behind = not report.needs_state and _number_sort_key(report.completed) < highest
+        if behind and report.waiting_in is not None and _number_sort_key(report.waiting_in) != highest:
+            where = f"rank {rank} waits in collective {report.waiting_in}"
             return (
                 f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
             )
     return ""
 
 
-def left_alone(reports: Mapping[int, Report], waits: Mapping[int, Number]) -> str:
+def find_endless_wait(reports: Mapping[int, SafePointReport], waits: Mapping[int, CollectiveNumber]) -> str:
     """Why some wait for ever: a rank at the end of its program takes part in no other collective. "" if nobody does."""
-    ends = {rank: _order(report.completed) for rank, report in reports.items() if report.finished}
+    ends = {rank: _number_sort_key(report.completed) for rank, report in reports.items() if report.finished}
     if not ends or not waits:
         return ""
     first, last = min(ends, key=lambda rank: ends[rank]), max(waits, key=lambda rank: waits[rank])
-    if _order(waits[last]) <= ends[first]:
+    if _number_sort_key(waits[last]) <= ends[first]:
         return ""
     return (
         f"rank {first} has come to the end of its program, but rank {last} waits for it in collective {waits[last]}:"
@@ -81,11 +87,11 @@ def left_alone(reports: Mapping[int, Report], waits: Mapping[int, Number]) -> st
     )
 
 
-def _lost(reports: Mapping[int, Report]) -> str:
+def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
     """Why these ranks cannot go on: nobody has some of the optimizer's state. "" when somebody has each slot."""
-    held, slots = 0, max(report.slots for report in reports.values())
+    held, slots = 0, max(report.slot_count for report in reports.values())
     for report in reports.values():
-        held |= int.from_bytes(report.holds, "little")
+        held |= int.from_bytes(report.held_slots, "little")
     if missing := slots - (held & ((1 << slots) - 1)).bit_count():
         return (
             f"the optimizer's state of {missing} of {slots} parameters was on no rank but the dead"
@@ -94,25 +100,27 @@ def _lost(reports: Mapping[int, Report]) -> str:
     return ""
 
 
-def _nearest(rank: int, givers: list[int], addresses: Mapping[int, str], turn: int) -> int:
+def _choose_donor(rank: int, givers: list[int], addresses: Mapping[int, str], turn: int) -> int:
     """A giver on the same host where there is one; several askers take turns."""
     near = [giver for giver in givers if addresses[giver] == addresses[rank]] or givers
     return near[turn % len(near)]
 
 
-class Gathering:
+class HealBarrier:
     """The reports of one generation, until there is one of every rank."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, SafePointReport] = {}
         self.resumed: set[int] = set()
-        self.broke_at = float("inf")
-        self.broke_reason = ""
+        self.failed_at = float("inf")
+        self.failure_reason = ""
         self.done = False  # every rank is at the end of its program, and was told that all are
         self._plans: dict[int, HealPlan] = {}
 
-    def add(self, rank: int, report: Report, world: int, addresses: Callable[[], Mapping[int, str]]) -> dict[int, HealPlan]:
+    def add_report(
+        self, rank: int, report: SafePointReport, world: int, addresses: Callable[[], Mapping[int, str]]
+    ) -> dict[int, HealPlan]:
         """Take a report in; returns the plans once they can be made, and again when everyone is at the end. Who reports again
         meanwhile may have missed its plan with a lost link: it is told once more. `addresses` is asked when all have said
         theirs: looking at all at each report costs N²."""
@@ -122,16 +130,16 @@ class Gathering:
         if self._plans and not self.done:
             return {rank: self._plans[rank]}
         if complete:
-            plans = plan(self.generation, self.reports, addresses())
+            plans = make_heal_plans(self.generation, self.reports, addresses())
             held = self.resumed and not self.done  # a plan, of a scheduler before: what speaks against it now is old
             self._plans = {} if held and any(found.failure for found in plans.values()) else plans
         return self._plans
 
 
-class Dump:
+class DumpInProgress:
     """A dying gasp under way, and whose word is awaited."""
 
     def __init__(self, then: Ended, waiting: set[int], by: float) -> None:
-        self.then = then
-        self.waiting = waiting
-        self.by = by
+        self.planned_end = then
+        self.waiting_ranks = waiting
+        self.deadline = by

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from covey.core.types import Host, Member
 
 
-def claim(node_id: str) -> int | None:
+def parse_rank_claim(node_id: str) -> int | None:
     """The rank an id of digits claims; None for any other id."""
     return int(node_id) if node_id.isascii() and node_id.isdigit() else None
 
 
-def assign(members: Iterable[Member], world: int) -> dict[str, int]:
+def assign_ranks(members: Iterable[Member], world: int) -> dict[str, int]:
     """Rank by member name. A member's own rank, where it has one, is its claim; claims are distinct. One that is not below
     `world`, because not as many came as could have, counts for nothing."""
     everyone = list(members)
@@ -26,11 +26,11 @@ def assign(members: Iterable[Member], world: int) -> dict[str, int]:
     taken = set(claims.values())
     assert len(everyone) <= world and len(taken) == len(claims)
     free = (rank for rank in range(world) if rank not in taken)
-    automatic = _in_order([m for m in everyone if m.name not in claims])
+    automatic = _sort_by_host([m for m in everyone if m.name not in claims])
     return claims | {member.name: next(free) for member in automatic}
 
 
-def local(members: Iterable[Member]) -> dict[str, int]:
+def assign_local_ranks(members: Iterable[Member]) -> dict[str, int]:
     """Local rank by member name: its place among the members with the same host identity, in order of rank."""
     counts: dict[str, int] = {}
     found: dict[str, int] = {}
@@ -40,21 +40,21 @@ def local(members: Iterable[Member]) -> dict[str, int]:
     return found
 
 
-def free_local(members: Iterable[Member], host: Host) -> int:
+def find_free_local_rank(members: Iterable[Member], host: Host) -> int:
     """The lowest local rank that none of these members has on this host."""
     taken = {m.local_rank for m in members if m.host.id == host.id}
     return next(place for place in range(len(taken) + 1) if place not in taken)
 
 
-def _in_order(members: list[Member]) -> list[Member]:
+def _sort_by_host(members: list[Member]) -> list[Member]:
     home: dict[str, tuple[int, int]] = {}
     for member in members:
-        address = _address_order(member.host)
+        address = _address_sort_key(member.host)
         home[member.host.id] = min(home.get(member.host.id, address), address)
-    return sorted(members, key=lambda m: (home[m.host.id], m.host.id, natural(m.node_id), m.node_id, m.role))
+    return sorted(members, key=lambda m: (home[m.host.id], m.host.id, natural_sort_key(m.node_id), m.node_id, m.role))
 
 
-def _address_order(host: Host) -> tuple[int, int]:
+def _address_sort_key(host: Host) -> tuple[int, int]:
     try:
         address = ipaddress.ip_address(host.address)
     except ValueError:
@@ -62,7 +62,7 @@ def _address_order(host: Host) -> tuple[int, int]:
     return (address.version, int(address))
 
 
-def natural(text: str) -> list[tuple[int, int, str]]:
+def natural_sort_key(text: str) -> list[tuple[int, int, str]]:
     """A sort key in which "node-10" comes after "node-2"."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from covey.core.cluster import recovery_strategy
 from covey.core.cluster.resharding import Sharable
 from covey.core.effects import Level
-from covey.core.types import Agent, Member, MemberRecord, NodeState, Progress, Role
+from covey.core.types import AgentInfo, Member, MemberRecord, NodeState, Progress, Role
 
 
 class Spared(Sharable):
@@ -23,52 +23,56 @@ class Spared(Sharable):
     def _fill_spares(self) -> None:
         """Every agent that is here has as many spares as it brought."""
         for agent in self.cluster.agents.values():
-            if agent.spares and agent.link and not agent.leaving:
-                self._fill_spares_of(agent)
+            if agent.spares and agent.connection and not agent.is_leaving:
+                self._fill_agent_spares(agent)
 
-    def _fill_spares_of(self, agent: Agent) -> None:
+    def _fill_agent_spares(self, agent: AgentInfo) -> None:
         spares = [m for m in self.cluster.children(agent.id) if m.role is Role.SPARE]
-        free = [m for m in spares if not m.present and recovery_strategy.starts_again(self.cluster, m)]
+        free = [m for m in spares if not m.is_present and recovery_strategy.can_refill_spare(self.cluster, m)]
         for spare in free:
-            self._next_life(spare)
+            self._prepare_next_incarnation(spare)
         for _ in range(agent.spares - len(spares)):
             number = self.cluster.size(Role.SPARE)
             spare = Member(Role.SPARE, str(number), "", agent.host, agent=agent.id, rank=number, seat=number)
-            spare.joined_at = spare.beat_at = self._now
+            spare.joined_at = spare.last_heartbeat_at = self._now
             spare.state = NodeState.ALIVE
             self.cluster.add(spare)
             free.append(spare)
         if free:
             self._layout = None
             for spare in free:
-                self._persist(MemberRecord.of(spare))
-            self._tell_agents({agent.id})
+                self._persist(MemberRecord.from_member(spare))
+            self._send_desired_children({agent.id})
 
-    def _promote(self, spare: Member, member: Member) -> int:
+    def _promote_spare(self, spare: Member, member: Member) -> int:
         """A spare's process becomes this life of a worker's place. Returns the link, which speaks for the place once the
         change is durable."""
         self._publish(spare.name, "promoted", f"it is {member.name} now")
-        self._count("promotions")
+        self._increment_counter("promotions")
         member.process = f"{spare.name}.{spare.incarnation}"
-        member.life, member.pid, link = spare.life, spare.pid, spare.link
+        member.life, member.pid, link = spare.life, spare.pid, spare.connection
         spare.handovers += 1  # what follows it is no replacement of somebody that failed
-        self._vacate(spare)
+        self._vacate_spare(spare)
         return link
 
-    def _spare_over(self, spare: Member, code: int, reason: str) -> None:
+    def _on_spare_exit(self, spare: Member, code: int, reason: str) -> None:
         """A spare left or died: nothing follows but that its place is free."""
-        spare.fruitless = 0 if spare.progress.stands_by else spare.fruitless + 1
+        spare.deaths_without_progress = 0 if spare.progress.is_spare_ready else spare.deaths_without_progress + 1
         if code == 0:  # it would again
-            spare.fruitless = recovery_strategy.FRUITLESS_MAX
-        self._publish(spare.name, "died" if code else "left", reason or f"code {code}", Level.of(code))
-        if spare.fruitless >= recovery_strategy.FRUITLESS_MAX:
-            why = "its program ended before it needed a rank" if code == 0 else f"it died {spare.fruitless} times on its way"
+            spare.deaths_without_progress = recovery_strategy.DEATHS_WITHOUT_PROGRESS_MAX
+        self._publish(spare.name, "died" if code else "left", reason or f"code {code}", Level.from_exit_code(code))
+        if spare.deaths_without_progress >= recovery_strategy.DEATHS_WITHOUT_PROGRESS_MAX:
+            why = (
+                "its program ended before it needed a rank"
+                if code == 0
+                else f"it died {spare.deaths_without_progress} times on its way"
+            )
             self._publish(spare.name, "given up", f"{why}, see its log", Level.WARNING)
-        self._vacate(spare)
-        self._persist(MemberRecord.of(spare))
+        self._vacate_spare(spare)
+        self._persist(MemberRecord.from_member(spare))
 
-    def _vacate(self, spare: Member) -> None:
-        self._speakers.pop(spare.link, None)
-        spare.life, spare.link, spare.pid, spare.progress = "", 0, 0, Progress()
+    def _vacate_spare(self, spare: Member) -> None:
+        self._by_connection.pop(spare.connection, None)
+        spare.life, spare.connection, spare.pid, spare.progress = "", 0, 0, Progress()
         spare.state = NodeState.LEFT
         self._layout = None

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from covey.core.cluster import resize_plan
-from covey.core.cluster.state import Cluster
+from covey.core.cluster.state import ClusterState
 from covey.core.incidents import Incident, Incidents, Total
 from covey.core.types import FullRestart, Member, Phase, Role
 
-RECENT = 20  # recoveries shown
-STRAGGLER_AMONG = 3  # of fewer, nobody can say who is slow
-STRAGGLER_TIMES = 1.5
-STRAGGLER_MORE_S = 0.005
+RECOVERIES_SHOWN_MAX = 20  # recoveries shown
+STRAGGLER_MIN_WORKERS = 3  # of fewer, nobody can say who is slow
+STRAGGLER_RATIO = 1.5
+STRAGGLER_MARGIN_S = 0.005
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -92,8 +92,8 @@ MINDSPORE_STATES: dict[Phase, str] = {
 }
 
 
-def show(
-    cluster: Cluster,
+def make_cluster_view(
+    cluster: ClusterState,
     *,
     scheduler: NodeView,
     started_at: float,
@@ -103,10 +103,13 @@ def show(
     **more: Any,
 ) -> ClusterView:
     """The view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times for people."""
-    median = usual_step(cluster.of(Role.WORKER))
-    nodes = [scheduler, *(_node(cluster, m, now, median) for m in sorted(cluster.members.values(), key=_order))]
+    median = median_step_s(cluster.members_in_role(Role.WORKER))
+    nodes = [
+        scheduler,
+        *(_make_node_view(cluster, m, now, median) for m in sorted(cluster.members.values(), key=_node_sort_key)),
+    ]
     if incidents is not None:
-        more |= {"recoveries": incidents.kept[-RECENT:], "recovery_totals": list(incidents.totals.values())}
+        more |= {"recoveries": incidents.records[-RECOVERIES_SHOWN_MAX:], "recovery_totals": list(incidents.totals.values())}
     return ClusterView(
         cluster_id=cluster.cluster_id,
         phase=cluster.phase,
@@ -118,8 +121,8 @@ def show(
         now=wall,
         nodes=nodes,
         restarts=cluster.restarts,
-        resizable=resize_plan.why_not(cluster) == "",
-        goal=cluster.goal,
+        resizable=resize_plan.resize_blocker(cluster) == "",
+        goal=cluster.target_workers,
         heals=cluster.heals,
         job=cluster.settings.job,
         trains=cluster.trains,
@@ -128,25 +131,25 @@ def show(
     )
 
 
-def _order(member: Member) -> tuple[str, int, str]:
+def _node_sort_key(member: Member) -> tuple[str, int, str]:
     return (member.role, member.rank, member.node_id)
 
 
-def usual_step(workers: Iterable[Member]) -> float:
+def median_step_s(workers: Iterable[Member]) -> float:
     """The median of what a step takes a worker, without the waiting for others; 0 where too few have said it."""
-    busy = [member.progress.busy_s for member in workers if member.present and member.progress.busy_s > 0]
-    return statistics.median(busy) if len(busy) >= STRAGGLER_AMONG else 0.0
+    busy = [member.progress.busy_s for member in workers if member.is_present and member.progress.busy_s > 0]
+    return statistics.median(busy) if len(busy) >= STRAGGLER_MIN_WORKERS else 0.0
 
 
-def straggles(busy_s: float, usual_s: float) -> float:
+def straggler_ratio(busy_s: float, usual_s: float) -> float:
     """How many times the usual a rank takes, if others notice; else 0."""
-    notable = usual_s > 0 and busy_s > STRAGGLER_TIMES * usual_s and busy_s - usual_s > STRAGGLER_MORE_S
+    notable = usual_s > 0 and busy_s > STRAGGLER_RATIO * usual_s and busy_s - usual_s > STRAGGLER_MARGIN_S
     return busy_s / usual_s if notable else 0.0
 
 
-def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeView:
+def _make_node_view(cluster: ClusterState, member: Member, now: float, usual_s: float) -> NodeView:
     agent = cluster.agents.get(member.agent)
-    heard = member.beat_at if member.life else (agent.beat_at if agent else 0.0)
+    heard = member.last_heartbeat_at if member.life else (agent.last_heartbeat_at if agent else 0.0)
     return NodeView(
         role=member.role,
         node_id=member.node_id,
@@ -154,7 +157,7 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         host=member.host.name,
         address=member.host.address,
         state=str(member.state),
-        alive=member.present,
+        alive=member.is_present,
         step=member.progress.step,
         phase=member.progress.phase,
         beat_age_s=max(0.0, now - heard) if heard else -1.0,
@@ -167,7 +170,7 @@ def _node(cluster: Cluster, member: Member, now: float, usual_s: float) -> NodeV
         else "",
         busy_s=member.progress.busy_s,
         loss=member.progress.loss,
-        straggles=straggles(member.progress.busy_s, usual_s),
+        straggles=straggler_ratio(member.progress.busy_s, usual_s),
         host_id=member.host.id,
         host_life=member.host.life,
     )

@@ -2,10 +2,10 @@
 
 Theory of operation. Every device id has one *owner* among the servers of a generation. Whoever receives an update claims the
 id at its owner, and only when the claim is granted is the update logged, added and acknowledged. The owner's table lives in
-memory: each new generation begins with an empty one, every server tells every owner what it holds of theirs (`Held`), and an
-owner grants nothing before it has heard from all. So an id is granted once per generation, and what was granted in an earlier
-one is in the tables of this one, because its holder said so. A grant of an earlier generation that arrives late is void; the
-claim is made again.
+memory: each new generation begins with an empty one, every server tells every owner what it holds of theirs (`HeldUpdates`),
+and an owner grants nothing before it has heard from all. So an id is granted once per generation, and what was granted in an
+earlier one is in the tables of this one, because its holder said so. A grant of an earlier generation that arrives late is
+void; the claim is made again.
 
 What cannot be answered yet is not answered: claims are repeated by the tick until the shell gives the device a "try again".
 Being held by a server that is gone is such a case: its log decides, and when it has been read there is a new generation.
@@ -20,27 +20,27 @@ from typing import TypeVar
 import msgspec
 
 from covey.core.federated.messages import (
-    BATCH_MAX,
+    IDS_PER_MESSAGE_MAX,
     BetweenServers,
     Claim,
-    Held,
-    Instance,
-    Orders,
-    Peer,
-    Release,
-    Stage,
-    Verdict,
-    began,
-    owner,
+    ClaimReply,
+    HeldUpdates,
+    InstanceState,
+    ReleaseClaim,
+    RoundStage,
+    ServerInfo,
+    ServerInstructions,
+    async_update_start_round,
+    claim_owner,
 )
 from covey.core.messages import Message
 
-RETRY_S = 0.1
-Key = tuple[int, str]  # round and device
+CLAIM_RETRY_S = 0.1
+ClaimKey = tuple[int, str]  # round and device
 Item = TypeVar("Item")
 
 
-class Outcome(StrEnum):
+class UpdateOutcome(StrEnum):
     """What becomes of an update."""
 
     COUNTED = "counted"  # already, by this server or another
@@ -49,29 +49,29 @@ class Outcome(StrEnum):
     CLOSED = "closed"  # this server takes none: not a member, leaving, or the instance rests
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendToServer(msgspec.Struct, frozen=True):
     """Send to another server; if it cannot be reached, do nothing: the tick repeats."""
 
     node_id: str
     message: BetweenServers
 
 
-class Store(msgspec.Struct, frozen=True):
+class StoreUpdate(msgspec.Struct, frozen=True):
     """Log and add this update, then call `logged`."""
 
     round: int
     device: str
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RejectUpdate(msgspec.Struct, frozen=True):
     """The update will not be stored, for this reason."""
 
     round: int
     device: str
-    outcome: Outcome
+    outcome: UpdateOutcome
 
 
-Wish = Tell | Store | Answer
+ClaimEffect = SendToServer | StoreUpdate | RejectUpdate
 
 
 class Claims:
@@ -80,17 +80,17 @@ class Claims:
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.generation = 0
-        self.members: tuple[Peer, ...] = ()
+        self.members: tuple[ServerInfo, ...] = ()
         self.round = 0
-        self.open = False
-        self._closed = True  # this server takes no updates of any round: others may
-        self.held: dict[int, dict[str, bool]] = {}  # by round: the ids this server counts, and whether they are logged
-        self._table: dict[int, dict[str, tuple[str, bool]]] = {}  # as owner: who holds an id, and whether it is logged
-        self._heard: set[str] = set()
-        self._early: list[tuple[str, Held]] = []  # of a generation that others heard of before this server did
-        self._told: set[Key] = set()  # what other owners said is counted, in this generation
-        self._pending: dict[Key, float] = {}  # claims under way, and when they were last sent
-        self._kept_rounds = 1
+        self.is_open = False
+        self._rejects_updates = True  # this server takes no updates of any round: others may
+        self.held_updates: dict[int, dict[str, bool]] = {}  # by round: the ids this server counts, and whether they are logged
+        self._holders: dict[int, dict[str, tuple[str, bool]]] = {}  # as owner: who holds an id, and whether it is logged
+        self._reported_servers: set[str] = set()
+        self._early_reports: list[tuple[str, HeldUpdates]] = []  # of a generation that others heard of before this server did
+        self._known_counted: set[ClaimKey] = set()  # what other owners said is counted, in this generation
+        self._pending_claims: dict[ClaimKey, float] = {}  # claims under way, and when they were last sent
+        self._retained_rounds = 1
         self._forgotten = -1
 
     # -- what the server knows ---------------------------------------------------------------------------------------
@@ -100,220 +100,228 @@ class Claims:
         return any(peer.node_id == self.node_id for peer in self.members)
 
     @property
-    def ready(self) -> bool:
+    def has_all_reports(self) -> bool:
         """Whether everyone's holdings of this generation are known."""
-        return self.is_member and len(self._heard) == len(self.members) - 1
+        return self.is_member and len(self._reported_servers) == len(self.members) - 1
 
-    def knows(self, round_number: int, device: str) -> bool:
+    def is_known_counted(self, round_number: int, device: str) -> bool:
         """Whether an update is counted as far as this server can tell: it holds it, owns its id, or has asked."""
-        owned = self._table.get(round_number, {}).get(device, ("", False))[1]
-        return owned or self.held.get(round_number, {}).get(device, False) or (round_number, device) in self._told
+        owned = self._holders.get(round_number, {}).get(device, ("", False))[1]
+        return (
+            owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
+        )
 
     def restore(self, round_number: int, devices: Iterable[str]) -> None:
         """What the log of an earlier life, or an adopted one, holds."""
-        self.held.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
+        self.held_updates.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
 
-    def follow(self, orders: Orders, now: float) -> list[Wish]:
+    def apply_instructions(self, orders: ServerInstructions, now: float) -> list[ClaimEffect]:
         """Take new orders: a round, a stage, a generation."""
-        self._kept_rounds, self._forgotten = orders.plan.staleness + 1, orders.forgotten
+        self._retained_rounds, self._forgotten = orders.plan.staleness + 1, orders.forgotten
         leaving = self.node_id in orders.leaving
         self.round = orders.round
-        self._told = {key for key in self._told if key[0] >= self.round}
-        for rounds in (self.held, self._table):
-            for old in [number for number in rounds if number < self.round - self._kept_rounds]:
+        self._known_counted = {key for key in self._known_counted if key[0] >= self.round}
+        for rounds in (self.held_updates, self._holders):
+            for old in [number for number in rounds if number < self.round - self._retained_rounds]:
                 del rounds[old]
         changed = orders.generation != self.generation
         if changed:
             self.generation, self.members = orders.generation, orders.members
-            self._heard.clear()
-            self._table.clear()
-            self._told.clear()
-        running = orders.instance is Instance.RUNNING and orders.stage is Stage.OPEN
-        self.open = running and self.is_member and not leaving
-        self._closed = leaving or not self.is_member or orders.instance is not Instance.RUNNING
-        out = self._turn_away()
+            self._reported_servers.clear()
+            self._holders.clear()
+            self._known_counted.clear()
+        running = orders.instance is InstanceState.RUNNING and orders.stage is RoundStage.OPEN
+        self.is_open = running and self.is_member and not leaving
+        self._rejects_updates = leaving or not self.is_member or orders.instance is not InstanceState.RUNNING
+        out = self._reject_pending()
         if changed and self.is_member:
-            for number, ids in self.held.items():
+            for number, ids in self.held_updates.items():
                 for device, logged in ids.items():
-                    if owner(device, self.members) == self.node_id:
-                        self._table.setdefault(number, {})[device] = (self.node_id, logged)
-            early, self._early = self._early, []
+                    if claim_owner(device, self.members) == self.node_id:
+                        self._holders.setdefault(number, {})[device] = (self.node_id, logged)
+            early, self._early_reports = self._early_reports, []
             for sender, held in early:
-                self.heard(sender, held, now)
+                self.on_message(sender, held, now)
             for peer in self.members:
-                out += self.greet(peer.node_id)
-            out += self._claim(list(self._pending), now)
+                out += self.holdings_for(peer.node_id)
+            out += self._send_claims(list(self._pending_claims), now)
         return out
 
-    def _turn_away(self) -> list[Wish]:
+    def _reject_pending(self) -> list[ClaimEffect]:
         """Whom it makes no sense to ask about. Of a round that has just closed the owner says whether it counts: it may."""
-        gone = [key for key in self._pending if self._closed or key[0] < self.round - self._kept_rounds]
+        gone = [key for key in self._pending_claims if self._rejects_updates or key[0] < self.round - self._retained_rounds]
         for key in gone:
-            del self._pending[key]
-        return [Answer(*key, Outcome.CLOSED if self._closed else Outcome.LATE) for key in gone]
+            del self._pending_claims[key]
+        return [RejectUpdate(*key, UpdateOutcome.CLOSED if self._rejects_updates else UpdateOutcome.LATE) for key in gone]
 
-    def greet(self, node_id: str) -> list[Wish]:
+    def holdings_for(self, node_id: str) -> list[ClaimEffect]:
         """All that a member must know of what this server holds: at a new generation, and when it can be reached again."""
         if node_id == self.node_id or not self.is_member or all(peer.node_id != node_id for peer in self.members):
             return []
-        out: list[Wish] = []
-        for number in sorted(self.held):
-            theirs = [(d, logged) for d, logged in self.held[number].items() if owner(d, self.members) == node_id]
-            for piece in _pieces(theirs):
+        out: list[ClaimEffect] = []
+        for number in sorted(self.held_updates):
+            theirs = [(d, logged) for d, logged in self.held_updates[number].items() if claim_owner(d, self.members) == node_id]
+            for piece in _split_batches(theirs):
                 logged = tuple(d for d, done in piece if done)
                 granted = tuple(d for d, done in piece if not done)
-                out.append(Tell(node_id, Held(self.generation, number, logged, granted)))
-        asks = node_id not in self._heard
-        return [*out, Tell(node_id, Held(self.generation, self.round, whole=True, asks=asks))]
+                out.append(SendToServer(node_id, HeldUpdates(self.generation, number, logged, granted)))
+        asks = node_id not in self._reported_servers
+        return [*out, SendToServer(node_id, HeldUpdates(self.generation, self.round, is_complete=True, reply_requested=asks))]
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def came(self, round_number: int, device: str, now: float) -> list[Wish]:
+    def on_update_received(self, round_number: int, device: str, now: float) -> list[ClaimEffect]:
         """An update was received and checked. The wishes say what becomes of it, now or later."""
-        held = self.held.get(round_number, {}).get(device)
-        if held or (self._buffers and any(ids.get(device) for ids in self.held.values())):
-            return [Answer(round_number, device, Outcome.COUNTED)]
-        if held is False or (round_number, device) in self._pending:
+        held = self.held_updates.get(round_number, {}).get(device)
+        if held or (self._allows_stale_updates and any(ids.get(device) for ids in self.held_updates.values())):
+            return [RejectUpdate(round_number, device, UpdateOutcome.COUNTED)]
+        if held is False or (round_number, device) in self._pending_claims:
             return []  # the first of the two requests decides for both
-        if self._closed:
-            return [Answer(round_number, device, Outcome.CLOSED)]
+        if self._rejects_updates:
+            return [RejectUpdate(round_number, device, UpdateOutcome.CLOSED)]
         if round_number > self.round:
-            return [Answer(round_number, device, Outcome.EARLY)]
-        if round_number < self.round - self._kept_rounds:
-            return [Answer(round_number, device, Outcome.LATE)]
-        return self._claim([(round_number, device)], now)
+            return [RejectUpdate(round_number, device, UpdateOutcome.EARLY)]
+        if round_number < self.round - self._retained_rounds:
+            return [RejectUpdate(round_number, device, UpdateOutcome.LATE)]
+        return self._send_claims([(round_number, device)], now)
 
-    def logged(self, round_number: int, device: str) -> list[Wish]:
+    def on_update_logged(self, round_number: int, device: str) -> list[ClaimEffect]:
         """It is durable, and may be acknowledged."""
-        self.held.setdefault(round_number, {})[device] = True
-        holder = owner(device, self.members)
+        self.held_updates.setdefault(round_number, {})[device] = True
+        holder = claim_owner(device, self.members)
         if holder == self.node_id:
-            self._table.setdefault(round_number, {})[device] = (self.node_id, True)
+            self._holders.setdefault(round_number, {})[device] = (self.node_id, True)
             return []
-        return [Tell(holder, Held(self.generation, round_number, (device,)))]
+        return [SendToServer(holder, HeldUpdates(self.generation, round_number, (device,)))]
 
-    def dropped(self, round_number: int, device: str) -> None:
+    def on_request_dropped(self, round_number: int, device: str) -> None:
         """The device went away, or was told to try again. A grant that still comes is given back."""
-        self._pending.pop((round_number, device), None)
+        self._pending_claims.pop((round_number, device), None)
 
-    def failed(self, round_number: int, device: str) -> list[Wish]:
+    def on_store_failed(self, round_number: int, device: str) -> list[ClaimEffect]:
         """It was granted and could not be stored: nobody holds it."""
-        self.held.get(round_number, {}).pop(device, None)
-        return self._release(round_number, [device])
+        self.held_updates.get(round_number, {}).pop(device, None)
+        return self._release_claims(round_number, [device])
 
-    def settled(self, round_number: int) -> bool:
+    def is_fully_logged(self, round_number: int) -> bool:
         """Whether everything granted has been logged: only then may the part of a sealed round be told."""
-        return all(self.held.get(round_number, {}).values())
+        return all(self.held_updates.get(round_number, {}).values())
 
-    def tick(self, now: float) -> list[Wish]:
+    def tick(self, now: float) -> list[ClaimEffect]:
         """Ask again for what was not answered."""
-        return self._claim([key for key, asked in self._pending.items() if now - asked >= RETRY_S], now)
+        return self._send_claims([key for key, asked in self._pending_claims.items() if now - asked >= CLAIM_RETRY_S], now)
 
-    def _claim(self, keys: list[Key], now: float) -> list[Wish]:
-        out: list[Wish] = []
+    def _send_claims(self, keys: list[ClaimKey], now: float) -> list[ClaimEffect]:
+        out: list[ClaimEffect] = []
         theirs: dict[tuple[str, int], list[str]] = {}
         for round_number, device in keys:
-            self._pending[(round_number, device)] = now
-            theirs.setdefault((owner(device, self.members), round_number), []).append(device)
+            self._pending_claims[(round_number, device)] = now
+            theirs.setdefault((claim_owner(device, self.members), round_number), []).append(device)
         for (node_id, round_number), devices in theirs.items():
-            for piece in _pieces(devices):
+            for piece in _split_batches(devices):
                 claim = Claim(self.generation, round_number, tuple(piece))
                 if node_id == self.node_id:
-                    out += self._judged(self._judge(self.node_id, claim), now)
+                    out += self._on_claim_reply(self._decide_claim(self.node_id, claim), now)
                 else:
-                    out.append(Tell(node_id, claim))
+                    out.append(SendToServer(node_id, claim))
         return out
 
     # -- between servers ---------------------------------------------------------------------------------------------
 
-    def heard(self, sender: str, message: Message, now: float) -> list[Wish]:
+    def on_message(self, sender: str, message: Message, now: float) -> list[ClaimEffect]:
         """A claim, a verdict or what another server holds."""
         if isinstance(message, Claim):
-            verdict = self._judge(sender, message)
-            return [Tell(sender, verdict)] if verdict.granted or verdict.counted or verdict.late else []
-        if isinstance(message, Verdict):
-            return self._judged(message, now)
-        if isinstance(message, Release) and message.generation == self.generation:
+            verdict = self._decide_claim(sender, message)
+            return [SendToServer(sender, verdict)] if verdict.granted or verdict.counted or verdict.late else []
+        if isinstance(message, ClaimReply):
+            return self._on_claim_reply(message, now)
+        if isinstance(message, ReleaseClaim) and message.generation == self.generation:
             for device in message.ids:
-                if self._table.get(message.round, {}).get(device) == (sender, False):
-                    del self._table[message.round][device]
-        if isinstance(message, Held) and message.generation > self.generation:
-            self._early = [old for old in self._early if old[1].generation == message.generation]
-            self._early.append((sender, message))
-        if isinstance(message, Held) and message.generation == self.generation:
-            table = self._table.setdefault(message.round, {})
+                if self._holders.get(message.round, {}).get(device) == (sender, False):
+                    del self._holders[message.round][device]
+        if isinstance(message, HeldUpdates) and message.generation > self.generation:
+            self._early_reports = [old for old in self._early_reports if old[1].generation == message.generation]
+            self._early_reports.append((sender, message))
+        if isinstance(message, HeldUpdates) and message.generation == self.generation:
+            table = self._holders.setdefault(message.round, {})
             table.update(dict.fromkeys(message.logged, (sender, True)))
             for device in message.granted:
                 table.setdefault(device, (sender, False))
-            if message.whole:
-                self._heard.add(sender)
-            if message.asks:
-                return self.greet(sender)
+            if message.is_complete:
+                self._reported_servers.add(sender)
+            if message.reply_requested:
+                return self.holdings_for(sender)
         return []
 
     @property
-    def _buffers(self) -> bool:
+    def _allows_stale_updates(self) -> bool:
         """Whether updates may be some rounds old: then one that an earlier round counted must not count again."""
-        return self._kept_rounds > 1
+        return self._retained_rounds > 1
 
-    def _holder(self, round_number: int, device: str) -> tuple[str, bool]:
+    def _find_holder(self, round_number: int, device: str) -> tuple[str, bool]:
         """As owner: who holds an update, and whether it is logged."""
-        rounds = self._table.values() if self._buffers else [self._table.get(round_number, {})]
+        rounds = self._holders.values() if self._allows_stale_updates else [self._holders.get(round_number, {})]
         return max((ids[device] for ids in rounds if device in ids), key=lambda entry: entry[1], default=("", False))
 
-    def _judge(self, sender: str, claim: Claim) -> Verdict:
+    def _decide_claim(self, sender: str, claim: Claim) -> ClaimReply:
         """As owner. What is in neither list of the verdict is not known yet."""
-        verdict = Verdict(claim.generation, claim.round)
-        if claim.generation != self.generation or not self.ready or claim.round > self.round:
+        verdict = ClaimReply(claim.generation, claim.round)
+        if claim.generation != self.generation or not self.has_all_reports or claim.round > self.round:
             return verdict
-        table = self._table.setdefault(claim.round, {})
+        table = self._holders.setdefault(claim.round, {})
         granted: list[str] = []
         counted: list[str] = []
         late: list[str] = []
         for device in claim.ids:
-            holder, is_logged = self._holder(claim.round, device)
+            holder, is_logged = self._find_holder(claim.round, device)
             if is_logged:
                 counted.append(device)
-            elif self._buffers and began(device) <= self._forgotten:
+            elif self._allows_stale_updates and async_update_start_round(device) <= self._forgotten:
                 late.append(device)
-            elif holder == sender or (not holder and claim.round == self.round and self.open):
+            elif holder == sender or (not holder and claim.round == self.round and self.is_open):
                 table[device] = (sender, False)
                 granted.append(device)
             elif not holder:
                 late.append(device)
         return msgspec.structs.replace(verdict, granted=tuple(granted), counted=tuple(counted), late=tuple(late))
 
-    def _holds(self, round_number: int, device: str) -> bool:
-        return device in self.held.get(round_number, {})
+    def _holds_update(self, round_number: int, device: str) -> bool:
+        return device in self.held_updates.get(round_number, {})
 
-    def _release(self, round_number: int, devices: list[str]) -> list[Wish]:
-        out: list[Wish] = []
+    def _release_claims(self, round_number: int, devices: list[str]) -> list[ClaimEffect]:
+        out: list[ClaimEffect] = []
         for device in devices:
-            release = Release(self.generation, round_number, (device,))
-            holder = owner(device, self.members)
-            out += self.heard(self.node_id, release, 0.0) if holder == self.node_id else [Tell(holder, release)]
+            release = ReleaseClaim(self.generation, round_number, (device,))
+            holder = claim_owner(device, self.members)
+            out += self.on_message(self.node_id, release, 0.0) if holder == self.node_id else [SendToServer(holder, release)]
         return out
 
-    def _judged(self, verdict: Verdict, now: float) -> list[Wish]:
+    def _on_claim_reply(self, verdict: ClaimReply, now: float) -> list[ClaimEffect]:
         if verdict.generation != self.generation:
             return []
-        unwanted = [d for d in verdict.granted if (verdict.round, d) not in self._pending and not self._holds(verdict.round, d)]
-        out = self._release(verdict.round, unwanted)
+        unwanted = [
+            d
+            for d in verdict.granted
+            if (verdict.round, d) not in self._pending_claims and not self._holds_update(verdict.round, d)
+        ]
+        out = self._release_claims(verdict.round, unwanted)
         for device in verdict.granted:
-            if self._pending.pop((verdict.round, device), None) is None:
+            if self._pending_claims.pop((verdict.round, device), None) is None:
                 continue
-            if verdict.round == self.round and self.open:
-                self.held.setdefault(verdict.round, {})[device] = False
-                out.append(Store(verdict.round, device))
+            if verdict.round == self.round and self.is_open:
+                self.held_updates.setdefault(verdict.round, {})[device] = False
+                out.append(StoreUpdate(verdict.round, device))
             else:
-                out += [*self._release(verdict.round, [device]), Answer(verdict.round, device, Outcome.LATE)]
-        self._told.update((verdict.round, device) for device in verdict.counted)
-        for devices, outcome in ((verdict.counted, Outcome.COUNTED), (verdict.late, Outcome.LATE)):
+                out += [*self._release_claims(verdict.round, [device]), RejectUpdate(verdict.round, device, UpdateOutcome.LATE)]
+        self._known_counted.update((verdict.round, device) for device in verdict.counted)
+        for devices, outcome in ((verdict.counted, UpdateOutcome.COUNTED), (verdict.late, UpdateOutcome.LATE)):
             out += [
-                Answer(verdict.round, d, outcome) for d in devices if self._pending.pop((verdict.round, d), None) is not None
+                RejectUpdate(verdict.round, d, outcome)
+                for d in devices
+                if self._pending_claims.pop((verdict.round, d), None) is not None
             ]
         return out
 
 
-def _pieces(items: list[Item]) -> list[list[Item]]:
-    return [items[start : start + BATCH_MAX] for start in range(0, len(items), BATCH_MAX)]
+def _split_batches(items: list[Item]) -> list[list[Item]]:
+    return [items[start : start + IDS_PER_MESSAGE_MAX] for start in range(0, len(items), IDS_PER_MESSAGE_MAX)]

@@ -27,41 +27,41 @@ class Noise(msgspec.Struct, frozen=True):
     budget: float = 0.0  # epsilon past which no round begins; 0: none
 
     @property
-    def spends(self) -> float:
+    def mu_squared_per_round(self) -> float:
         """What a round adds to mu squared."""
         return 1 / self.multiplier**2
 
     @property
-    def deviation(self) -> float:
+    def noise_std(self) -> float:
         """Of the noise on one device's values (local) or on the sum (central). An update may change to any other: 2 clips."""
         return self.multiplier * self.clip * (2 if self.local else 1)
 
-    def epsilon(self, spent: float) -> float:
+    def epsilon_after(self, spent: float) -> float:
         """What a mu squared means."""
-        return epsilon(math.sqrt(spent), self.delta)
+        return compute_epsilon(math.sqrt(spent), self.delta)
 
 
-def delta(eps: float, mu: float) -> float:
+def compute_delta(eps: float, mu: float) -> float:
     """The least delta at an epsilon."""
     if mu == 0:
         return 0.0
-    second = eps + _log_below(-eps / mu - mu / 2)
-    return max(0.0, math.exp(_log_below(-eps / mu + mu / 2)) - math.exp(min(second, 700.0)))
+    second = eps + _log_normal_cdf(-eps / mu - mu / 2)
+    return max(0.0, math.exp(_log_normal_cdf(-eps / mu + mu / 2)) - math.exp(min(second, 700.0)))
 
 
-def epsilon(mu: float, at: float) -> float:
+def compute_epsilon(mu: float, at: float) -> float:
     """The least epsilon at a delta."""
-    if delta(0.0, mu) <= at:
+    if compute_delta(0.0, mu) <= at:
         return 0.0
-    return _least(lambda eps: delta(eps, mu) <= at, EPSILON_MAX)
+    return _smallest_fitting(lambda eps: compute_delta(eps, mu) <= at, EPSILON_MAX)
 
 
-def multiplier(eps: float, at: float) -> float:
+def compute_noise_multiplier(eps: float, at: float) -> float:
     """The least noise that keeps to an epsilon and a delta in one round."""
-    return _least(lambda z: delta(eps, 1 / z) <= at, EPSILON_MAX)
+    return _smallest_fitting(lambda z: compute_delta(eps, 1 / z) <= at, EPSILON_MAX)
 
 
-def _least(fits: Callable[[float], bool], most: float) -> float:
+def _smallest_fitting(fits: Callable[[float], bool], most: float) -> float:
     """The least number that fits, where all greater ones do; rounded up."""
     low, high = 0.0, 1.0
     while not fits(high) and high < most:
@@ -75,7 +75,7 @@ def _least(fits: Callable[[float], bool], most: float) -> float:
     return high
 
 
-def _log_below(x: float) -> float:
+def _log_normal_cdf(x: float) -> float:
     """The logarithm of the chance that a standard normal number is below x."""
     if x > -8:
         return math.log(0.5 * math.erfc(-x / math.sqrt(2)))

@@ -1,8 +1,8 @@
 """The nouns of a federated cluster and what its processes say to each other.
 
-Scheduler and servers speak in whole states, not in steps: `Orders` is all a server must know, `Standing` all it has to say.
-Either may be lost, repeated or overtaken by a restart; the next one makes up for it. Only joins and claims are questions with
-answers.
+Scheduler and servers speak in whole states, not in steps: `ServerInstructions` is all a server must know, `ServerStatus` all it
+has to say. Either may be lost, repeated or overtaken by a restart; the next one makes up for it. Only joins and claims are
+questions with answers.
 
 A *round* counts up for ever and names a model; a device sees `iteration`, the round within the present instance.
 """
@@ -19,18 +19,37 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.federated.dp_accounting import Noise
-from covey.core.federated.secagg.messages import DEVICE_ID_MAX, Phase, Secure, Secured, Unmasking, Uploaders, least_of
-from covey.core.messages import Ask, AskStory, Goodbye, Message, Name, Refused, Sentence, Stop, StopAsked, Told
+from covey.core.federated.secagg.messages import (
+    DEVICE_ID_MAX,
+    SecaggForward,
+    SecaggPhase,
+    SecaggReply,
+    UnmaskingSecrets,
+    UploaderList,
+    min_count_for_share,
+)
+from covey.core.messages import (
+    ClusterEnded,
+    EventsRequest,
+    LeaveAcknowledged,
+    Message,
+    Name,
+    Refused,
+    Sentence,
+    StopRequest,
+    ViewReply,
+    ViewRequest,
+)
 from covey.core.types import Host
 
-BATCH_MAX = 10_000  # ids in one message
+IDS_PER_MESSAGE_MAX = 10_000  # ids in one message
 SERVERS_MAX = 128  # whose sums together fit into an int64
 ROUND_DIGITS = 20  # an update of an asynchronous round is known by its device and the round it began with
 DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX + ROUND_DIGITS)]
-Ids = Annotated[tuple[DeviceId, ...], Meta(max_length=BATCH_MAX)]
+DeviceIds = Annotated[tuple[DeviceId, ...], Meta(max_length=IDS_PER_MESSAGE_MAX)]
 
 
-class Stage(StrEnum):
+class RoundStage(StrEnum):
     """Where a round stands. A round that misses its window stays open."""
 
     FORMING = "forming"
@@ -40,7 +59,7 @@ class Stage(StrEnum):
     SUMMING = "summing"  # one server adds the parts and makes the model
 
 
-class Instance(StrEnum):
+class InstanceState(StrEnum):
     """Whether devices are served; models always are."""
 
     RUNNING = "kRunning"
@@ -48,7 +67,7 @@ class Instance(StrEnum):
     FINISHED = "kFinish"
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RoundPlan(msgspec.Struct, frozen=True):
     """What a round goes by. `/newInstance` changes it; devices are told the client's part."""
 
     threshold: int = 1
@@ -78,32 +97,32 @@ class Plan(msgspec.Struct, frozen=True):
     reach: float = 16.0  # how far a value of an update may be from the model
 
     @property
-    def needed(self) -> int:
+    def needed_updates(self) -> int:
         """Updates that close a round."""
-        return max(1, least_of(self.threshold, self.ratio))
+        return max(1, min_count_for_share(self.threshold, self.ratio))
 
 
-class Peer(msgspec.Struct, frozen=True):
+class ServerInfo(msgspec.Struct, frozen=True):
     """A server as the others know it."""
 
     node_id: Name
     rank: int
-    address: str = ""  # HOST:PORT where servers talk to each other
-    http: str = ""  # HOST:PORT where devices do
-    host: str = ""  # the id of the machine it runs on
+    peer_address: str = ""  # HOST:PORT where servers talk to each other
+    http_address: str = ""  # HOST:PORT where devices do
+    host_id: str = ""  # the id of the machine it runs on
 
 
-class Adoption(msgspec.Struct, frozen=True):
+class LogAdoption(msgspec.Struct, frozen=True):
     """Take over what a server that is gone had logged."""
 
     node_id: Name
-    life: Name
-    folder: str
-    by: Name
-    copies: bool = False  # not its own log, which lies on another host, but the copies `by` has
+    instance_id: Name
+    log_directory: str
+    adopter: Name
+    from_replica: bool = False  # not its own log, which lies on another host, but the copies `by` has
 
 
-class Numbers(msgspec.Struct, frozen=True):
+class RoundTotals(msgspec.Struct, frozen=True):
     """What a part of a round adds up to. Whole numbers, so that sums depend neither on order nor on who added."""
 
     count: int = 0
@@ -117,60 +136,60 @@ class Numbers(msgspec.Struct, frozen=True):
     judged: int = 0  # samples of the devices that told an accuracy: not all that tell a loss have one
     eval_judged: int = 0
 
-    def __add__(self, other: Numbers) -> Numbers:
-        return Numbers(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+    def __add__(self, other: RoundTotals) -> RoundTotals:
+        return RoundTotals(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 # -- between scheduler and servers -----------------------------------------------------------------------------------
 
 
-class Enlist(Message, frozen=True):
+class RegisterServer(Message, frozen=True):
     """I am this server, in this life. First on every connection."""
 
     node_id: Name  # "": choose one for me, the one I had if this host and port is known
-    life: Name
+    instance_id: Name
     host: Host
-    http: str
-    peer: str
-    folder: str = ""  # below which it keeps its logs
+    http_address: str
+    peer_address: str
+    log_directory: str = ""  # below which it keeps its logs
     pid: int = 0
     cluster_id: Name = ""
     durability: str = "process"
     round: int = 0
-    wish: int = -1  # without an id: the number it would like, if nobody has it
+    preferred_number: int = -1  # without an id: the number it would like, if nobody has it
     fl_name: str = ""
-    plan: Plan | None = None  # MindSpore gives it to servers, not to the scheduler
-    joined: Ids = ()  # whom it saw admitted in this round: a restarted scheduler asks no device twice
+    plan: RoundPlan | None = None  # MindSpore gives it to servers, not to the scheduler
+    admitted_devices: DeviceIds = ()  # whom it saw admitted in this round: a restarted scheduler asks no device twice
 
 
-class Admitted(Message, frozen=True):
+class ServerRegistered(Message, frozen=True):
     """You are known. Look into your folder, then say how you stand."""
 
     node_id: Name
     cluster_id: Name
     key: bytes  # for tickets
-    void: int = -1  # logs up to this round were given up and count no more
+    discarded_through_round: int = -1  # logs up to this round were given up and count no more
 
 
-class Standing(Message, frozen=True):
+class ServerStatus(Message, frozen=True):
     """All a server has to say."""
 
     generation: int = 0
     round: int = 0
-    numbers: Numbers = Numbers()
+    totals: RoundTotals = RoundTotals()
     sealed: bool = False
-    model: int = -1  # the newest round whose model it has
+    model_round: int = -1  # the newest round whose model it has
     digest: str = ""
-    adopted: tuple[Name, ...] = ()  # lives whose logs it has taken over
-    unable: tuple[Name, ...] = ()  # lives whose logs it could not
+    adopted_instances: tuple[Name, ...] = ()  # lives whose logs it has taken over
+    failed_adoptions: tuple[Name, ...] = ()  # lives whose logs it could not
     drained: bool = False  # it has stopped taking updates and let go of its log
     metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, where this server made it
-    devices: Ids = ()  # whose updates are in it, in a secure round, once it is sealed
-    spoiled: Sentence = ""  # why this server cannot make the model of this round
-    refused: dict[Name, int] = {}  # noqa: RUF012 - how many requests of devices, by why, in this life
+    counted_devices: DeviceIds = ()  # whose updates are in it, in a secure round, once it is sealed
+    aggregation_error: Sentence = ""  # why this server cannot make the model of this round
+    refusals_by_reason: dict[Name, int] = {}  # noqa: RUF012 - how many requests of devices, by why, in this life
 
 
-class Made(msgspec.Struct, frozen=True):
+class RoundModel(msgspec.Struct, frozen=True):
     """The model of a round that is not over yet, and who has it."""
 
     node_id: Name
@@ -178,64 +197,64 @@ class Made(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
 
-class Orders(Message, frozen=True):
+class ServerInstructions(Message, frozen=True):
     """All a server must know."""
 
     generation: int
-    members: tuple[Peer, ...]
+    members: tuple[ServerInfo, ...]
     round: int
     base: int  # iteration = round - base
-    stage: Stage
-    instance: Instance
-    plan: Plan
+    stage: RoundStage
+    instance: InstanceState
+    plan: RoundPlan
     digest: str = ""  # of the model of round - 1, empty until one is chosen
     metrics: dict[str, float] = {}  # noqa: RUF012 - of that model
     source: Name = ""  # who has that model
-    summer: Name = ""
-    parts: tuple[tuple[Name, Numbers], ...] = ()  # what the summer must find, exactly
-    made: Made | None = None  # this round's model: the others fetch it before the round is over
-    adoptions: tuple[Adoption, ...] = ()
+    aggregator: Name = ""
+    expected_totals: tuple[tuple[Name, RoundTotals], ...] = ()  # what the summer must find, exactly
+    new_model: RoundModel | None = None  # this round's model: the others fetch it before the round is over
+    adoptions: tuple[LogAdoption, ...] = ()
     leaving: tuple[Name, ...] = ()
     missing: tuple[Name, ...] = ()  # whose part the round goes without
     forgotten: int = -1  # of what began up to this round, some may be in a model and nobody knows it any more
-    full: bool = False  # no more devices are taken into this round
-    phase: Phase | None = None  # of a secure round
-    unmasking: Unmasking | None = None  # for the summer
-    void: bool = False  # the round is abandoned: its model is the one before
+    is_full: bool = False  # no more devices are taken into this round
+    secagg_phase: SecaggPhase | None = None  # of a secure round
+    unmasking: UnmaskingSecrets | None = None  # for the summer
+    is_abandoned: bool = False  # the round is abandoned: its model is the one before
     voided: tuple[int, Sentence] = (-1, "")  # the last round that was, and why
 
     @property
-    def doubtful(self) -> bool:
+    def may_have_lost_updates(self) -> bool:
         """Whether devices may believe that this iteration has their update and be wrong: a part was lost, or it began again."""
         return bool(self.missing) or self.voided[0] == self.round - 1
 
 
-class Joining(Message, frozen=True):
+class AdmitDevices(Message, frozen=True):
     """Devices that ask to take part in a round."""
 
     round: int
-    ids: Ids
+    ids: DeviceIds
 
 
-class Joined(Message, frozen=True):
+class DevicesAdmitted(Message, frozen=True):
     """Which of them may, and why the others may not."""
 
     round: int
-    admitted: Ids
-    refused: Ids = ()
+    admitted: DeviceIds
+    refused: DeviceIds = ()
     reason: Sentence = ""
 
 
-class Alive(Message, frozen=True):
+class ServerHeartbeat(Message, frozen=True):
     """A beat, and its answer, which gives back when the beat was sent: one that was read late vouches for no more than that."""
 
-    at: float = 0.0  # by the server's clock
+    sent_at: float = 0.0  # by the server's clock
 
 
 # -- between servers -------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class PeerHello(Message, frozen=True):
     """Who calls."""
 
     node_id: Name
@@ -246,79 +265,93 @@ class Claim(Message, frozen=True):
 
     generation: int
     round: int
-    ids: Ids
+    ids: DeviceIds
 
 
-class Verdict(Message, frozen=True):
+class ClaimReply(Message, frozen=True):
     """Yes; they are counted already; it is too late. Of the rest nothing is known yet: ask again."""
 
     generation: int
     round: int
-    granted: Ids = ()
-    counted: Ids = ()
-    late: Ids = ()
+    granted: DeviceIds = ()
+    counted: DeviceIds = ()
+    late: DeviceIds = ()
 
 
-class Release(Message, frozen=True):
+class ReleaseClaim(Message, frozen=True):
     """I was granted these and will not count them after all."""
 
     generation: int
     round: int
-    ids: Ids
+    ids: DeviceIds
 
 
-class Held(Message, frozen=True):
+class HeldUpdates(Message, frozen=True):
     """What of yours I hold: logged, or about to be. With `whole`, that is all of it and a new generation may begin."""
 
     generation: int
     round: int
     logged: tuple[DeviceId, ...] = ()
     granted: tuple[DeviceId, ...] = ()
-    whole: bool = False
-    asks: bool = False  # and I have not heard from you yet
+    is_complete: bool = False
+    reply_requested: bool = False  # and I have not heard from you yet
 
 
-class Fetch(Message, frozen=True):
+class FetchChunk(Message, frozen=True):
     """Give me a piece: of a model ("model", "state"), of your part of a round ("part") or of its updates ("logs", "log0")."""
 
-    what: str
+    resource: str
     round: int
     offset: int = 0
 
 
-class Piece(Message, frozen=True):
+class Chunk(Message, frozen=True):
     """A piece of what was asked for. `total` is negative if there is nothing."""
 
-    what: str
+    resource: str
     round: int
     offset: int
     total: int
     data: bytes = b""
 
 
-class Copy(Message, frozen=True):
+class ReplicateUpdate(Message, frozen=True):
     """Keep this update of mine too."""
 
-    life: Name
+    instance_id: Name
     round: int
     serial: int
     record: bytes  # or a piece of it: pieces come one after the other
     offset: int = 0
-    rest: int = 0  # bytes that are still to come
+    remaining_bytes: int = 0  # bytes that are still to come
 
 
-class Copied(Message, frozen=True):
+class UpdateReplicated(Message, frozen=True):
     """It is kept."""
 
     serial: int
 
 
-FromServer = Enlist | Standing | Joining | Secure | Alive | Ask | AskStory | StopAsked
-ToServer = Admitted | Orders | Joined | Secured | Alive | Refused | Stop | Told | Goodbye
-BetweenServers = Hello | Claim | Verdict | Release | Held | Fetch | Piece | Copy | Copied
+FromServer = (
+    RegisterServer | ServerStatus | AdmitDevices | SecaggForward | ServerHeartbeat | ViewRequest | EventsRequest | StopRequest
+)
+ToServer = (
+    ServerRegistered
+    | ServerInstructions
+    | DevicesAdmitted
+    | SecaggReply
+    | ServerHeartbeat
+    | Refused
+    | ClusterEnded
+    | ViewReply
+    | LeaveAcknowledged
+)
+BetweenServers = (
+    PeerHello | Claim | ClaimReply | ReleaseClaim | HeldUpdates | FetchChunk | Chunk | ReplicateUpdate | UpdateReplicated
+)
 
 
-class MemberKept(msgspec.Struct, frozen=True):
+class ServerRecord(msgspec.Struct, frozen=True):
     """A server in the scheduler's record."""
 
     node_id: str
@@ -339,12 +372,12 @@ class FederationRecord(msgspec.Struct, frozen=True):
     cluster_id: str
     key: bytes
     generation: int
-    servers: tuple[MemberKept, ...]
+    servers: tuple[ServerRecord, ...]
     wanted: int
     round: int
     base: int
-    instance: Instance
-    plan: Plan
+    instance: InstanceState
+    plan: RoundPlan
     digest: str = ""
     source: str = ""
     formed: bool = False
@@ -353,47 +386,47 @@ class FederationRecord(msgspec.Struct, frozen=True):
     best: tuple[int, float] = (-1, 0.0)  # round and loss
     operation: str = ""  # "out" or "in" while the cluster is being scaled
     wanted_before: int = 0
-    next_plan: Plan | None = None  # of an instance that begins at the end of the round
+    next_plan: RoundPlan | None = None  # of an instance that begins at the end of the round
     missing: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
-    uploaders: Uploaders | None = None  # of a secure round: the list that was given out, or is about to be
+    uploaders: UploaderList | None = None  # of a secure round: the list that was given out, or is about to be
     voided: tuple[int, str] = (-1, "")
     spent: float = 0.0  # on privacy: the sum of mu squared
 
 
-def owner(device: str, members: Sequence[Peer]) -> str:
+def claim_owner(device: str, members: Sequence[ServerInfo]) -> str:
     """Who decides whether this device's update was counted. A new generation asks everyone anew, so plain hashing will do."""
     digest = hashlib.blake2b(device.encode(), digest_size=8).digest()
     return members[int.from_bytes(digest, "big") % len(members)].node_id
 
 
-def token(device: str, began: int) -> str:
+def async_update_key(device: str, began: int) -> str:
     """What an update of an asynchronous round is known by."""
     return f"{device}@{began}"
 
 
-def began(known_by: str) -> int:
+def async_update_start_round(known_by: str) -> int:
     """The round in which the update that is known by this token began."""
     return int(known_by.rpartition("@")[2])
 
 
-def keeper(node_id: str, members: Sequence[Peer]) -> Peer | None:
+def replica_keeper(node_id: str, members: Sequence[ServerInfo]) -> ServerInfo | None:
     """Who keeps copies of a server's updates, where they are kept: the next one by rank, on another host if there is any."""
     mine = next((peer for peer in members if peer.node_id == node_id), None)
     others = sorted((peer for peer in members if peer is not mine), key=lambda peer: peer.rank)
     if mine is None or not others:
         return others[0] if others else None
-    apart = [peer for peer in others if peer.host != mine.host] or others
+    apart = [peer for peer in others if peer.host_id != mine.host_id] or others
     return next((peer for peer in apart if peer.rank > mine.rank), apart[0])
 
 
-def evaluates(plan: Plan, cluster_id: str, iteration: int, device: str) -> bool:
+def should_evaluate(plan: RoundPlan, cluster_id: str, iteration: int, device: str) -> bool:
     """Whether a device that takes part in this iteration is asked to evaluate the model too: any server says the same."""
     due = plan.eval_every > 0 and iteration % plan.eval_every == 0
-    return due and share(f"{cluster_id}/eval/{iteration}", device) < plan.eval_share
+    return due and hash_fraction(f"{cluster_id}/eval/{iteration}", device) < plan.eval_share
 
 
-def share(seed: str, device: str) -> float:
+def hash_fraction(seed: str, device: str) -> float:
     """A number in [0, 1) that looks random and is the same everywhere: who is sampled is no secret, but nobody's choice."""
     digest = hashlib.blake2b(f"{seed}/{device}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

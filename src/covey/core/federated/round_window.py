@@ -8,75 +8,75 @@ from __future__ import annotations
 
 import msgspec
 
-from covey.core.federated.messages import Plan
-from covey.core.plurals import many
+from covey.core.federated.messages import RoundPlan
+from covey.core.plurals import count_noun
 
-EVERYONE = 10**9
+UNLIMITED_DEVICES = 10**9
 
 
-class Enough(msgspec.Struct, frozen=True):
+class ThresholdReached(msgspec.Struct, frozen=True):
     """The round may close."""
 
     reason: str
 
 
-class Missed(msgspec.Struct, frozen=True):
+class WindowMissed(msgspec.Struct, frozen=True):
     """A window ended too early; the round stays open."""
 
     reason: str
 
 
-class Window:
+class RoundWindow:
     """Of one round."""
 
-    def __init__(self, plan: Plan, now: float) -> None:
+    def __init__(self, plan: RoundPlan, now: float) -> None:
         self.admitted: dict[str, None] = {}
-        self.missed = 0
+        self.missed_count = 0
         # An asynchronous round takes all: whoever is late counts in the next.
-        self._room = EVERYONE if plan.staleness else plan.threshold
+        self._capacity = UNLIMITED_DEVICES if plan.staleness else plan.threshold
         self._plan = plan
         self._opened_at = now
         self._first_join_at = -1.0
         self._first_update_at = -1.0
 
     @property
-    def full(self) -> bool:
-        return len(self.admitted) >= self._room
+    def is_full(self) -> bool:
+        return len(self.admitted) >= self._capacity
 
-    def asked(self, now: float) -> None:
+    def start_join_window(self, now: float) -> None:
         """A device would come: from the first of them on, the window for devices runs."""
         if self._first_join_at < 0:
             self._first_join_at = now
 
-    def judge(self, counted: int, now: float) -> Enough | Missed | None:
+    def decide_closing(self, counted: int, now: float) -> ThresholdReached | WindowMissed | None:
         """What so many updates mean at this moment."""
-        found = self._judge(counted, now)
-        self.missed += isinstance(found, Missed)
+        found = self._decide_closing(counted, now)
+        self.missed_count += isinstance(found, WindowMissed)
         return found
 
-    def _judge(self, counted: int, now: float) -> Enough | Missed | None:
+    def _decide_closing(self, counted: int, now: float) -> ThresholdReached | WindowMissed | None:
         plan, came = self._plan, len(self.admitted)
         if came:
-            self.asked(now)
+            self.start_join_window(now)
         if counted and self._first_update_at < 0:
             self._first_update_at = now
-        if counted >= plan.needed:
-            return Enough(f"{many(counted, 'update')} of {plan.needed} needed")
+        if counted >= plan.needed_updates:
+            return ThresholdReached(f"{count_noun(counted, 'update')} of {plan.needed_updates} needed")
         if counted and now - self._first_update_at >= plan.update_window_s:
             if 0 < plan.update_min <= counted:
-                return Enough(f"{many(counted, 'update')} when the window ended, {plan.update_min} are enough")
+                return ThresholdReached(f"{count_noun(counted, 'update')} when the window ended, {plan.update_min} are enough")
             self._first_update_at = now
-            self._take_more(plan.needed - counted)
-            return Missed(f"{counted} of {plan.needed} updates came within {plan.update_window_s:g} s")
+            self._admit_more(plan.needed_updates - counted)
+            return WindowMissed(f"{counted} of {plan.needed_updates} updates came within {plan.update_window_s:g} s")
         if came < plan.threshold and 0 <= self._first_join_at <= now - plan.start_window_s:
             self._first_join_at = now
-            return Missed(f"{came} of {plan.threshold} devices came within {plan.start_window_s:g} s")
+            return WindowMissed(f"{came} of {plan.threshold} devices came within {plan.start_window_s:g} s")
         if now - self._opened_at >= plan.iteration_window_s:
             self._opened_at = now
-            self._take_more(plan.needed - counted)
-            return Missed(f"the iteration took longer than {plan.iteration_window_s:g} s")
+            self._admit_more(plan.needed_updates - counted)
+            return WindowMissed(f"the iteration took longer than {plan.iteration_window_s:g} s")
         return None
 
-    def _take_more(self, devices: int) -> None:
-        if self.full:
-            self._room = len(self.admitted) + devices
+    def _admit_more(self, devices: int) -> None:
+        if self.is_full:
+            self._capacity = len(self.admitted) + devices

@@ -20,8 +20,8 @@ All of it works on plain dicts as the API server sends them. Not here: the API s
     `timestamps`          Kubernetes times
 """
 
-from covey.core.jobs.plan import Plan, plan
+from covey.core.jobs.plan import ReconcilePlan, plan
 from covey.core.jobs.reconcile_context import Observed
-from covey.core.jobs.spec import Invalid, Job, read
+from covey.core.jobs.spec import InvalidJob, Job, parse_job
 
-__all__ = ["Invalid", "Job", "Observed", "Plan", "plan", "read"]
+__all__ = ["InvalidJob", "Job", "Observed", "ReconcilePlan", "plan", "parse_job"]

@@ -21,7 +21,7 @@ class CreatePod(msgspec.Struct, frozen=True, tag=True):
     role: str
     index: int
     world: dict[str, int]  # how many pods of each role this start of the job has
-    excluded: tuple[str, ...] = ()  # nodes it may not run on
+    excluded_nodes: tuple[str, ...] = ()  # nodes it may not run on
 
 
 class DeletePod(msgspec.Struct, frozen=True, tag=True):
@@ -29,10 +29,10 @@ class DeletePod(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     uid: str
-    grace: int | None = None
+    grace_period_s: int | None = None
 
 
-class EndPod(msgspec.Struct, frozen=True, tag=True):
+class TerminatePod(msgspec.Struct, frozen=True, tag=True):
     """End its processes and keep the object, so that its log can be read."""
 
     name: str
@@ -42,7 +42,7 @@ class DeleteService(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class Adopt(msgspec.Struct, frozen=True, tag=True):
+class AdoptOrphan(msgspec.Struct, frozen=True, tag=True):
     """An orphan with the job's labels becomes the job's."""
 
     kind: str
@@ -50,14 +50,14 @@ class Adopt(msgspec.Struct, frozen=True, tag=True):
     uid: str
 
 
-class CreateGang(msgspec.Struct, frozen=True, tag=True):
+class CreatePodGroup(msgspec.Struct, frozen=True, tag=True):
     """A Volcano PodGroup of this many pods."""
 
-    members: int
-    policy: dict[str, Any]
+    min_members: int
+    scheduling_policy: dict[str, Any]
 
 
-class DeleteGang(msgspec.Struct, frozen=True, tag=True):
+class DeletePodGroup(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -65,34 +65,34 @@ class DeleteJob(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class LetGo(msgspec.Struct, frozen=True, tag=True):
+class ReleaseWorkers(msgspec.Struct, frozen=True, tag=True):
     """Ask the job's own scheduler to let these workers leave the world; what came of it is seen in the next look."""
 
     node_ids: tuple[str, ...]
 
 
-class Expect(msgspec.Struct, frozen=True, tag=True):
+class AnnounceWorkers(msgspec.Struct, frozen=True, tag=True):
     """Tell the job's own scheduler that so many workers more than it has now may join."""
 
-    more: int
+    additional_workers: int
 
 
-class SayGone(msgspec.Struct, frozen=True, tag=True):
+class ReportPodGone(msgspec.Struct, frozen=True, tag=True):
     """Tell the job's own scheduler that a pod is over: who was in it is waited for no longer, and not let in again."""
 
     name: str
     uid: str
 
 
-class Label(msgspec.Struct, frozen=True, tag=True):
+class SetLabel(msgspec.Struct, frozen=True, tag=True):
     key: str
     value: str
 
 
-class Tell(msgspec.Struct, frozen=True, tag=True):
+class RecordEvent(msgspec.Struct, frozen=True, tag=True):
     """An event; one with the same words is told once."""
 
-    kind: str  # Normal or Warning
+    event_type: str  # Normal or Warning
     reason: str
     message: str
 
@@ -102,15 +102,15 @@ Action = (
     | CreateSecret
     | CreatePod
     | DeletePod
-    | EndPod
+    | TerminatePod
     | DeleteService
-    | Adopt
-    | CreateGang
-    | DeleteGang
+    | AdoptOrphan
+    | CreatePodGroup
+    | DeletePodGroup
     | DeleteJob
-    | LetGo
-    | Expect
-    | SayGone
-    | Label
-    | Tell
+    | ReleaseWorkers
+    | AnnounceWorkers
+    | ReportPodGone
+    | SetLabel
+    | RecordEvent
 )

@@ -10,14 +10,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from covey.core.jobs.spec import GROUP, VERSION
+from covey.core.jobs.spec import API_GROUP, API_VERSION
 
 ASCEND_GROUP = "mindxdl.gitee.com"
-CONTAINER = "ascend"
-PORT_NAME = "ascendjob-port"
+ASCEND_CONTAINER = "ascend"
+ASCEND_PORT_NAME = "ascendjob-port"
 
 
-def convert(job: Mapping[str, Any]) -> dict[str, Any]:
+def convert_ascend_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """The MSJob an AscendJob is; metadata and status stay as they are."""
     spec = copy.deepcopy(dict(job.get("spec") or {}))
     roles = spec.pop("replicaSpecs", None) or {}
@@ -27,18 +27,18 @@ def convert(job: Mapping[str, Any]) -> dict[str, Any]:
         policy.pop("backoffLimit")
     return {
         **copy.deepcopy(dict(job)),
-        "apiVersion": f"{GROUP}/{VERSION}",
+        "apiVersion": f"{API_GROUP}/{API_VERSION}",
         "kind": "MSJob",
         "spec": {
             **spec,
             "runPolicy": policy,
             "successPolicy": spec.get("successPolicy") or "AllWorkers",
-            "msReplicaSpecs": {_role(key): replica for key, replica in roles.items()},
-            "container": CONTAINER,
-            "portName": PORT_NAME,
+            "msReplicaSpecs": {_capitalize_role(key): replica for key, replica in roles.items()},
+            "container": ASCEND_CONTAINER,
+            "portName": ASCEND_PORT_NAME,
         },
     }
 
 
-def _role(key: str) -> str:
+def _capitalize_role(key: str) -> str:
     return key[:1].upper() + key[1:]

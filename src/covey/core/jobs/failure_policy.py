@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from covey.core.jobs.pod_state import RETRYABLE, Seen
-from covey.core.jobs.scheduler_status import Live
-from covey.core.jobs.spec import Duty, Job, Restart, Role
+from covey.core.jobs.pod_state import RETRYABLE_EXIT_CODES, PodState
+from covey.core.jobs.scheduler_status import SchedulerStatus
+from covey.core.jobs.spec import Job, ReplicaDuty, ReplicaSpec, RestartPolicy
 
-SIGNAL = 128  # exit codes above it are signals
+SIGNAL_EXIT_BASE = 128  # exit codes above it are signals
 
 
-class After(StrEnum):
+class PodFailureAction(StrEnum):
     IGNORE = "ignore"
     REPLACE = "replace"
     MOVE = "move"  # replaced on another node
@@ -25,60 +25,79 @@ class After(StrEnum):
     FAIL = "fail"
 
 
-def decide(
-    job: Job, role: Role, pod: Seen, *, restarts: int, faults: int, where: str, live: Live | None = None
-) -> tuple[After, str, str]:
+def decide_pod_failure(
+    job: Job, role: ReplicaSpec, pod: PodState, *, restarts: int, faults: int, where: str, live: SchedulerStatus | None = None
+) -> tuple[PodFailureAction, str, str]:
     """The verdict, a reason in one word and a sentence. `restarts` and `faults` are those before this one.
 
     `where`: what is wrong with its node, as "on the lost node n"; "" where nothing is. `live`: the cluster inside, where
     it is known and does not go with this pod.
     """
     where = where and f" {where}"
-    what = f"{pod.name}{where} failed with {pod.why_ended}" if pod.failed else f"{pod.name} is{where}"
+    what = f"{pod.name}{where} failed with {pod.end_reason}" if pod.failed else f"{pod.name} is{where}"
     if (
         "recover-in-place" in job.recovery.strategies
-        and role.duty is Duty.WORKER
+        and role.duty is ReplicaDuty.WORKER
         and pod.failed
-        and (pod.exit_code or 0) > SIGNAL
+        and (pod.exit_code or 0) > SIGNAL_EXIT_BASE
     ):
         what += " (recover-in-place: no supervisor was left in the container, neither covey run's nor covey.init()'s)"
     program = not (pod.disrupted or where)
-    if program and (pod.exit_code or 0) <= SIGNAL:
+    if program and (pod.exit_code or 0) <= SIGNAL_EXIT_BASE:
         live = None  # a program that failed took its cluster along
-    after, word, why = _policy(job, role, pod, faults=faults, program=program, live=live)
-    if after in (After.IGNORE, After.FAIL):
+    after, word, why = _choose_action(job, role, pod, faults=faults, program=program, live=live)
+    if after in (PodFailureAction.IGNORE, PodFailureAction.FAIL):
         return after, word, f"{what}: {why}"
-    if job.backoff is not None and restarts >= job.backoff:
-        return After.FAIL, "BackoffLimitExceeded", f"{what}: backoffLimit {job.backoff} allows no further restart"
+    if job.backoff_limit is not None and restarts >= job.backoff_limit:
+        return (
+            PodFailureAction.FAIL,
+            "BackoffLimitExceeded",
+            f"{what}: backoffLimit {job.backoff_limit} allows no further restart",
+        )
     return after, word, f"{what}: {why}"
 
 
-def _policy(job: Job, role: Role, pod: Seen, *, faults: int, program: bool, live: Live | None) -> tuple[After, str, str]:
+def _choose_action(
+    job: Job, role: ReplicaSpec, pod: PodState, *, faults: int, program: bool, live: SchedulerStatus | None
+) -> tuple[PodFailureAction, str, str]:
     recovery = job.recovery
-    if recovery.on:
-        if program and recovery.retries is not None and faults >= recovery.retries:
-            return After.FAIL, "FaultRetryTimesExceeded", f"fault-retry-times {recovery.retries} allows no further restart"
-        if "recover" in recovery.strategies and role.duty is Duty.SCHEDULER and not role.keeps:
+    if recovery.is_enabled:
+        if program and recovery.fault_retry_limit is not None and faults >= recovery.fault_retry_limit:
+            return (
+                PodFailureAction.FAIL,
+                "FaultRetryTimesExceeded",
+                f"fault-retry-times {recovery.fault_retry_limit} allows no further restart",
+            )
+        if "recover" in recovery.strategies and role.duty is ReplicaDuty.SCHEDULER and not role.keeps_recovery_files:
             why = "recover: the scheduler's journal went with its pod, so all pods start anew"
-            return After.RESTART_ALL, "MSJobRestarting", why
-        if "recover" in recovery.strategies and role.duty is Duty.WORKER and role.supervised and not (live and live.heals):
+            return PodFailureAction.RESTART_ALL, "MSJobRestarting", why
+        if (
+            "recover" in recovery.strategies
+            and role.duty is ReplicaDuty.WORKER
+            and role.is_supervised
+            and not (live and live.supports_healing)
+        ):
             why = "recover: whether the others would wait for this pod of covey run is not known, so all pods start anew"
-            return After.RESTART_ALL, "MSJobRestarting", why
+            return PodFailureAction.RESTART_ALL, "MSJobRestarting", why
         if "recover" in recovery.strategies:
-            return After.MOVE, "MSJobRestarting", "recover: a replacement starts on another node, the others wait for it"
-        if recovery.elastic and role.duty is Duty.WORKER and live is not None and live.trains:
+            return (
+                PodFailureAction.MOVE,
+                "MSJobRestarting",
+                "recover: a replacement starts on another node, the others wait for it",
+            )
+        if recovery.is_elastic and role.duty is ReplicaDuty.WORKER and live is not None and live.has_finished_step:
             why = "elastic-training: the others go on without it, and its replacement joins them when it has a place"
-            return After.REPLACE, "MSJobRestarting", why
-        if recovery.retries is not None or not program:
-            if recovery.pod_level:
-                return After.REPLACE, "MSJobRestarting", "pod-rescheduling: the pod is replaced, the others go on"
-            return After.RESTART_ALL, "MSJobRestarting", "fault-scheduling: all pods start anew"
-    if role.restart is Restart.EXIT_CODE:
-        if pod.exit_code is None or pod.exit_code in RETRYABLE:
-            return After.REPLACE, "MSJobRestarting", "restartPolicy ExitCode: it is worth another try"
-        return After.FAIL, "MSJobFailed", "restartPolicy ExitCode: this code is permanent"
-    if role.restart in (Restart.ALWAYS, Restart.ON_FAILURE):
-        return After.REPLACE, "MSJobRestarting", f"restartPolicy {role.restart}: it is replaced"
-    if job.dynamic and role.duty is Duty.WORKER:
-        return After.IGNORE, "WorkerLost", "enableDynamicWorker: the others go on without it"
-    return After.FAIL, "MSJobFailed", "restartPolicy Never"
+            return PodFailureAction.REPLACE, "MSJobRestarting", why
+        if recovery.fault_retry_limit is not None or not program:
+            if recovery.pod_rescheduling:
+                return PodFailureAction.REPLACE, "MSJobRestarting", "pod-rescheduling: the pod is replaced, the others go on"
+            return PodFailureAction.RESTART_ALL, "MSJobRestarting", "fault-scheduling: all pods start anew"
+    if role.restart_policy is RestartPolicy.EXIT_CODE:
+        if pod.exit_code is None or pod.exit_code in RETRYABLE_EXIT_CODES:
+            return PodFailureAction.REPLACE, "MSJobRestarting", "restartPolicy ExitCode: it is worth another try"
+        return PodFailureAction.FAIL, "MSJobFailed", "restartPolicy ExitCode: this code is permanent"
+    if role.restart_policy in (RestartPolicy.ALWAYS, RestartPolicy.ON_FAILURE):
+        return PodFailureAction.REPLACE, "MSJobRestarting", f"restartPolicy {role.restart_policy}: it is replaced"
+    if job.has_dynamic_workers and role.duty is ReplicaDuty.WORKER:
+        return PodFailureAction.IGNORE, "WorkerLost", "enableDynamicWorker: the others go on without it"
+    return PodFailureAction.FAIL, "MSJobFailed", "restartPolicy Never"

@@ -7,38 +7,39 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # An option or variable that names a place to write to.
-_OUTPUT = re.compile(
+_OUTPUT_OPTION = re.compile(
     r"--?(?P<flag>[\w-]*(?:output|out_dir|out-dir|ckpt|checkpoint|save|log_dir|log-dir)[\w-]*)[= ]+(?P<path>[^\s\"';&|]+)",
     re.IGNORECASE,
 )
-_REDIRECT = re.compile(r"(?:^|\s|\d|&)>{1,2}\s*(?P<path>[^\s\"';&|>]+)")
-_CHANGE = re.compile(r"(?:^|[;&|\s])cd\s+(?P<path>/[^\s;&|]*)")
-_VARIABLES = ("GLOG_log_dir", "MS_RECOVERY_PATH", "OUTPUT_PATH", "CKPT_PATH")
-SHOWN = 60
+_OUTPUT_REDIRECT = re.compile(r"(?:^|\s|\d|&)>{1,2}\s*(?P<path>[^\s\"';&|>]+)")
+_CHANGE_DIRECTORY = re.compile(r"(?:^|[;&|\s])cd\s+(?P<path>/[^\s;&|]*)")
+_OUTPUT_VARIABLES = ("GLOG_log_dir", "MS_RECOVERY_PATH", "OUTPUT_PATH", "CKPT_PATH")
+PATH_CHARS_MAX = 60
 
 
-def remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
+def output_path_remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each relative output path of a role's containers that lies on no mount."""
     for container in template.get("spec", {}).get("containers") or []:
         mounts = [str(mount.get("mountPath", "")) for mount in container.get("volumeMounts") or []]
         words = " ".join(str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])])
-        moved = [match["path"] for match in _CHANGE.finditer(words)]
+        moved = [match["path"] for match in _CHANGE_DIRECTORY.finditer(words)]
         home = moved[-1] if moved else str(container.get("workingDir") or "/")
-        if any(_inside(home, mount) for mount in mounts):
+        if any(_is_inside(home, mount) for mount in mounts):
             continue
-        for path in _outputs(words, container):
+        for path in _find_relative_outputs(words, container):
             yield (
-                f"{key} writes to {path[:SHOWN]}, which lies in {home} of the container and on no volume, so it is lost with "
+                f"{key} writes to {path[:PATH_CHARS_MAX]}, which lies in {home} of the container and on no volume, so "
+                "it is lost with "
                 "the pod: give an absolute path on a mount, or set workingDir"
             )
 
 
-def _outputs(words: str, container: Mapping[str, Any]) -> list[str]:
-    found = [match["path"] for match in _OUTPUT.finditer(words)]
-    found += [match["path"] for match in _REDIRECT.finditer(words)]
-    found += [str(e.get("value", "")) for e in container.get("env") or [] if e.get("name") in _VARIABLES]
+def _find_relative_outputs(words: str, container: Mapping[str, Any]) -> list[str]:
+    found = [match["path"] for match in _OUTPUT_OPTION.finditer(words)]
+    found += [match["path"] for match in _OUTPUT_REDIRECT.finditer(words)]
+    found += [str(e.get("value", "")) for e in container.get("env") or [] if e.get("name") in _OUTPUT_VARIABLES]
     return [path for path in dict.fromkeys(found) if path and path[0] not in "/$-" and not path.isdigit()]
 
 
-def _inside(path: str, mount: str) -> bool:
+def _is_inside(path: str, mount: str) -> bool:
     return bool(mount) and (path == mount or path.startswith(mount.rstrip("/") + "/"))

@@ -5,58 +5,58 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from covey.core.jobs.timestamps import moment
+from covey.core.jobs.timestamps import parse_timestamp
 
 JOB_LABEL = "training.kubeflow.org/job-name"
 TYPE_LABEL = "training.kubeflow.org/replica-type"
 INDEX_LABEL = "training.kubeflow.org/replica-index"
 OPERATOR_LABEL = "training.kubeflow.org/operator-name"
-OPERATOR = "msjob-controller"
+OPERATOR_NAME = "msjob-controller"
 
-RETRYABLE = frozenset({130, 137, 138, 143})  # SIGINT, SIGKILL, the user's own "please retry" (SIGUSR1), SIGTERM
-WAITING_WORDS = 300
+RETRYABLE_EXIT_CODES = frozenset({130, 137, 138, 143})  # SIGINT, SIGKILL, the user's own "please retry" (SIGUSR1), SIGTERM
+REASON_CHARS_MAX = 300
 
 Pod = Mapping[str, Any]
 
 
-class Seen:
+class PodState:
     """One pod as it was observed."""
 
     def __init__(self, pod: Pod, main: str) -> None:
         self.pod = pod
-        self._main = main
+        self._main_container = main
         metadata = pod.get("metadata", {})
         self.name: str = metadata.get("name", "")
         self.uid: str = metadata.get("uid", "")
         labels = metadata.get("labels") or {}
-        self.kind = str(labels.get(TYPE_LABEL, ""))
+        self.replica_type = str(labels.get(TYPE_LABEL, ""))
         text = str(labels.get(INDEX_LABEL, ""))
         self.index = int(text) if text.isdigit() and len(text) < 7 else -1
-        self.node = str(pod.get("spec", {}).get("nodeName") or "")
+        self.node_name = str(pod.get("spec", {}).get("nodeName") or "")
         self._status: Mapping[str, Any] = pod.get("status") or {}
         self.phase = str(self._status.get("phase") or "Pending")
 
     @property
-    def owner(self) -> str:
+    def controller_uid(self) -> str:
         """The UID of its controller, "" for an orphan."""
-        return owner(self.pod)
+        return controller_uid_of(self.pod)
 
     @property
-    def ending(self) -> bool:
+    def is_terminating(self) -> bool:
         return bool(self.pod["metadata"].get("deletionTimestamp"))
 
     @property
-    def gone_by(self) -> float | None:
+    def deletion_due_at(self) -> float | None:
         """When it was to be gone at the latest: deletionTimestamp includes the grace."""
-        return moment(self.pod["metadata"].get("deletionTimestamp"))
+        return parse_timestamp(self.pod["metadata"].get("deletionTimestamp"))
 
     @property
-    def created(self) -> float | None:
-        return moment(self.pod["metadata"].get("creationTimestamp"))
+    def created_at(self) -> float | None:
+        return parse_timestamp(self.pod["metadata"].get("creationTimestamp"))
 
     @property
     def running(self) -> bool:
-        return self.phase == "Running" and not self.ending
+        return self.phase == "Running" and not self.is_terminating
 
     @property
     def ready(self) -> bool:
@@ -73,12 +73,12 @@ class Seen:
         return self.phase == "Failed"
 
     @property
-    def told_to_end(self) -> bool:
+    def termination_requested(self) -> bool:
         """Its processes are ended by a deadline; see `actions.EndPod`."""
         return bool(self.pod.get("spec", {}).get("activeDeadlineSeconds") == 1)
 
     @property
-    def restarts(self) -> int:
+    def kubelet_restarts(self) -> int:
         """What the kubelet restarted."""
         statuses = [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]
         return sum(int(status.get("restartCount") or 0) for status in statuses)
@@ -88,57 +88,57 @@ class Seen:
         """Of the container that trains; None where none is known (evicted, node lost)."""
         for status in self._status.get("containerStatuses") or []:
             ended = (status.get("state") or {}).get("terminated")
-            if status.get("name") == self._main and ended:
+            if status.get("name") == self._main_container and ended:
                 return int(ended.get("exitCode", 0))
         return None
 
     @property
     def disrupted(self) -> bool:
         """It failed by no fault of the program: evicted, preempted, taken away by somebody, or its node went away."""
-        return self.failed and (self.exit_code is None or self.ending)
+        return self.failed and (self.exit_code is None or self.is_terminating)
 
     @property
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         if self.exit_code is not None:
             by = f" (signal {self.exit_code - 128})" if 128 < self.exit_code < 160 else ""
             return f"exit code {self.exit_code}{by}"
         reason, message = str(self._status.get("reason") or ""), str(self._status.get("message") or "")
-        return ": ".join(word for word in (reason, message) if word)[:WAITING_WORDS] or "no exit code is known"
+        return ": ".join(word for word in (reason, message) if word)[:REASON_CHARS_MAX] or "no exit code is known"
 
     @property
-    def waits_for(self) -> str:
+    def pending_reason(self) -> str:
         """Why a pod that does not run yet does not: unschedulable, an image, a volume. "" where it runs or says nothing."""
         if self.phase != "Pending":
             return ""
         for status in [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]:
             waiting = (status.get("state") or {}).get("waiting")
             if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-                return _said(waiting)
+                return _describe_reason(waiting)
         for condition in self._status.get("conditions") or []:
             if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-                return _said(condition)
+                return _describe_reason(condition)
         return ""
 
-    def lost_since(self, nodes: Mapping[str, Mapping[str, Any]] | None) -> float | None:
+    def node_lost_since(self, nodes: Mapping[str, Mapping[str, Any]] | None) -> float | None:
         """Since when its node is not ready; 0 where the node does not exist any more; None where all is well or unknown."""
-        if not self.node or nodes is None:
+        if not self.node_name or nodes is None:
             return None
-        node = nodes.get(self.node)
+        node = nodes.get(self.node_name)
         if node is None:
             return 0.0
         for condition in (node.get("status") or {}).get("conditions") or []:
             if condition.get("type") == "Ready" and condition.get("status") != "True":
-                return moment(condition.get("lastTransitionTime")) or 0.0
+                return parse_timestamp(condition.get("lastTransitionTime")) or 0.0
         return None
 
 
-def ails(node: Mapping[str, Any]) -> str:
+def describe_node_problems(node: Mapping[str, Any]) -> str:
     """What is wrong with a node though it may be ready, as its other conditions say it (a fault detector's, the kubelet's)."""
     found = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") != "Ready"]
     return ", ".join(sorted(str(c.get("type")) for c in found if c.get("status") == "True"))
 
 
-def owner(thing: Mapping[str, Any]) -> str:
+def controller_uid_of(thing: Mapping[str, Any]) -> str:
     """The UID of an object's controller, "" for an orphan."""
     for reference in thing.get("metadata", {}).get("ownerReferences") or []:
         if reference.get("controller"):
@@ -146,6 +146,6 @@ def owner(thing: Mapping[str, Any]) -> str:
     return ""
 
 
-def _said(what: Mapping[str, Any]) -> str:
+def _describe_reason(what: Mapping[str, Any]) -> str:
     words = (str(what.get("reason") or ""), str(what.get("message") or ""))
-    return ": ".join(word for word in words if word)[:WAITING_WORDS]
+    return ": ".join(word for word in words if word)[:REASON_CHARS_MAX]

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-Texts = dict[str, str] | None
-Objects = list[dict[str, Any]] | None
+StringMap = dict[str, str] | None
+ObjectList = list[dict[str, Any]] | None
 
 
 class _Variable(msgspec.Struct):
@@ -29,22 +29,22 @@ class _Container(msgspec.Struct):
     command: list[str] | None = None
     args: list[str] | None = None
     env: list[_Variable] | None = None
-    envFrom: Objects = None
+    envFrom: ObjectList = None
     ports: list[_Port] | None = None
-    volumeMounts: Objects = None
+    volumeMounts: ObjectList = None
     workingDir: str | None = None
 
 
 class _Spec(msgspec.Struct):
     containers: list[_Container] | None = None
     initContainers: list[_Container] | None = None
-    volumes: Objects = None
+    volumes: ObjectList = None
     affinity: dict[str, Any] | None = None
 
 
 class _Metadata(msgspec.Struct):
-    labels: Texts = None
-    annotations: Texts = None
+    labels: StringMap = None
+    annotations: StringMap = None
 
 
 class _Template(msgspec.Struct):
@@ -52,7 +52,7 @@ class _Template(msgspec.Struct):
     metadata: _Metadata | None = None
 
 
-def misfit(template: Mapping[str, Any]) -> tuple[str, str] | None:
+def find_template_error(template: Mapping[str, Any]) -> tuple[str, str] | None:
     """Where a template is not what Kubernetes takes, as ".spec.containers[0].env", and what is wrong there."""
     try:
         msgspec.convert(template, _Template)

@@ -10,7 +10,7 @@ import msgspec
 MESSAGE_MAX: Final = 4 << 30  # bytes of one message, unless the setting says otherwise
 
 
-class Mode(StrEnum):
+class ConsistencyMode(StrEnum):
     """Whose gradients a value has seen."""
 
     SYNC = "sync"  # of all workers, step by step
@@ -18,22 +18,22 @@ class Mode(StrEnum):
     BOUNDED = "bounded"  # likewise, but no worker is more than so many steps ahead of another
 
 
-class Serving(msgspec.Struct, frozen=True):
+class ServingSettings(msgspec.Struct, frozen=True):
     """The settings of parameter serving."""
 
     servers: int
     workers: int
-    mode: Mode = Mode.SYNC
+    mode: ConsistencyMode = ConsistencyMode.SYNC
     staleness: int = 0  # of BOUNDED
     copies: int = 1
     refuse_nan: bool = True
     message_max: int = MESSAGE_MAX
 
 
-def parse_mode(text: str) -> tuple[Mode, int]:
+def parse_mode(text: str) -> tuple[ConsistencyMode, int]:
     """ "sync", "async" or "bounded:3"; raises ValueError."""
     word, _, steps = text.strip().partition(":")
-    mode = Mode(word)
-    if (mode is Mode.BOUNDED) != bool(steps) or (steps and not steps.isdecimal()):
+    mode = ConsistencyMode(word)
+    if (mode is ConsistencyMode.BOUNDED) != bool(steps) or (steps and not steps.isdecimal()):
         raise ValueError(text)
     return mode, int(steps or 0)

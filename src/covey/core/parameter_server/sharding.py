@@ -15,17 +15,17 @@ import msgspec
 
 SLOTS: Final = 256  # and so at most this many servers
 
-Owners = tuple[int, ...]  # by slot: the server's rank
-Servers = tuple[int, ...]
+SlotOwners = tuple[int, ...]  # by slot: the server's rank
+ServerRanks = tuple[int, ...]
 
 
-class Sharing(msgspec.Struct, frozen=True):
+class Sharding(msgspec.Struct, frozen=True):
     """Who owns which slot. Servers and workers act by the same version: whoever asks by an older one is told the newer."""
 
     version: int
-    owners: Owners
-    ring: Servers  # who hold each other's copies
-    leaving: Servers = ()  # who own nothing any more, but may still hold what moves
+    owners: SlotOwners
+    ring: ServerRanks  # who hold each other's copies
+    leaving: ServerRanks = ()  # who own nothing any more, but may still hold what moves
 
     @property
     def servers(self) -> set[int]:
@@ -33,26 +33,26 @@ class Sharing(msgspec.Struct, frozen=True):
         return {*self.owners, *self.ring, *self.leaving}
 
 
-def first(servers: int) -> Sharing:
+def initial_sharding(servers: int) -> Sharding:
     """As a cluster begins, where nothing else was said."""
-    return Sharing(0, form(range(servers)), tuple(range(servers)))
+    return Sharding(0, assign_initial_slots(range(servers)), tuple(range(servers)))
 
 
-class Move(msgspec.Struct, frozen=True):
+class SlotMove(msgspec.Struct, frozen=True):
     """A slot that changes hands."""
 
     slot: int
-    giver: int
-    taker: int
+    old_owner: int
+    new_owner: int
 
 
-def form(servers: Sequence[int]) -> Owners:
+def assign_initial_slots(servers: Sequence[int]) -> SlotOwners:
     """The first layout: each server owns one run of slots."""
     assert 0 < len(servers) <= SLOTS and len(set(servers)) == len(servers)
     return tuple(servers[slot * len(servers) // SLOTS] for slot in range(SLOTS))
 
 
-def rescale(owners: Owners, servers: Sequence[int]) -> tuple[Owners, list[Move]]:
+def rebalance_slots(owners: SlotOwners, servers: Sequence[int]) -> tuple[SlotOwners, list[SlotMove]]:
     """The layout for another set of servers, and the fewest moves that lead to it. Shares differ by at most one slot."""
     assert 0 < len(servers) <= SLOTS and len(set(servers)) == len(servers)
     held = {server: [slot for slot, owner in enumerate(owners) if owner == server] for server in servers}
@@ -65,12 +65,12 @@ def rescale(owners: Owners, servers: Sequence[int]) -> tuple[Owners, list[Move]]
     found, moves = list(owners), []
     takers = [server for server in sorted(servers) for _ in range(share[server] - len(held[server]))]
     for slot, taker in zip(sorted(homeless), takers, strict=True):
-        moves.append(Move(slot, owners[slot], taker))
+        moves.append(SlotMove(slot, owners[slot], taker))
         found[slot] = taker
     return tuple(found), moves
 
 
-def holder(server: int, servers: Collection[int]) -> int | None:
+def replica_holder(server: int, servers: Collection[int]) -> int | None:
     """Who holds the copy of a server's rows: the next in the ring; None for a server that is alone."""
     ring = sorted(servers)
     return ring[(ring.index(server) + 1) % len(ring)] if len(ring) > 1 else None
@@ -81,14 +81,14 @@ def slot_of(row: Any, rows: int, striped: bool) -> Any:
     return row % SLOTS if striped else ((row + 1) * SLOTS - 1) // rows
 
 
-def span(slot: int, rows: int) -> tuple[int, int]:
+def slot_row_range(slot: int, rows: int) -> tuple[int, int]:
     """First and last (not included) row of a slot of a parameter that is not striped."""
     return rows * slot // SLOTS, rows * (slot + 1) // SLOTS
 
 
-def count(slot: int, rows: int, striped: bool) -> int:
+def count_slot_rows(slot: int, rows: int, striped: bool) -> int:
     """How many rows a slot has."""
     if striped:
         return (rows - slot + SLOTS - 1) // SLOTS
-    first, last = span(slot, rows)
+    first, last = slot_row_range(slot, rows)
     return last - first

@@ -38,11 +38,11 @@ def normal(key: bytes, size: int) -> NDArray[np.float64]:
 def on_device(change: Floats, noise: Noise) -> Floats:
     """What a device sends instead of its difference, if noise is its own affair."""
     drawn = normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
-    noisy: Floats = (clipped(change, noise.clip) + drawn * noise.deviation).astype(np.float32)
+    noisy: Floats = (clipped(change, noise.clip) + drawn * noise.noise_std).astype(np.float32)
     return noisy
 
 
 def on_mean(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
     """What the servers add to the mean of so many clipped differences."""
     secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
-    return normal(secret, size) * (noise.deviation / devices)
+    return normal(secret, size) * (noise.noise_std / devices)

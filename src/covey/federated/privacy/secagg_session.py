@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from covey.core.federated.secagg import neighbor_graph, shamir
-from covey.core.federated.secagg.messages import KeyList, PlainShare, RemoteKeys, SealedShare, ShareList, Unmasking
+from covey.core.federated.secagg.messages import KeyList, PlainShare, RemoteKeys, SealedShare, ShareList, UnmaskingSecrets
 from covey.errors import PeerError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
 from covey.federated.privacy.fixed_point_ring import Words
@@ -67,7 +67,7 @@ class Session:
 
     def _split(self, secret: bytes, places: Sequence[int]) -> dict[int, bytes]:
         drawn = [secrets.randbelow(shamir.PRIME) for _ in range(self.keys.needed - 1)]
-        return shamir.split(secret, places, drawn)
+        return shamir.split_secret(secret, places, drawn)
 
     def take(self, shares: ShareList) -> None:
         """The neighbours' shares. Those that came are who to mask with. Raises `PeerError` for one that is not right."""
@@ -110,9 +110,9 @@ class Session:
         return tuple(PlainShare(device, seed if device in listed else key) for device, (seed, key) in self._held.items())
 
 
-def unmask(total: Words, found: Unmasking) -> Words:
+def unmask(total: Words, found: UnmaskingSecrets) -> Words:
     """The sum without masks. Raises `ValueError` when a key is not the one that its device used."""
-    listed, everyone = found.list, {device: place for place, device in enumerate(found.list.ring)}
+    listed, everyone = found.uploaders, {device: place for place, device in enumerate(found.uploaders.ring)}
     bare = total.copy()
     for seed in found.seeds.values():
         bare -= secagg_masks.self_mask(seed, listed.session, len(bare))
@@ -120,7 +120,7 @@ def unmask(total: Words, found: Unmasking) -> Words:
         if secagg_masks.public(key) != listed.s_pks[device]:
             raise ValueError(f"the key of {device} that its neighbours gave is not its own")
         place = everyone[device]
-        for other in neighbor_graph.neighbours(listed.ring, place, listed.degree):
+        for other in neighbor_graph.ring_neighbors(listed.ring, place, listed.degree):
             name = listed.ring[other]
             if name in found.seeds:  # it masked with the one that dropped out, and that mask is still in the sum
                 mask = secagg_masks.pair_mask(key, listed.s_pks[name], listed.session, len(bare))

@@ -89,7 +89,7 @@ class Answers:
     async def new_instance(self, request: Request) -> Response:
         body = await common_api.whole_body(request)
         plan = changed(self._rounds.plan, _object(body) if body else {})
-        self._scheduler.promise(self._rounds.new_instance(plan, self._scheduler.now()))
+        self._scheduler.promise(self._rounds.request_new_instance(plan, self._scheduler.now()))
         return common_api.as_json(ResultReply("Start new instance successful.", self._scheduler.query()))
 
     async def query(self, request: Request) -> Response:

@@ -16,15 +16,15 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.cluster.view import ClusterView, NodeView
-from covey.core.effects import Close, End, Publish, Send
-from covey.core.event_log import Story
-from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.effects import Close, EndCluster, PublishEvent, Send
+from covey.core.event_log import EventLog
+from covey.core.events import ConnectionLost, MessageReceived, Tick
 from covey.core.federated.dp_accounting import Noise
-from covey.core.federated.federation_machine import Managed
-from covey.core.federated.messages import FederationRecord, FromServer, Instance, Plan, Stage
-from covey.core.federated.server_membership import Effect, Keep
-from covey.core.messages import Ask, AskStory, Message, Stop
-from covey.core.plurals import many
+from covey.core.federated.federation_machine import FederationMachine
+from covey.core.federated.messages import FederationRecord, FromServer, InstanceState, RoundPlan, RoundStage
+from covey.core.federated.server_membership import FederationEffect, PersistFederation
+from covey.core.messages import ClusterEnded, EventsRequest, Message, ViewRequest
+from covey.core.plurals import count_noun
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.server.model_store import write_file
@@ -54,7 +54,9 @@ _PHASES: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Phase.HEALI
 class Scheduler:
     """One federated cluster's scheduler. `run` returns the code the process should end with."""
 
-    def __init__(self, rounds: Managed, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str) -> None:
+    def __init__(
+        self, rounds: FederationMachine, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str
+    ) -> None:
         self.rounds = rounds
         self.node_id = node_id
         self._file = file
@@ -64,8 +66,8 @@ class Scheduler:
         self._started_at = wall()
         self._links: dict[int, Link] = {}
         self._last_link = 0
-        self._ended: asyncio.Future[End] | None = None
-        self._wishes: deque[Effect] = deque()  # those that wait for the disk
+        self._ended: asyncio.Future[EndCluster] | None = None
+        self._wishes: deque[FederationEffect] = deque()  # those that wait for the disk
         self._again: asyncio.TimerHandle | None = None
         self._stuck = ""  # why the disk refuses
         self._followers = Followers(self.view)
@@ -85,7 +87,7 @@ class Scheduler:
         try:
             end = await self._ended
             for _ in range(int(100 * GOODBYE_S)):
-                if not any(server.link in self._links for server in self.rounds.servers.values()):
+                if not any(server.connection in self._links for server in self.rounds.servers.values()):
                     break
                 await asyncio.sleep(0.01)
         finally:
@@ -104,12 +106,12 @@ class Scheduler:
         self._links[link.id] = link
 
     def _heard(self, link: Link, message: Message) -> None:
-        if isinstance(message, Ask):
+        if isinstance(message, ViewRequest):
             self._followers.answer(link, message)
-        elif isinstance(message, AskStory):
+        elif isinstance(message, EventsRequest):
             self._teller.answer(link, message)
         else:
-            self.carry(self.rounds.step(Heard(message, link.id), asyncio.get_running_loop().time()))
+            self.carry(self.rounds.step(MessageReceived(message, link.id), asyncio.get_running_loop().time()))
 
     def _closed(self, link: Link, reason: str) -> None:
         if not link.id:
@@ -120,14 +122,14 @@ class Scheduler:
         self._teller.gone(link)
         if self._ended is not None and self._ended.done():
             return  # everyone was told to go: nobody's log is to be taken over
-        self.carry(self.rounds.step(LinkLost(reason, link.id), asyncio.get_running_loop().time()))
+        self.carry(self.rounds.step(ConnectionLost(reason, link.id), asyncio.get_running_loop().time()))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.carry(self.rounds.step(Ticked(), asyncio.get_running_loop().time()))
+            self.carry(self.rounds.step(Tick(), asyncio.get_running_loop().time()))
 
-    def carry(self, wishes: list[Effect]) -> None:
+    def carry(self, wishes: list[FederationEffect]) -> None:
         """Carry out wishes, in order. While a record cannot be written, what comes after it waits: none of it may be said."""
         self._wishes.extend(wishes)
         if self._again is None:
@@ -135,7 +137,7 @@ class Scheduler:
         elif len(self._wishes) > WAITING_MAX:
             os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
 
-    def promise(self, wishes: list[Effect]) -> None:
+    def promise(self, wishes: list[FederationEffect]) -> None:
         """Carry out what a person asked for. Raises `StoreError` where that must wait."""
         self.carry(wishes)
         if self._stuck:
@@ -145,7 +147,7 @@ class Scheduler:
         self._again, kept = None, False
         while self._wishes:
             wish = self._wishes[0]
-            if isinstance(wish, Keep):
+            if isinstance(wish, PersistFederation):
                 if not self._kept(wish.record):
                     self._again = asyncio.get_running_loop().call_later(RETRY_DISK_S, self._carry_on)
                     break
@@ -157,18 +159,18 @@ class Scheduler:
         if kept:
             self._followers.tell()
 
-    def _carry_out(self, wish: Effect) -> None:
+    def _carry_out(self, wish: FederationEffect) -> None:
         if isinstance(wish, Send):
-            link = self._links.get(wish.link)
+            link = self._links.get(wish.connection)
             if link is not None:
                 link.send(wish.message)
         elif isinstance(wish, Close):
-            link = self._links.get(wish.link)
+            link = self._links.get(wish.connection)
             if link is not None:
                 link.close()
-        elif isinstance(wish, Publish):
+        elif isinstance(wish, PublishEvent):
             self._teller.note(wish)
-        elif isinstance(wish, End) and self._ended is not None and not self._ended.done():
+        elif isinstance(wish, EndCluster) and self._ended is not None and not self._ended.done():
             self._ended.set_result(wish)
 
     def _kept(self, record: FederationRecord) -> bool:
@@ -192,14 +194,14 @@ class Scheduler:
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
         for server in self.rounds.servers.values():
-            link = self._links.get(server.link)
+            link = self._links.get(server.connection)
             if link is not None:
-                link.send(Stop(reason))
+                link.send(ClusterEnded(reason))
         if self._ended is not None and not self._ended.done():
-            self._ended.set_result(End(0, reason))
+            self._ended.set_result(EndCluster(0, reason))
 
     @property
-    def story(self) -> Story:
+    def story(self) -> EventLog:
         """What happened so far."""
         return self._teller.story
 
@@ -217,8 +219,8 @@ class Scheduler:
             "stage": str(rounds.stage),
             "reason": rounds.reason,
             "joined": len(rounds.window.admitted),
-            "counted": rounds.counted,
-            "missed": rounds.missed,
+            "counted": rounds.counted_updates,
+            "missed": rounds.missed_count,
             "missing": list(rounds.missing),
             "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
             "metrics": rounds.metrics,
@@ -231,10 +233,12 @@ class Scheduler:
         refused: Counter[str] = Counter()
         load = {}
         for server in self.rounds.servers.values():
-            if server.standing is not None:
-                refused.update(server.standing.refused)
-                numbers = server.standing.numbers
-                load[server.node_id] = f"{many(numbers.count, 'update')} of {many(numbers.size, 'sample')} in this round"
+            if server.status is not None:
+                refused.update(server.status.refusals_by_reason)
+                numbers = server.status.totals
+                load[server.node_id] = (
+                    f"{count_noun(numbers.count, 'update')} of {count_noun(numbers.size, 'sample')} in this round"
+                )
         return {
             "kind": "federated",
             "instance": self.query(),
@@ -255,7 +259,12 @@ class Scheduler:
 
     def _privacy(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
-        return {"epsilon": noise.epsilon(self.rounds.spent), "delta": noise.delta, "budget": noise.budget, "clip": noise.clip}
+        return {
+            "epsilon": noise.epsilon_after(self.rounds.spent),
+            "delta": noise.delta,
+            "budget": noise.budget,
+            "clip": noise.clip,
+        }
 
     def view(self) -> ClusterView:
         """The cluster in the words of `covey status`."""
@@ -264,29 +273,29 @@ class Scheduler:
         nodes = [here]
         for server in sorted(rounds.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
             state = "alive" if server.alive else "dead"
-            if server.alive and not server.member:
-                state = "left" if server.left else "waiting"
-            phase = str(rounds.stage) if rounds.instance is Instance.RUNNING else str(rounds.instance)
+            if server.alive and not server.is_member:
+                state = "left" if server.has_left else "waiting"
+            phase = str(rounds.stage) if rounds.instance is InstanceState.RUNNING else str(rounds.instance)
             nodes.append(
                 NodeView(
                     Role.SERVER,
                     server.node_id,
                     server.rank,
                     server.host.name,
-                    server.http,
+                    server.http_address,
                     state,
                     server.alive,
-                    step=rounds.iteration if rounds.stage is not Stage.FORMING else -1,
+                    step=rounds.iteration if rounds.stage is not RoundStage.FORMING else -1,
                     phase=phase,
-                    beat_age_s=max(0.0, now - server.beat_at) if server.link else -1.0,
+                    beat_age_s=max(0.0, now - server.last_heartbeat_at) if server.connection else -1.0,
                     restarts=server.restarts,
                     pid=server.pid,
                 )
             )
-        progress: dict[str, float] = {"iteration": rounds.iteration, "counted": rounds.counted}
+        progress: dict[str, float] = {"iteration": rounds.iteration, "counted": rounds.counted_updates}
         progress["joined"] = len(rounds.window.admitted)
         if rounds.plan.noise is not None:
-            progress["epsilon"] = rounds.plan.noise.epsilon(rounds.spent)
+            progress["epsilon"] = rounds.plan.noise.epsilon_after(rounds.spent)
         return ClusterView(
             cluster_id=rounds.cluster_id,
             phase=_PHASES.get(rounds.state, Phase.READY),
@@ -299,7 +308,7 @@ class Scheduler:
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
-            counters={"federated_rounds": float(max(0, rounds.round - 1)), "federated_missed": float(rounds.missed)},
+            counters={"federated_rounds": float(max(0, rounds.round - 1)), "federated_missed": float(rounds.missed_count)},
             gauges={f"federated_{name}": float(number) for name, number in progress.items()}
             | {f"model_{name}": number for name, number in rounds.metrics.items()},
         )
@@ -333,13 +342,13 @@ HYPER: Final = {
 }
 
 
-def hyper(plan: Plan) -> dict[str, Any]:
+def hyper(plan: RoundPlan) -> dict[str, Any]:
     """A plan in MindSpore's words."""
     found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPER.items()}
     return {key: int(value) if HYPER[key][1] == 1000 else value for key, value in found.items()}
 
 
-def changed(plan: Plan, asked: dict[str, Any]) -> Plan:
+def changed(plan: RoundPlan, asked: dict[str, Any]) -> RoundPlan:
     """A plan with some of its keys changed, each checked as `set_fl_context` does."""
     from covey.federated.context import check
 

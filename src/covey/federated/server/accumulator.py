@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federated.messages import Numbers
+from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
 
 UNIT: Final = 2.0**24
@@ -22,7 +22,7 @@ TOTAL_MAX: Final = 2.0**32  # of all of them on one server: SERVERS_MAX of them 
 WEIGHT_MAX: Final = 2**27
 _MAGIC: Final = 1.5 * 2.0**52
 _BITS: Final = np.array([_MAGIC]).view(np.int64)[0]
-NOTHING: Final = Numbers()
+NOTHING: Final = RoundTotals()
 BLOCK: Final = 16384  # values at a time, so that a block stays in the cache
 
 
@@ -34,7 +34,7 @@ class Accumulator:
         self._biased = 0  # how many updates' constants are still in the sum
         self._room = TOTAL_MAX
         self._block = np.empty(BLOCK, np.float64)
-        self.numbers = Numbers()
+        self.numbers = RoundTotals()
 
     def check(self, values: Floats, weight: int) -> float:
         """The greatest value; raises `ValueError` with a sentence for an update that must not be added."""
@@ -51,7 +51,7 @@ class Accumulator:
             raise ValueError("the sum of this round has no room for the update: its values are too large")
         return greatest
 
-    def add(self, values: Floats, weight: int, told: Numbers = NOTHING) -> None:
+    def add(self, values: Floats, weight: int, told: RoundTotals = NOTHING) -> None:
         """Add one update and what its device told. It must have passed `check`."""
         self._room -= max(float(values.max()), -float(values.min()), 0.0) * weight
         factor = weight * UNIT
@@ -62,7 +62,7 @@ class Accumulator:
             block += _MAGIC
             self._sum[start : start + BLOCK] += block.view(np.int64)
         self._biased += 1
-        self.numbers = self.numbers + told + Numbers(1, weight)
+        self.numbers = self.numbers + told + RoundTotals(1, weight)
 
     def empty(self) -> Accumulator:
         """Another one for the same model."""
@@ -76,7 +76,7 @@ class Accumulator:
             self._biased = 0
         return self._sum
 
-    def merge(self, total: NDArray[Any], numbers: Numbers) -> None:
+    def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:
         """Add another server's part."""
         self.total()
         self._sum += total

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federated.messages import Numbers, Orders
+from covey.core.federated.messages import RoundTotals, ServerInstructions
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.federated.model_codec import Floats, Layout
 from covey.federated.privacy import fixed_point_ring
@@ -37,7 +37,7 @@ Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
 BLOCK = 4096  # values of every update at a time
 
 
-async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers) -> Sum:
+async def gather(me: str, parts: Sequence[tuple[str, RoundTotals]], mine: Part, peers: Peers) -> Sum:
     """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
     total = mine.copy()
     for node_id, expected in parts:
@@ -52,10 +52,10 @@ async def gather(me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peer
     return total
 
 
-def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[Numbers, NDArray[Any]]:
+def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[RoundTotals, NDArray[Any]]:
     """A part as it was fetched."""
     size = int.from_bytes(content[:4], "little")
-    numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=Numbers)
+    numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=RoundTotals)
     return numbers, np.frombuffer(content, kind, offset=4 + size)
 
 
@@ -63,16 +63,16 @@ class Spoiled(CoveyError):
     """The sum of a secure round cannot be had: the round is to be abandoned."""
 
 
-def unmasked(total: MaskedSum, orders: Orders, model: Floats) -> tuple[NDArray[np.float64], Numbers]:
+def unmasked(total: MaskedSum, orders: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
     """The mean that a secure round came to, and what its devices told. Raises `Spoiled`."""
     found = orders.unmasking
     assert found is not None
-    units = fixed_point_ring.scale(orders.plan.reach, found.list.samples, len(found.list.ring))
+    units = fixed_point_ring.scale(orders.plan.reach, found.uploaders.samples, len(found.uploaders.ring))
     try:
         values, told = fixed_point_ring.decode(unmask(total.total(), found), units)
     except ValueError as error:
         raise Spoiled(str(error)) from None
-    numbers = total.numbers + Numbers(
+    numbers = total.numbers + RoundTotals(
         loss=round(told.loss * UNIT),
         accuracy=round(told.accuracy * UNIT),
         told=round(told.told),
@@ -113,7 +113,7 @@ def judged(evaluate: Evaluate, layout: Layout, values: Floats) -> dict[str, floa
     return {f"central_{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
-def metrics(numbers: Numbers) -> dict[str, float]:
+def metrics(numbers: RoundTotals) -> dict[str, float]:
     """What the devices told, weighted by their samples."""
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
@@ -129,7 +129,7 @@ def metrics(numbers: Numbers) -> dict[str, float]:
 
 
 async def columns(
-    me: str, parts: Sequence[tuple[str, Numbers]], mine: Part, peers: Peers, strategy: Strategy, folder: Path, size: int
+    me: str, parts: Sequence[tuple[str, RoundTotals]], mine: Part, peers: Peers, strategy: Strategy, folder: Path, size: int
 ) -> NDArray[np.float64]:
     """For strategies that see every update: spool them all to disk as rows, then go through them by columns."""
     count = sum(numbers.count for _, numbers in parts)

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federated.messages import Instance, Joined, Orders, Plan, Stage, evaluates, token
+from covey.core.federated.messages import (
+    DevicesAdmitted,
+    InstanceState,
+    RoundPlan,
+    RoundStage,
+    ServerInstructions,
+    async_update_key,
+    should_evaluate,
+)
 from covey.federated import update_compression
 from covey.federated.model_codec import Floats, raw
 from covey.federated.protocol import (
@@ -149,7 +157,7 @@ class Devices:
             server = self._server
             changed, reason = server.changed, "the cluster is not ready"
             orders = server.orders
-            if orders is not None and orders.instance is Instance.FINISHED:
+            if orders is not None and orders.instance is InstanceState.FINISHED:
                 return self._replies.say(request, Code.OUT_OF_TIME, NOT_RUNNING)
             if orders is not None and not server.claims.is_member:
                 return self._replies.say(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
@@ -157,7 +165,7 @@ class Devices:
                 reason = NOT_RUNNING
             elif orders is not None and self._counted(orders, asked):
                 reason = f"iteration {asked.iteration} has this device's update"
-            elif orders is not None and orders.stage is Stage.OPEN and server.models.round == orders.round - 1:
+            elif orders is not None and orders.stage is RoundStage.OPEN and server.models.round == orders.round - 1:
                 admitted, reason = await self._ask(asked.fl_id, until)
                 if admitted:
                     return self._give(request, asked, orders.round, orders.base)
@@ -166,12 +174,12 @@ class Devices:
                 return self._replies.say(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.pause_ms())
             await self._server.until_changed(changed, min(left, 1.0))
 
-    def _counted(self, orders: Orders, asked: StartJob) -> bool:
+    def _counted(self, orders: ServerInstructions, asked: StartJob) -> bool:
         """Whether the round has this device's update, as the device says; where it may be wrong, only if that is known here."""
         if asked.iteration != orders.round - orders.base:
             return False
-        key = token(asked.fl_id, orders.round) if self._server.strategy.staleness else asked.fl_id
-        return not orders.doubtful or self._server.claims.knows(orders.round, key)
+        key = async_update_key(asked.fl_id, orders.round) if self._server.strategy.staleness else asked.fl_id
+        return not orders.may_have_lost_updates or self._server.claims.is_known_counted(orders.round, key)
 
     async def _ask(self, device: str, until: float) -> tuple[bool, str]:
         """The scheduler's word; while it is away, none."""
@@ -194,7 +202,7 @@ class Devices:
             if not asked:
                 del self._joins[device]
 
-    def joined(self, message: Joined) -> None:
+    def joined(self, message: DevicesAdmitted) -> None:
         """The scheduler's word has come."""
         orders = self._server.orders
         if orders is not None and message.round == orders.round:
@@ -223,7 +231,7 @@ class Devices:
             cipher=_cipher(plan),
             upload_compress_type=plan.compress,
             upload_sparse_rate=plan.sparse_rate,
-            evaluate=evaluates(plan, server.cluster_id, round_number - base, asked.fl_id),
+            evaluate=should_evaluate(plan, server.cluster_id, round_number - base, asked.fl_id),
         )
         answer = Answer(
             int(Code.SUCCEED),
@@ -275,7 +283,7 @@ class Devices:
             await self._server.until_changed(changed, min(left, 1.0))
 
 
-def _cipher(plan: Plan) -> Cipher:
+def _cipher(plan: RoundPlan) -> Cipher:
     """What devices are to do with their updates."""
     if plan.secure:
         return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)

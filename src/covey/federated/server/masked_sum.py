@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federated.messages import Numbers
+from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
 from covey.federated.privacy.fixed_point_ring import TOLD, Words
 from covey.federated.server.accumulator import NOTHING, WEIGHT_MAX
@@ -23,7 +23,7 @@ class MaskedSum:
     def __init__(self, size: int) -> None:
         self._size = size
         self._sum: Words = np.zeros(size + TOLD, np.uint32)
-        self.numbers = Numbers()
+        self.numbers = RoundTotals()
 
     def empty(self) -> MaskedSum:
         """Another one for the same model."""
@@ -36,16 +36,16 @@ class MaskedSum:
         if len(values) != len(self._sum):
             raise ValueError(f"a masked update has {len(self._sum)} numbers here, and {len(values)} came")
 
-    def add(self, values: Floats, weight: int, told: Numbers = NOTHING) -> None:
+    def add(self, values: Floats, weight: int, told: RoundTotals = NOTHING) -> None:
         """Add one masked update. What devices tell about their training is among its numbers."""
         self._sum += values.view(np.uint32)
-        self.numbers = self.numbers + Numbers(1, weight)
+        self.numbers = self.numbers + RoundTotals(1, weight)
 
     def total(self) -> Words:
         """The sum so far."""
         return self._sum
 
-    def merge(self, total: NDArray[Any], numbers: Numbers) -> None:
+    def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:
         """Add another server's part."""
         self._sum += total
         self.numbers = self.numbers + numbers

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from covey.core.federated.messages import Orders
+from covey.core.federated.messages import ServerInstructions
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated.model_codec import Floats, Layout, Small, digest
 from covey.federated.privacy.dp_noise import on_mean
@@ -30,9 +30,9 @@ class Newest(NamedTuple):
     metrics: dict[str, float]
 
 
-def newest(orders: Orders) -> Newest:
+def newest(orders: ServerInstructions) -> Newest:
     """What every server is to have: the model of the round before or, once it is made and wanted, of this one."""
-    made = orders.made
+    made = orders.new_model
     if made is not None:
         return Newest(orders.round, made.node_id, made.digest, made.metrics)
     return Newest(orders.round - 1, orders.source, orders.digest, orders.metrics)
@@ -95,17 +95,19 @@ class Models:
             log.error("%s", error)
             return None
 
-    async def make(self, me: str, orders: Orders, part: Part, spool: Path) -> bool:
+    async def make(self, me: str, orders: ServerInstructions, part: Part, spool: Path) -> bool:
         """Make the model of this round from everyone's parts; False if it is not wanted any more."""
         assert self._store is not None
-        if orders.void:
+        if orders.is_abandoned:
             return self._repeat(orders.round)
-        total = await aggregation.gather(me, orders.parts, part, self._peers)
+        total = await aggregation.gather(me, orders.expected_totals, part, self._peers)
         if part.round != orders.round or self.round != orders.round - 1:
             return False
         state, numbers = dict(self._state), total.numbers
         if self._strategy.sees_all:
-            mean = await aggregation.columns(me, orders.parts, part, self._peers, self._strategy, spool, self._layout.size)
+            mean = await aggregation.columns(
+                me, orders.expected_totals, part, self._peers, self._strategy, spool, self._layout.size
+            )
         elif isinstance(total, MaskedSum):
             mean, numbers = await asyncio.to_thread(aggregation.unmasked, total, orders, self.values)
         else:
@@ -132,7 +134,7 @@ class Models:
         self._has(round_number, self.values, self._store.save(round_number, self.values, self._state, {}))
         return True
 
-    async def fetch(self, me: str, orders: Orders, latest: Callable[[], Orders | None]) -> bool:
+    async def fetch(self, me: str, orders: ServerInstructions, latest: Callable[[], ServerInstructions | None]) -> bool:
         """The newest model, from whoever has it; False if nobody else does. Raises `PeerError`."""
         assert self._store is not None
         wanted = newest(orders)

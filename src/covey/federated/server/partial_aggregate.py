@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from covey.core.federated.messages import Numbers
+from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.server.masked_sum import MaskedSum
@@ -32,7 +32,7 @@ class Part:
         self._told: bytes | None = None
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> RoundTotals:
         return self._sum.numbers
 
     def check(self, values: Floats, weight: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from covey.core.federated.claims import Claims
-from covey.core.federated.messages import Adoption, Copy, Orders, Stage
+from covey.core.federated.messages import LogAdoption, ReplicateUpdate, RoundStage, ServerInstructions
 from covey.errors import PeerError, StoreError
 from covey.federated.server.partial_aggregate import Part, Sum
 from covey.federated.server.server_links import Bytes
@@ -61,7 +61,7 @@ class Holdings:
         if self.part is not None:
             self.part.close()
             self.part.over = True
-            self._claims.held.pop(round_number, None)
+            self._claims.held_updates.pop(round_number, None)
         self.part = Part(self._folder, round_number, self._empty(), self._durability)
         return self.part
 
@@ -72,22 +72,22 @@ class Holdings:
             self.begin(self.part.round)
             self._folder.forget(void + 1)
 
-    def adopt(self, orders: Orders) -> None:
+    def adopt(self, orders: ServerInstructions) -> None:
         """Take over the logs that these orders give to this server."""
-        self.unable &= {adoption.life for adoption in orders.adoptions}  # asked again later, it may be able
+        self.unable &= {adoption.instance_id for adoption in orders.adoptions}  # asked again later, it may be able
         for adoption in orders.adoptions:
             assert self.part is not None
-            if adoption.by == self._claims.node_id and adoption.life not in (*self.part.adopted, *self.unable):
+            if adoption.adopter == self._claims.node_id and adoption.instance_id not in (*self.part.adopted, *self.unable):
                 self._adopt(self.part, adoption)
 
-    def _adopt(self, part: Part, adoption: Adoption) -> None:
-        where = copies_of(self._folder, adoption.life) if adoption.copies else Path(adoption.folder)
-        self._copies.drop(adoption.life)
+    def _adopt(self, part: Part, adoption: LogAdoption) -> None:
+        where = copies_of(self._folder, adoption.instance_id) if adoption.from_replica else Path(adoption.log_directory)
+        self._copies.drop(adoption.instance_id)
         try:
-            taken = self._folder.take_from(where, adoption.life, part.round - self._staleness, part.round)
+            taken = self._folder.take_from(where, adoption.instance_id, part.round - self._staleness, part.round)
         except (OSError, StoreError) as error:
             log.info("the log of server %s cannot be taken over: %s", adoption.node_id, error)
-            self.unable.add(adoption.life)
+            self.unable.add(adoption.instance_id)
             return
         count = 0
         for found in taken:
@@ -102,12 +102,12 @@ class Holdings:
             return part.take(found)
         return [update.device for update, _ in read(found.path)]
 
-    def settle(self, orders: Orders) -> bool:
+    def settle(self, orders: ServerInstructions) -> bool:
         """Seal and drain where these orders say so, once nothing is being written; says whether anything changed."""
         part, before = self.part, self.drained
-        if part is None or orders.round != part.round or not self._claims.settled(part.round):
+        if part is None or orders.round != part.round or not self._claims.is_fully_logged(part.round):
             return False
-        sealing = orders.stage in (Stage.SEALING, Stage.UNMASKING, Stage.SUMMING) and not part.sealed
+        sealing = orders.stage in (RoundStage.SEALING, RoundStage.UNMASKING, RoundStage.SUMMING) and not part.sealed
         part.sealed = part.sealed or sealing
         if self._claims.node_id in orders.leaving and not self.drained:
             part.close()
@@ -131,12 +131,12 @@ class Holdings:
             return str(len(logs)).encode()
         return mapped(logs[what]) if what in logs else None
 
-    def keep_copy(self, node_id: str, message: Copy) -> None:
+    def keep_copy(self, node_id: str, message: ReplicateUpdate) -> None:
         """Another server's update, to be kept too. Raises `PeerError` once those copies are ours, or if the disk refuses.
 
         Of a round that is over they may have been ours: that server was held up, and is not to acknowledge anything more in it.
         """
-        if self.part is not None and (message.life in self.part.adopted or message.round < self.part.round):
+        if self.part is not None and (message.instance_id in self.part.adopted or message.round < self.part.round):
             raise PeerError(f"the copies of server {node_id} have been taken over, or are of a round that is over")
         try:
             self._copies.keep(self._folder, message)

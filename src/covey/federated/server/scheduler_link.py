@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federated.messages import Alive, ToServer
+from covey.core.federated.messages import ServerHeartbeat, ToServer
 from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
 from covey.log import log
@@ -58,7 +58,7 @@ class Upstream:
 
     def beat(self) -> None:
         """Say that this server lives."""
-        self.send(Alive(time.monotonic()))
+        self.send(ServerHeartbeat(time.monotonic()))
 
     async def keep(self) -> None:
         """Call, and call again."""
@@ -103,7 +103,7 @@ class Upstream:
     def _on_message(self, link: Link, message: Message) -> None:
         if link is not self._link:
             return
-        if isinstance(message, Alive):
-            self.vouched_at = max(self.vouched_at, message.at)
+        if isinstance(message, ServerHeartbeat):
+            self.vouched_at = max(self.vouched_at, message.sent_at)
         else:
             self._heard(message)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federated.messages import Orders
+from covey.core.federated.messages import ServerInstructions
 from covey.core.federated.secagg.messages import (
+    AnySecaggRequest,
     ExchangeKeys,
     GetClientList,
     GetKeys,
@@ -22,11 +23,10 @@ from covey.core.federated.secagg.messages import (
     GetSecrets,
     PushListSign,
     ReconstructSecrets,
-    Secure,
-    SecureAsk,
-    Secured,
+    SecaggForward,
+    SecaggReply,
+    SecaggVerdict,
     ShareSecrets,
-    Verdict,
 )
 from covey.core.messages import Message
 from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, now_ms, read_fields, ticket
@@ -36,7 +36,7 @@ from covey.federated.server.status_replies import RETRY_MS, Replies
 if TYPE_CHECKING:
     from covey.federated.server.server import Server
 
-PATHS: Final[dict[str, type[SecureAsk]]] = {
+PATHS: Final[dict[str, type[AnySecaggRequest]]] = {
     "exchangeKeys": ExchangeKeys,
     "getKeys": GetKeys,
     "shareSecrets": ShareSecrets,
@@ -47,12 +47,12 @@ PATHS: Final[dict[str, type[SecureAsk]]] = {
     "reconstructSecrets": ReconstructSecrets,
 }
 ANSWER_S: Final = 2.0  # for the scheduler
-AWAY: Final = Secured(0, Verdict.WAIT, "the scheduler does not answer at present: ask again")
+AWAY: Final = SecaggReply(0, SecaggVerdict.WAIT, "the scheduler does not answer at present: ask again")
 _CODES: Final = {
-    Verdict.TAKEN: Code.SUCCEED,
-    Verdict.DONE: Code.SUCCEED,
-    Verdict.WAIT: Code.NOT_READY,
-    Verdict.LATE: Code.OUT_OF_TIME,
+    SecaggVerdict.ACCEPTED: Code.SUCCEED,
+    SecaggVerdict.DONE: Code.SUCCEED,
+    SecaggVerdict.WAIT: Code.NOT_READY,
+    SecaggVerdict.LATE: Code.OUT_OF_TIME,
 }
 
 
@@ -63,12 +63,12 @@ class Relay:
         self._server = server
         self._replies = replies
         self._serial = 0
-        self._asked: dict[int, asyncio.Future[Secured]] = {}
+        self._asked: dict[int, asyncio.Future[SecaggReply]] = {}
 
     def check(self, request: Request, name: str) -> Any:
         """What is left to do for a request, as a coroutine; None if it was answered. Raises `msgspec.MsgspecError`."""
         server, say = self._server, self._replies.say
-        ask: SecureAsk = read_fields(PATHS[name], request.body, request.content_type)
+        ask: AnySecaggRequest = read_fields(PATHS[name], request.body, request.content_type)
         orders = server.orders
         if self._replies.refused(request, ask.timestamp, "", ask.fl_id):
             return None
@@ -84,33 +84,33 @@ class Relay:
             return say(request, Code.OUT_OF_TIME, "the ticket is not of a round that is open: ask startFLJob for one")
         return self._answer(request, ask, round_number)
 
-    def _round_of(self, ask: SecureAsk, orders: Orders) -> int | None:
+    def _round_of(self, ask: AnySecaggRequest, orders: ServerInstructions) -> int | None:
         """The round a ticket was given for: the present one or, for whoever asks late, the one before."""
         for number in (orders.round, orders.round - 1):
             if ask.ticket == ticket(self._server.key, number, ask.fl_id, ask.data_size):
                 return number
         return None
 
-    async def _answer(self, request: Request, ask: SecureAsk, round_number: int) -> None:
+    async def _answer(self, request: Request, ask: AnySecaggRequest, round_number: int) -> None:
         until = time.monotonic() + ask.wait / 1000
         while True:
             changed, orders = self._server.changed, self._server.orders
             assert orders is not None
             found = _over(orders, round_number) or await self._ask(ask, round_number)
-            told = found.verdict is Verdict.TAKEN and isinstance(ask, ReconstructSecrets)
+            told = found.verdict is SecaggVerdict.ACCEPTED and isinstance(ask, ReconstructSecrets)
             left = until - time.monotonic()
-            if (found.verdict is not Verdict.WAIT and not told) or left <= 0 or request.gone:
+            if (found.verdict is not SecaggVerdict.WAIT and not told) or left <= 0 or request.gone:
                 if told:
-                    found = Secured(0, Verdict.WAIT, "the shares are known, and the round is not done yet: ask again")
+                    found = SecaggReply(0, SecaggVerdict.WAIT, "the shares are known, and the round is not done yet: ask again")
                 return self._say(request, ask, found, round_number)
             await self._server.until_changed(changed, min(left, 1.0))
 
-    async def _ask(self, ask: SecureAsk, round_number: int) -> Secured:
+    async def _ask(self, ask: AnySecaggRequest, round_number: int) -> SecaggReply:
         self._serial += 1
         serial = self._serial
-        waiting: asyncio.Future[Secured] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[SecaggReply] = asyncio.get_running_loop().create_future()
         self._asked[serial] = waiting
-        self._server.tell_scheduler(Secure(serial, round_number, ask))
+        self._server.tell_scheduler(SecaggForward(serial, round_number, ask))
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await waiting
@@ -121,27 +121,27 @@ class Relay:
 
     def heard(self, message: Message) -> None:
         """The scheduler's answer."""
-        assert isinstance(message, Secured)
+        assert isinstance(message, SecaggReply)
         waiting = self._asked.get(message.serial)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
-    def _say(self, request: Request, ask: SecureAsk, found: Secured, round_number: int) -> None:
+    def _say(self, request: Request, ask: AnySecaggRequest, found: SecaggReply, round_number: int) -> None:
         code = _CODES.get(found.verdict, Code.REQUEST_ERROR)
         payload = msgspec.structs.asdict(found.payload) if found.payload is not None else {}
-        payload["done"] = found.verdict is Verdict.DONE
-        if isinstance(ask, GetSecrets) and found.verdict is Verdict.TAKEN:
+        payload["done"] = found.verdict is SecaggVerdict.DONE
+        if isinstance(ask, GetSecrets) and found.verdict is SecaggVerdict.ACCEPTED:
             payload["ticket"] = ticket(self._server.key, round_number, ask.fl_id, ask.data_size, "masked")
         again = str(now_ms() + RETRY_MS) if code is Code.NOT_READY else ""
         answer = SecureAnswer(int(code), found.reason, now_ms(), ask.iteration, next_req_time=again, **payload)
         self._replies.send(request, answer)
 
 
-def _over(orders: Orders, round_number: int) -> Secured | None:
+def _over(orders: ServerInstructions, round_number: int) -> SecaggReply | None:
     """What there is to say of a round that this server knows to be over."""
     if orders.round == round_number:
         return None
     number, reason = orders.voided
     if number == round_number:
-        return Secured(0, Verdict.LATE, f"the round was abandoned: {reason}")
-    return Secured(0, Verdict.DONE, "the round is done")
+        return SecaggReply(0, SecaggVerdict.LATE, f"the round was abandoned: {reason}")
+    return SecaggReply(0, SecaggVerdict.DONE, "the round is done")

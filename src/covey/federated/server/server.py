@@ -18,9 +18,20 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.federated.claims import Claims
-from covey.core.federated.messages import BATCH_MAX, Admitted, Enlist, Instance, Joined, Joining, Orders, Plan, Stage, Standing
-from covey.core.federated.secagg.messages import Secured
-from covey.core.messages import Message, Refused, Stop
+from covey.core.federated.messages import (
+    IDS_PER_MESSAGE_MAX,
+    AdmitDevices,
+    DevicesAdmitted,
+    InstanceState,
+    RegisterServer,
+    RoundPlan,
+    RoundStage,
+    ServerInstructions,
+    ServerRegistered,
+    ServerStatus,
+)
+from covey.core.federated.secagg.messages import SecaggReply
+from covey.core.messages import ClusterEnded, Message, Refused
 from covey.core.types import Host
 from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated.model_codec import Floats, Layout
@@ -59,7 +70,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     wish: int = -1  # the number it would like for an id
     durability: str = "process"
     fl_name: str = ""
-    plan: Plan = Plan()
+    plan: RoundPlan = RoundPlan()
     server_mode: str = "FEDERATED_LEARNING"
     prefix: str = ""
     replay_ms: int = 600_000
@@ -87,7 +98,7 @@ class Server:
         self.key = b""
         self.node_id = settings.node_id
         self.cluster_id = ""
-        self.orders: Orders | None = None
+        self.orders: ServerInstructions | None = None
         self.changed = asyncio.Event()  # replaced whenever something a device may wait for has happened
         self.joined: dict[str, None] = {}
         self.claims = Claims(settings.node_id)
@@ -140,60 +151,60 @@ class Server:
         folder = str(self.holdings.path) if self.cluster_id else ""
         round_number = self.orders.round if self.orders is not None else 0
         self._upstream.send(
-            Enlist(
+            RegisterServer(
                 self.node_id,
                 self._life,
                 s.host,
                 s.http,
                 s.peer,
-                folder=folder,
+                log_directory=folder,
                 pid=os.getpid(),
                 cluster_id=self.cluster_id,
                 durability=s.durability,
-                wish=s.wish,
+                preferred_number=s.wish,
                 fl_name=s.fl_name,
                 plan=s.plan,
                 round=round_number,
-                joined=tuple(self.joined)[:BATCH_MAX],
+                admitted_devices=tuple(self.joined)[:IDS_PER_MESSAGE_MAX],
             )
         )
 
     def _heard(self, message: Message) -> None:
         try:
-            if isinstance(message, Orders):
+            if isinstance(message, ServerInstructions):
                 self._follow(message)
-            elif isinstance(message, Joined):
+            elif isinstance(message, DevicesAdmitted):
                 self.devices.joined(message)
-            elif isinstance(message, Secured):
+            elif isinstance(message, SecaggReply):
                 self.devices.relay.heard(message)
-            elif isinstance(message, Admitted):
+            elif isinstance(message, ServerRegistered):
                 self._take_place(message)
             elif isinstance(message, Refused):
                 self.end(ExitCode.REFUSED, message.reason)
-            elif isinstance(message, Stop):
+            elif isinstance(message, ClusterEnded):
                 self.end(message.code, message.reason)
         except CoveyError as error:
             log.error("%s", error)
             self.end(error.exit_code, str(error))
 
-    def _take_place(self, message: Admitted) -> None:
+    def _take_place(self, message: ServerRegistered) -> None:
         self.key = self.models.key = message.key
         if not self.cluster_id:
             self.node_id, self.cluster_id = message.node_id, message.cluster_id
             self.claims.node_id = message.node_id
             s, path = self.settings, self.settings.root / message.cluster_id / f"server_{message.node_id}"
-            self.holdings.open(path, message.void)
+            self.holdings.open(path, message.discarded_through_round)
             self.models.open(path / "models", name=s.fl_name, keep=s.keep_models, sync=s.durability == "disk")
             self._enlist()  # say again who we are, now with a folder
             log.info("server %s of cluster %s, for devices at %s", self.node_id, self.cluster_id, self.settings.http)
             return
-        self.holdings.give_up(message.void)
+        self.holdings.give_up(message.discarded_through_round)
         self._admitted = True
         self.stand()
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
-    def _follow(self, orders: Orders) -> None:
+    def _follow(self, orders: ServerInstructions) -> None:
         if self.holdings.part is None:
             return
         if orders.plan.secure != self.settings.plan.secure:
@@ -209,7 +220,7 @@ class Server:
             self.holdings.begin(orders.round)
             self.joined.clear()
         self.holdings.adopt(orders)
-        self.intake.carry(self.claims.follow(orders, time.monotonic()))
+        self.intake.carry(self.claims.apply_instructions(orders, time.monotonic()))
         if was_member and not self.claims.is_member:
             self.holdings.begin(orders.round)  # what it held has another keeper, or was given up
         self._settle()
@@ -228,8 +239,8 @@ class Server:
             wait = max(0.0, self._stand_at + STAND_S - time.monotonic())
             self._standing = asyncio.get_running_loop().call_later(wait, self.stand)
 
-    def _begin_work(self, orders: Orders) -> None:
-        if orders.stage is Stage.SUMMING and orders.summer == self.node_id and self.models.round < orders.round:
+    def _begin_work(self, orders: ServerInstructions) -> None:
+        if orders.stage is RoundStage.SUMMING and orders.aggregator == self.node_id and self.models.round < orders.round:
             self._start("sum", self._sum(orders))
         wanted, mine = newest(orders), (self.models.round, self.models.digest)
         if wanted.digest and mine != (wanted.round, wanted.digest) and self.models.round < orders.round:
@@ -257,9 +268,9 @@ class Server:
             log.error("%s", error)
             self.end(error.exit_code, str(error))
 
-    async def _sum(self, orders: Orders) -> None:
+    async def _sum(self, orders: ServerInstructions) -> None:
         assert self.holdings.part is not None
-        if orders.round in self._spoiled and not orders.void:
+        if orders.round in self._spoiled and not orders.is_abandoned:
             return
         try:
             made = await self.models.make(self.node_id, orders, self.holdings.part, self.holdings.path)
@@ -270,7 +281,7 @@ class Server:
             self.stand()
             self._wake()
 
-    async def _fetch(self, orders: Orders) -> None:
+    async def _fetch(self, orders: ServerInstructions) -> None:
         if await self.models.fetch(self.node_id, orders, lambda: self.orders):
             self.holdings.forget(orders.round - 1)
             self._wake()
@@ -286,20 +297,22 @@ class Server:
         if not self._upstream.connected or not self._admitted or part is None:
             return
         self._upstream.send(
-            Standing(
+            ServerStatus(
                 generation=self.claims.generation,
                 round=part.round,
-                numbers=part.numbers,
+                totals=part.numbers,
                 sealed=part.sealed,
-                model=self.models.round,
+                model_round=self.models.round,
                 digest=self.models.digest,
-                adopted=tuple(part.adopted),
-                unable=tuple(self.holdings.unable),
+                adopted_instances=tuple(part.adopted),
+                failed_adoptions=tuple(self.holdings.unable),
                 drained=self.holdings.drained,
                 metrics=self.models.metrics,
-                devices=tuple(self.claims.held.get(part.round, ())) if self.settings.plan.secure and part.sealed else (),
-                spoiled=self._spoiled.get(part.round, ""),
-                refused=dict(self._replies.refusals),
+                counted_devices=tuple(self.claims.held_updates.get(part.round, ()))
+                if self.settings.plan.secure and part.sealed
+                else (),
+                aggregation_error=self._spoiled.get(part.round, ""),
+                refusals_by_reason=dict(self._replies.refusals),
             )
         )
 
@@ -316,7 +329,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        return self.orders is not None and self.orders.instance is Instance.RUNNING and self.claims.is_member
+        return self.orders is not None and self.orders.instance is InstanceState.RUNNING and self.claims.is_member
 
     def ask_to_join(self, device: str) -> None:
         """Ask the scheduler, together with whoever else asks in this turn."""
@@ -328,16 +341,16 @@ class Server:
         joins, self._joins = self._joins, []
         if self.orders is None:
             return
-        for start in range(0, len(joins), BATCH_MAX):
-            self._upstream.send(Joining(self.orders.round, tuple(joins[start : start + BATCH_MAX])))
+        for start in range(0, len(joins), IDS_PER_MESSAGE_MAX):
+            self._upstream.send(AdmitDevices(self.orders.round, tuple(joins[start : start + IDS_PER_MESSAGE_MAX])))
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
     def _heard_peer(self, node_id: str, message: Message) -> None:
-        self.intake.carry(self.claims.heard(node_id, message, time.monotonic()))
+        self.intake.carry(self.claims.on_message(node_id, message, time.monotonic()))
 
     def _reached(self, node_id: str) -> None:
-        self.intake.carry(self.claims.greet(node_id))
+        self.intake.carry(self.claims.holdings_for(node_id))
 
     def _give(self, what: str, round_number: int) -> Bytes | None:
         """What another server may fetch."""
@@ -362,8 +375,8 @@ class Server:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             self.intake.carry(self.claims.tick(now))
-            for peer in self.claims.members if not self.claims.ready else ():
-                self.intake.carry(self.claims.greet(peer.node_id))
+            for peer in self.claims.members if not self.claims.has_all_reports else ():
+                self.intake.carry(self.claims.holdings_for(peer.node_id))
             self.intake.expire(now)
             if self.orders is not None:
                 self._begin_work(self.orders)
@@ -372,6 +385,6 @@ class Server:
                 self._upstream.beat()
 
 
-def _sums(orders: Orders) -> tuple[int, object, bool]:
+def _sums(orders: ServerInstructions) -> tuple[int, object, bool]:
     """What the server that adds the parts is to add."""
-    return orders.round, orders.parts, orders.void
+    return orders.round, orders.expected_totals, orders.is_abandoned

@@ -10,7 +10,15 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federated.messages import BetweenServers, Copied, Copy, Fetch, Hello, Peer, Piece
+from covey.core.federated.messages import (
+    BetweenServers,
+    Chunk,
+    FetchChunk,
+    PeerHello,
+    ReplicateUpdate,
+    ServerInfo,
+    UpdateReplicated,
+)
 from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.log import log
@@ -37,7 +45,7 @@ class Peers:
         heard: Callable[[str, Message], None],
         reached: Callable[[str], None],
         give: Callable[[str, int], Bytes | None],
-        copy: Callable[[str, Copy], None],
+        copy: Callable[[str, ReplicateUpdate], None],
     ) -> None:
         self._guard = guard
         self._heard = heard
@@ -45,11 +53,11 @@ class Peers:
         self._give = give
         self._copy = copy
         self._me = ""
-        self._members: dict[str, Peer] = {}
+        self._members: dict[str, ServerInfo] = {}
         self._links: dict[str, Link] = {}  # called by us, greeted
         self._callers: dict[int, str] = {}  # by the identity of a link: who called
         self._calling: dict[str, asyncio.Task[None]] = {}
-        self._pieces: dict[tuple[str, str, int, int], asyncio.Future[Piece]] = {}
+        self._pieces: dict[tuple[str, str, int, int], asyncio.Future[Chunk]] = {}
         self._copies: dict[int, asyncio.Future[None]] = {}
         self._refused: dict[str, str] = {}  # by node id: why this server refuses to use that one; logged once
         self._listener: Listener | None = None
@@ -78,12 +86,12 @@ class Peers:
         if self._listener is not None:
             self._listener.close()
 
-    def follow(self, me: str, members: tuple[Peer, ...]) -> None:
+    def follow(self, me: str, members: tuple[ServerInfo, ...]) -> None:
         """Whom to know from now on."""
         self._me = me
         for peer in members:
             old = self._members.get(peer.node_id)
-            if old is not None and old.address != peer.address and peer.node_id in self._links:
+            if old is not None and old.peer_address != peer.peer_address and peer.node_id in self._links:
                 self._links.pop(peer.node_id).close("it has another address now")
         self._members = {peer.node_id: peer for peer in members if peer.node_id != me}
 
@@ -137,7 +145,7 @@ class Peers:
         self._copies[serial] = waiting
         try:
             link = await self._linked(node_id)
-            link.send(Copy(life, round_number, serial, record, offset, rest))
+            link.send(ReplicateUpdate(life, round_number, serial, record, offset, rest))
             async with asyncio.timeout(FETCH_S):
                 await waiting
         except TimeoutError:
@@ -145,14 +153,14 @@ class Peers:
         finally:
             self._copies.pop(serial, None)
 
-    async def _piece(self, node_id: str, what: str, round_number: int, offset: int) -> Piece:
+    async def _piece(self, node_id: str, what: str, round_number: int, offset: int) -> Chunk:
         key = (node_id, what, round_number, offset)
         waiting = self._pieces.get(key)
         try:
             if waiting is None:
                 waiting = self._pieces[key] = asyncio.get_running_loop().create_future()
                 link = await self._linked(node_id)
-                link.send(Fetch(what, round_number, offset))
+                link.send(FetchChunk(what, round_number, offset))
             async with asyncio.timeout(FETCH_S):
                 return await asyncio.shield(waiting)
         except TimeoutError:
@@ -164,7 +172,7 @@ class Peers:
         for _ in range(20):
             if node_id in self._links:
                 return self._links[node_id]
-            self.tell(node_id, Hello(self._me))
+            self.tell(node_id, PeerHello(self._me))
             task = self._calling.get(node_id)
             if task is not None:
                 with contextlib.suppress(PeerError):
@@ -174,7 +182,7 @@ class Peers:
         raise PeerError(f"server {node_id} cannot be reached")
 
     async def _call(self, node_id: str) -> None:
-        host, port = address.split(self._members[node_id].address)
+        host, port = address.split(self._members[node_id].peer_address)
         opened: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
 
         def closed(link: Link, reason: str) -> None:
@@ -201,7 +209,7 @@ class Peers:
             link = await opened
         except PeerError:
             return  # the tick calls again
-        link.send(Hello(self._me))
+        link.send(PeerHello(self._me))
         self._links[node_id] = link
         self._reached(node_id)
 
@@ -219,11 +227,11 @@ class Peers:
                 copied.exception()
 
     def _from_called(self, node_id: str, message: Message) -> None:
-        if isinstance(message, Piece):
-            waiting = self._pieces.get((node_id, message.what, message.round, message.offset))
+        if isinstance(message, Chunk):
+            waiting = self._pieces.get((node_id, message.resource, message.round, message.offset))
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
-        elif isinstance(message, Copied):
+        elif isinstance(message, UpdateReplicated):
             copied = self._copies.get(message.serial)
             if copied is not None and not copied.done():
                 copied.set_result(None)
@@ -232,39 +240,39 @@ class Peers:
         self._callers.pop(id(link), None)
         self._partial.pop(id(link), None)
 
-    def _kept(self, link: Link, caller: str, message: Copy) -> None:
+    def _kept(self, link: Link, caller: str, message: ReplicateUpdate) -> None:
         """Keep a copy once it is whole."""
-        if message.offset or message.rest:
+        if message.offset or message.remaining_bytes:
             whole = self._partial.pop(id(link), bytearray()) if message.offset else bytearray()
             if len(whole) != message.offset:
                 raise PeerError(f"a copy's piece at {message.offset} came after {len(whole)} bytes")
             whole += message.record
-            if message.rest:
+            if message.remaining_bytes:
                 self._partial[id(link)] = whole
                 return
             message = msgspec.structs.replace(message, record=bytes(whole))
         self._copy(caller, message)
 
     def _from_caller(self, link: Link, message: Message) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, PeerHello):
             self._callers[id(link)] = message.node_id
             return
         caller = self._callers.get(id(link))
         if caller is None:
             link.close("it did not say who it is")
-        elif isinstance(message, Fetch):
-            whole = self._give(message.what, message.round)
+        elif isinstance(message, FetchChunk):
+            whole = self._give(message.resource, message.round)
             if whole is None:
-                link.send(Piece(message.what, message.round, message.offset, -1))
+                link.send(Chunk(message.resource, message.round, message.offset, -1))
             else:
                 data = bytes(whole[message.offset : message.offset + PIECE_MAX])
-                link.send(Piece(message.what, message.round, message.offset, len(whole), data))
-        elif isinstance(message, Copy):
+                link.send(Chunk(message.resource, message.round, message.offset, len(whole), data))
+        elif isinstance(message, ReplicateUpdate):
             try:
                 self._kept(link, caller, message)
             except PeerError as error:
                 link.close(str(error))
             else:
-                link.send(Copied(message.serial))
+                link.send(UpdateReplicated(message.serial))
         else:
             self._heard(caller, message)

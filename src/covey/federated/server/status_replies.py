@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from covey.core.federated.messages import Instance
+from covey.core.federated.messages import InstanceState
 from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
 from covey.federated.server.http_server import Request
 
@@ -39,7 +39,7 @@ class Replies:
             now,
             iteration=self.iteration,
             next_req_time=str(now + retry_ms) if retry_ms else "",
-            instance=str(orders.instance) if orders is not None and orders.instance is not Instance.RUNNING else "",
+            instance=str(orders.instance) if orders is not None and orders.instance is not InstanceState.RUNNING else "",
             elsewhere=elsewhere,
         )
         self.send(request, answer)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.federated.claims import Answer, Outcome, Store, Tell, Wish
-from covey.core.federated.messages import Numbers, Orders, token
+from covey.core.federated.claims import ClaimEffect, RejectUpdate, SendToServer, StoreUpdate, UpdateOutcome
+from covey.core.federated.messages import RoundTotals, ServerInstructions, async_update_key
 from covey.errors import ExitCode, StoreError
 from covey.federated.model_codec import Floats, decode_flat, decode_masked
 from covey.federated.privacy.dp_noise import clipped
@@ -104,9 +104,9 @@ class Intake:
         if added is None:
             return None
         part.check(added, fields.data_size)
-        return self._wait(request, (orders.round, token(fields.fl_id, began)), fields, added)
+        return self._wait(request, (orders.round, async_update_key(fields.fl_id, began)), fields, added)
 
-    def _contribution(self, request: Request, orders: Orders, began: int, values: Floats) -> Floats | None:
+    def _contribution(self, request: Request, orders: ServerInstructions, began: int, values: Floats) -> Floats | None:
         """For an asynchronous strategy: what an update adds to the model it began with. None if it was refused."""
         strategy, age = self._server.strategy, orders.round - began
         old, unknown = age > strategy.staleness, began <= orders.forgotten
@@ -136,19 +136,19 @@ class Intake:
         weight = 1 if orders is not None and orders.plan.noise is not None else fields.data_size
         update = Update(device, weight, _told(fields))
         self._waiting[key] = Waiting(update, values, [request], until)
-        return self.carry(self._server.claims.came(round_number, device, time.monotonic()))
+        return self.carry(self._server.claims.on_update_received(round_number, device, time.monotonic()))
 
     # -- from the grant to the acknowledgement -----------------------------------------------------------------------
 
-    def carry(self, wishes: list[Wish]) -> None:
+    def carry(self, wishes: list[ClaimEffect]) -> None:
         """What the claims want done."""
         for wish in wishes:
-            if isinstance(wish, Tell):
+            if isinstance(wish, SendToServer):
                 self._peers.tell(wish.node_id, wish.message)
-            elif isinstance(wish, Store):
+            elif isinstance(wish, StoreUpdate):
                 self._store((wish.round, wish.device))
             else:
-                assert isinstance(wish, Answer)
+                assert isinstance(wish, RejectUpdate)
                 self._refuse((wish.round, wish.device), wish.outcome)
 
     def _store(self, key: Key) -> None:
@@ -156,13 +156,13 @@ class Intake:
         server, waiting = self._server, self._waiting.get(key)
         part = server.holdings.part
         if waiting is None or part is None or part.round != key[0] or not server.accepts:
-            return self.carry(server.claims.failed(*key))
+            return self.carry(server.claims.on_store_failed(*key))
         update, values = waiting.update, waiting.values
         try:
             part.append(update, values)
         except StoreError as error:
             log.error("%s", error)
-            self.carry(server.claims.failed(*key))
+            self.carry(server.claims.on_store_failed(*key))
             return self._answer(key, Code.SYSTEM_ERROR, str(error), RETRY_MS)
         if server.settings.durability in ("disk", "host"):
             task = asyncio.get_running_loop().create_task(self._store_safely(part, update, values))
@@ -187,7 +187,7 @@ class Intake:
         if part is not self._server.holdings.part:  # the cluster gave this server up meanwhile
             return self._answer(key, Code.SYSTEM_ERROR, "this server's part was given up: send it again", RETRY_MS)
         part.add(update, values)
-        self.carry(self._server.claims.logged(*key))
+        self.carry(self._server.claims.on_update_logged(*key))
         if self._server.accepts:
             self._answer(key, Code.SUCCEED, "the update is counted")
         else:  # writing took so long that this part may be given up: whoever asks again is told
@@ -206,19 +206,19 @@ class Intake:
         for request in requests:
             self._replies.say(request, code, reason, retry_ms=retry_ms)
 
-    def _refuse(self, key: Key, outcome: Outcome) -> None:
+    def _refuse(self, key: Key, outcome: UpdateOutcome) -> None:
         """It will not be stored: say why."""
-        if outcome is Outcome.COUNTED:
+        if outcome is UpdateOutcome.COUNTED:
             self._answer(key, Code.SUCCEED, "the update was counted already")
-        elif outcome is Outcome.LATE and self._server.strategy.staleness:
+        elif outcome is UpdateOutcome.LATE and self._server.strategy.staleness:
             self._answer(key, Code.NOT_READY, "an iteration ended meanwhile: send it again, it counts in the next", RETRY_MS)
-        elif outcome is Outcome.LATE:
+        elif outcome is UpdateOutcome.LATE:
             base = self._server.orders.base if self._server.orders is not None else 0
             reason = (
                 f"the update is for iteration {key[0] - base}, which is closed; the present one is {self._replies.iteration}"
             )
             self._answer(key, Code.OUT_OF_TIME, reason, self._replies.pause_ms())
-        elif outcome is Outcome.EARLY:
+        elif outcome is UpdateOutcome.EARLY:
             self._answer(key, Code.NOT_READY, "this server has not heard of the iteration yet: try again", RETRY_MS)
         else:
             self._answer(key, Code.NOT_READY, "this server takes no updates at present: try another", RETRY_MS)
@@ -226,17 +226,19 @@ class Intake:
     def expire(self, now: float) -> None:
         """Whoever has waited long enough is told to try again."""
         for key in [key for key, waiting in self._waiting.items() if now > waiting.until]:
-            if not self._server.claims.held.get(key[0], {}).get(key[1], True):  # granted, and being written: who asks again
+            if not self._server.claims.held_updates.get(key[0], {}).get(
+                key[1], True
+            ):  # granted, and being written: who asks again
                 self._tell(self._waiting[key], Code.NOT_READY, UNKNOWN, RETRY_MS)  # hears of it then
                 continue
-            self._server.claims.dropped(*key)
+            self._server.claims.on_request_dropped(*key)
             self._answer(key, Code.NOT_READY, UNKNOWN, RETRY_MS)
 
 
-def _told(fields: UpdateFields) -> Numbers:
+def _told(fields: UpdateFields) -> RoundTotals:
     """What a device says of its training and its evaluation. Raises `ValueError`."""
     told, loss = weighed(fields.data_size, fields.upload_loss)
     judged, accuracy = weighed(fields.data_size, fields.upload_accuracy)
     eval_size, eval_loss = weighed(fields.eval_data_size, fields.eval_loss)
     eval_judged, eval_accuracy = weighed(fields.eval_data_size, fields.eval_accuracy)
-    return Numbers(0, 0, loss, accuracy, told, eval_size, eval_loss, eval_accuracy, judged, eval_judged)
+    return RoundTotals(0, 0, loss, accuracy, told, eval_size, eval_loss, eval_accuracy, judged, eval_judged)

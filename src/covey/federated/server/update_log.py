@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from covey.core.federated.messages import Numbers
+from covey.core.federated.messages import RoundTotals
 from covey.errors import StoreError
 from covey.federated.model_codec import Floats, raw
 
@@ -37,7 +37,7 @@ class Update(msgspec.Struct, frozen=True):
 
     device: str
     weight: int
-    told: Numbers = Numbers()  # its loss and accuracy, and those of an evaluation; count and size stay 0
+    told: RoundTotals = RoundTotals()  # its loss and accuracy, and those of an evaluation; count and size stay 0
 
 
 class Logged(NamedTuple):
@@ -70,7 +70,7 @@ def unpack(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
         if crc and zlib.crc32(data, zlib.crc32(name)) != crc:
             return
         values = np.frombuffer(data if data_start % 4 == 0 else bytes(data), np.float32)
-        yield Update(bytes(name).decode(), weight, Numbers(0, 0, *told)), values, end
+        yield Update(bytes(name).decode(), weight, RoundTotals(0, 0, *told)), values, end
         start = end
 
 

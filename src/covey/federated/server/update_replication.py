@@ -11,7 +11,7 @@ import asyncio
 from pathlib import Path
 
 from covey.core.federated.claims import Claims
-from covey.core.federated.messages import Copy, Peer, keeper
+from covey.core.federated.messages import ReplicateUpdate, ServerInfo, replica_keeper
 from covey.errors import PeerError, StoreError
 from covey.federated.model_codec import Floats
 from covey.federated.server.partial_aggregate import Part
@@ -47,10 +47,10 @@ class Safekeeping:
         """Have the next server keep it too; alone there is nobody, and that is all that can be done. Of a part that is over
         nothing is kept: whoever has taken its copies refuses more, and cuts the link."""
         while not part.over:
-            peer = keeper(claims.node_id, claims.members)
+            peer = replica_keeper(claims.node_id, claims.members)
             if peer is None:
                 return None
-            place = (part.round, peer.address, len(part.adopted))
+            place = (part.round, peer.peer_address, len(part.adopted))
             try:
                 async with self._copying:
                     if self._copied_to != place:
@@ -63,7 +63,7 @@ class Safekeeping:
                 await asyncio.sleep(RETRY_S)
         return None
 
-    async def _copy_all(self, part: Part, peer: Peer) -> None:
+    async def _copy_all(self, part: Part, peer: ServerInfo) -> None:
         for path in part.logs():
             for update, values in read(path):
                 await self._peers.copy(peer.node_id, self._life, part.round, _record(update, values))
@@ -75,12 +75,12 @@ class Copies:
     def __init__(self) -> None:
         self._logs: dict[str, UpdateLog] = {}
 
-    def keep(self, folder: Folder, message: Copy) -> None:
+    def keep(self, folder: Folder, message: ReplicateUpdate) -> None:
         """Keep a copy of another server's update; those of earlier rounds are over. Raises `StoreError`."""
-        log = self._logs.get(message.life)
+        log = self._logs.get(message.instance_id)
         if log is None or log.round != message.round:
-            self.drop(message.life)
-            log = self._logs[message.life] = _open(copies_of(folder, message.life), message.round)
+            self.drop(message.instance_id)
+            log = self._logs[message.instance_id] = _open(copies_of(folder, message.instance_id), message.round)
         log.write([message.record])
 
     def drop(self, life: str) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from covey.core.federated.dp_accounting import Noise
 from covey.core.federated.secagg.messages import (
+    AnySecaggRequest,
     ClientList,
     ExchangeKeys,
     GetClientList,
@@ -17,11 +18,10 @@ from covey.core.federated.secagg.messages import (
     GetSecrets,
     KeyList,
     ReconstructSecrets,
-    SecureAsk,
     ShareList,
     ShareSecrets,
 )
-from covey.core.federated.secagg.protocol import SecureRound
+from covey.core.federated.secagg.protocol import SecaggRound
 from covey.errors import PeerError
 from covey.federated.model_codec import Floats
 from covey.federated.privacy import dp_noise, fixed_point_ring
@@ -73,14 +73,14 @@ class Journey:
 def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
     """The weighted mean of differences through a secure round, all devices and the scheduler's machine in one process."""
     count = len(changes)
-    machine = SecureRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)
+    machine = SecaggRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)
     devices = {f"device-{number}": Session(f"device-{number}") for number in range(count)}
 
-    def ask(kind: type[SecureAsk], name: str, size: int, **fields: object) -> object:
+    def ask(kind: type[AnySecaggRequest], name: str, size: int, **fields: object) -> object:
         said = kind(fl_id=name, iteration=1, timestamp=0, data_size=size, ticket="", **fields)  # type: ignore[arg-type]
-        found = machine.hear(said, 0.0)
-        if machine.failed:
-            raise PeerError(machine.failed)
+        found = machine.handle_request(said, 0.0)
+        if machine.failure_reason:
+            raise PeerError(machine.failure_reason)
         return found.payload
 
     sizes = dict(zip(devices, weights, strict=True))
@@ -97,7 +97,7 @@ def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str)
         assert isinstance(shares, ShareList)
         one.take(shares)
         total += one.mask(fixed_point_ring.encode(change, Told(), sizes[name], scale))
-    machine.fix(set(devices), 0.0)
+    machine.fix_uploaders(set(devices), 0.0)
     for name, one in devices.items():
         listed = ask(GetClientList, name, sizes[name])
         assert isinstance(listed, ClientList)

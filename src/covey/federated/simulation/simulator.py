@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federated.messages import Numbers, share
+from covey.core.federated.messages import RoundTotals, hash_fraction
 from covey.errors import ExitCode, UsageError
 from covey.federated.model_codec import Floats, Layout
 from covey.federated.server import aggregation
@@ -159,7 +159,7 @@ def simulate(
     pull = strategy.mu if isinstance(strategy, FedProx) else 0.0
     for number in range(1, rounds + 1):
         started = time.perf_counter()
-        chosen = [d for d in range(devices) if sample >= 1 or share(f"{seed}/{number}", str(d)) < sample] or [0]
+        chosen = [d for d in range(devices) if sample >= 1 or hash_fraction(f"{seed}/{number}", str(d)) < sample] or [0]
         framework = time.perf_counter() - started
         total = Accumulator(layout.size)
         rows: list[Floats] = []
@@ -177,7 +177,7 @@ def simulate(
                     packed[row] = strategy.contribution(packed[row], flat, 0)
                 _check(total, packed[row], weight)
                 size, loss = weighed(weight, float(losses[row]))
-                total.add(packed[row], weight, Numbers(loss=loss, told=size))
+                total.add(packed[row], weight, RoundTotals(loss=loss, told=size))
             rows += list(packed) if strategy.sees_all or journey.treatment.secure else []
             framework += time.perf_counter() - began
         began = time.perf_counter()

@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from covey.core.cluster.view import ClusterView
-from covey.core.messages import Ask, Told
-from covey.core.taskd_variables import RESTARTS_MAX
+from covey.core.messages import ViewReply, ViewRequest
+from covey.core.taskd_variables import DEFAULT_MAX_RESTARTS
 from covey.core.types import Phase, Role
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.integrations.taskd.config import (
@@ -127,7 +127,7 @@ def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
     kept = Kept(
         sockets=([], []),
         journal=str(journal_folder(settings, os.environ)),
-        max_restarts=RESTARTS_MAX,
+        max_restarts=DEFAULT_MAX_RESTARTS,
         agents_return=wanted.settings.recovery,
     )
     code = serve(Loaded(settings, wanted.origins), sockets=sockets, kept=kept)
@@ -187,7 +187,7 @@ async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterVie
     seen: list[ClusterView] = []
 
     def hear(link: Any, message: Any) -> None:
-        if isinstance(message, Told):
+        if isinstance(message, ViewReply):
             view = msgspec.json.decode(message.view, type=ClusterView)
             if job and view.job not in ("", job):
                 end(link, "it is that of another job")
@@ -209,7 +209,7 @@ async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterVie
         door.secret,
         door.context,
         insist=door.insist,
-        on_open=lambda link: link.send(Ask(follow=True)),
+        on_open=lambda link: link.send(ViewRequest(follow=True)),
         on_message=hear,
         on_close=end,
     )

@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from covey.core.taskd_variables import JOB, RESTARTS_MAX
+from covey.core.taskd_variables import DEFAULT_MAX_RESTARTS, JOB_VARIABLE
 from covey.errors import CoveyError
 from covey.integrations.taskd.agent_api import attach
 from covey.integrations.taskd.config import journal_folder, log_folder, place, speak
@@ -66,7 +66,7 @@ def _take_over() -> None:
             words = command(config, entrypoint, args, os.environ)
         except CannotTakeOver as error:
             log.warning("torchrun keeps its workers and restarts all when one dies: %s", error)
-            config.max_restarts = config.max_restarts or RESTARTS_MAX
+            config.max_restarts = config.max_restarts or DEFAULT_MAX_RESTARTS
             return theirs(config, entrypoint, args, **options)
         except CoveyError as error:
             log.error("%s", error)
@@ -92,7 +92,7 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
     told = load(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
     where = place(told, environ, address.bare(endpoint))
-    job = told.job if where.given else environ.get(JOB) or told.job  # a manager has its job's name from there, too
+    job = told.job if where.given else environ.get(JOB_VARIABLE) or told.job  # a manager has its job's name from there, too
     settings = msgspec.structs.replace(told, job=job)
     hosts = f"{config.min_nodes}:{config.max_nodes}" if config.max_nodes > config.min_nodes else config.min_nodes
     words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", hosts]
@@ -100,7 +100,7 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
     words += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
         words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
-    words += ["--max-restarts", config.max_restarts or RESTARTS_MAX, "--role", config.role, "--no-live"]
+    words += ["--max-restarts", config.max_restarts or DEFAULT_MAX_RESTARTS, "--role", config.role, "--no-live"]
     if config.shutdown_timeout is not None:
         words += ["--grace", config.shutdown_timeout]
     if config.numa_options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from covey.core.messages import Unsaved
+from covey.core.messages import CheckpointFailed
 from covey.errors import StoreError
 from covey.training.checkpoint.checkpoint import Checkpoint
 from covey.training.worker_context import Meeting
@@ -63,4 +63,4 @@ class Keeping:
     def _say(self, step: int, sentence: str) -> None:
         log.warning("%s", sentence)
         if self._meeting is not None:
-            self._meeting.say(Unsaved(step, sentence))
+            self._meeting.say(CheckpointFailed(step, sentence))

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.core.parameter_server.settings import Serving
+from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import UsageError
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.collectives.numbered import Collectives
@@ -25,7 +25,7 @@ class Group:
 
     def __init__(self, meeting: Meeting | None) -> None:
         self.meeting = meeting
-        self.serving: Serving | None = None  # how parameters are served, if they are
+        self.serving: ServingSettings | None = None  # how parameters are served, if they are
         self._collectives: Collectives | None = None
         self._client: Client | None = None
 
@@ -68,7 +68,7 @@ class Group:
                 meeting.place.rank,
                 lambda: meeting.place.generation,
                 functools.partial(find, meeting),
-                lambda: meeting.place.sharing,
+                lambda: meeting.place.sharding,
             )
         return self._client
 

@@ -21,7 +21,19 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.core.messages import Broke, DumpAsked, Dumped, Fetched, Giver, HealPlan, Holder, Number, Report, Resumed, Seating
+from covey.core.messages import (
+    CollectiveFailed,
+    CollectiveNumber,
+    Donor,
+    DumpRequest,
+    DumpWritten,
+    HealPlan,
+    MemberIndexes,
+    RankResumed,
+    SafePointReport,
+    SlotHolder,
+    StateFetched,
+)
 from covey.errors import PeerError
 from covey.training.collectives.gloo_group import Built, Done, Gloo
 from covey.training.collectives.result_cache import BEFORE, Kept
@@ -65,7 +77,7 @@ class Slots(Protocol):
     @property
     def holds(self) -> bytes: ...  # a mask of those that are here
     def give(self, wanted: bytes) -> Donation: ...
-    def collect(self, holders: list[Holder], rank: int, world: int) -> Any: ...  # what this place needs and has not
+    def collect(self, holders: list[SlotHolder], rank: int, world: int) -> Any: ...  # what this place needs and has not
     def move(self, rank: int, world: int, collected: Any) -> None: ...  # to another place, with what it needs there
     def settle(self) -> None: ...  # everyone has what they need: let go of the rest
 
@@ -83,21 +95,21 @@ class Collectives:
         self.slots: Slots | None = None  # of the loop's optimizer, if its state is cut
         self.collected: Any = None  # what this process, being a replacement, received of them
         self.place: Place = meeting.place  # of the agreed generation
-        self.seating: Seating | None = None  # who is in the world, once it has changed
+        self.seating: MemberIndexes | None = None  # who is in the world, once it has changed
         self.seated = 0  # the newest seating by which the data is shared
         self._meeting = meeting
         self._gloo: Gloo | None = None
         self._left_behind: list[Gloo] = []  # until their works have ended
         # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
         self._agreed = FIRST if meeting.place.generation == FIRST and meeting.place.restarts == 0 else 0
-        self._newcomer = meeting.place.restarts > 0 or meeting.place.since > FIRST
+        self._newcomer = meeting.place.restarts > 0 or meeting.place.since_generation > FIRST
         self._step, self._n = BEFORE, 0
         self._kept = Kept(meeting.keep_bytes)
         self._opened = 0  # how many of this step's came before its first batch
         self._half = False  # a state arrived in part, over what this process had begun with
-        self._handed: dict[Number, list[Any]] = {}
+        self._handed: dict[CollectiveNumber, list[Any]] = {}
         self._resumed = self._settled = self._agreed
-        self._holders: list[Holder] = []  # as the last plan says
+        self._holders: list[SlotHolder] = []  # as the last plan says
         self._server: Server | None = None
         self._told_followers = 0  # the generation in which they were told where to ask
         self.waited_s = 0.0  # in collectives, so far
@@ -116,7 +128,7 @@ class Collectives:
         return self._n
 
     @property
-    def completed(self) -> Number | None:
+    def completed(self) -> CollectiveNumber | None:
         """The last one."""
         return self._kept.completed
 
@@ -127,7 +139,7 @@ class Collectives:
     def run(self, operation: Operation, *, passing: bool = False, limited: bool = True) -> None:
         """Run a collective to its end, through any number of generations. The results of a `passing` one are part of the
         state afterwards: they are kept only until the first step. Those of one that is not `limited` are kept at any size."""
-        number = Number(self._step, self._n)
+        number = CollectiveNumber(self._step, self._n)
         self._n += 1
         self._meeting.waits = number
         since = time.monotonic()
@@ -152,19 +164,19 @@ class Collectives:
         self._kept.keep(number, results, passing=passing, limited=limited)
         if self._resumed != self._agreed:
             self._resumed = self._agreed
-            self._meeting.say(Resumed(self._agreed, number.step))
+            self._meeting.say(RankResumed(self._agreed, number.step))
         if self.offered is not None and self._told_followers != self._agreed:
             self._tell_followers()
 
     def early(self, issue: Callable[[Gloo], None]) -> None:
         """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
-        fresh = self._agreed == self._meeting.place.generation and Number(self._step, self._n) not in self._handed
+        fresh = self._agreed == self._meeting.place.generation and CollectiveNumber(self._step, self._n) not in self._handed
         if fresh and self._gloo is not None and self._gloo.ready:
             issue(self._gloo)
 
     def spoil(self, reason: str) -> None:
         """What was issued ahead will not be completed here: the others must leave this generation's group too."""
-        self._meeting.say(Broke(self._agreed, reason))
+        self._meeting.say(CollectiveFailed(self._agreed, reason))
         self._await_regroup(self._agreed)
 
     def open(self, step: int) -> None:
@@ -208,7 +220,7 @@ class Collectives:
         try:
             self._collect()
         except PeerError as error:
-            self._meeting.say(Broke(self._agreed, str(error)[:500]))
+            self._meeting.say(CollectiveFailed(self._agreed, str(error)[:500]))
             self._await_regroup(self._agreed)
             self._newcomer = self._half = True
             self.agree()
@@ -236,10 +248,10 @@ class Collectives:
                 self.offered.look(self._step)
             if isinstance(news, Asked):
                 continue
-            if not isinstance(news, DumpAsked):
+            if not isinstance(news, DumpRequest):
                 return news
             step, path = self.source.dump() if self.source is not None else (-1, "")
-            self._meeting.say(Dumped(step, path))
+            self._meeting.say(DumpWritten(step, path))
 
     def _wait(self, works: list[Any]) -> bool:
         """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
@@ -251,7 +263,7 @@ class Collectives:
                 return False
             if isinstance(news, Done) and id(news.work) in waiting:
                 if news.error:
-                    self._meeting.say(Broke(self._agreed, news.error[:500]))
+                    self._meeting.say(CollectiveFailed(self._agreed, news.error[:500]))
                 else:
                     waiting.discard(id(news.work))
         return True
@@ -266,7 +278,7 @@ class Collectives:
                 self._leave_behind(news.generation)
                 return None
             if isinstance(news, Built) and news.generation == self._agreed and news.error:
-                self._meeting.say(Broke(self._agreed, news.error[:500]))
+                self._meeting.say(CollectiveFailed(self._agreed, news.error[:500]))
         return self._gloo
 
     def _leave_behind(self, generation: int) -> None:
@@ -283,17 +295,17 @@ class Collectives:
         server = self._gives()
         slots = self.slots if self.source is not None else None
         self._meeting.say(
-            Report(
+            SafePointReport(
                 generation=generation,
                 completed=self._kept.completed,
-                waits=self._meeting.waits,
+                waiting_in=self._meeting.waits,
                 needs_state=self._newcomer,
-                whole=self._kept.whole and (self.source is None or self.source.whole),
-                spoiled=self.source is not None and self.source.spoiled,
-                slots=slots.count if slots is not None else 0,
-                holds=slots.holds if slots is not None else b"",
+                has_complete_state=self._kept.whole and (self.source is None or self.source.whole),
+                is_result_invalid=self.source is not None and self.source.spoiled,
+                slot_count=slots.count if slots is not None else 0,
+                held_slots=slots.holds if slots is not None else b"",
                 finished=finished,
-                seated=self.seated,
+                indexes_version=self.seated,
                 port=server.port,
                 token=server.token,
             )
@@ -311,21 +323,21 @@ class Collectives:
     def _carry_out(self, plan: HealPlan) -> bool:
         """Fetch what the plan says this rank lacks. False if the giver is gone: its death begins a new generation, whose plan
         names another giver."""
-        self.seating, self._holders = plan.seating or self.seating, plan.holders
-        if plan.giver is None and not plan.holders:
+        self.seating, self._holders = plan.member_indexes or self.seating, plan.slot_holders
+        if plan.donor is None and not plan.slot_holders:
             if self._half:
                 raise PeerError("the state was received in part when its giver died, and nobody else has it: start it again")
             return True
         try:
-            self._fetch(plan.giver, plan.generation)
+            self._fetch(plan.donor, plan.generation)
         except PeerError as error:
             self._half = self._newcomer
-            self._meeting.say(Broke(plan.generation, str(error)[:500]))
+            self._meeting.say(CollectiveFailed(plan.generation, str(error)[:500]))
             self._await_regroup(plan.generation)
             return False
         return True
 
-    def _fetch(self, giver: Giver | None, generation: int) -> None:
+    def _fetch(self, giver: Donor | None, generation: int) -> None:
         """All that this rank lacks. Raises `PeerError` when whoever gives is gone: tensors at home may then be half written."""
         if giver is None:
             return self._collect()
@@ -334,7 +346,7 @@ class Collectives:
         received = fetch(giver, kind, homes, known=known)
         self._collect()
         self._half = False
-        self._meeting.say(Fetched(generation))
+        self._meeting.say(StateFetched(generation))
         self._handed = received.results
         if self._newcomer:
             self.donation = received
@@ -368,7 +380,7 @@ class Collectives:
         self._told_followers = self._agreed
         if self.place.rank == 0:
             server = self._gives()
-            giver = Giver(0, self._meeting.address, server.port, server.token)
+            giver = Donor(0, self._meeting.address, server.port, server.token)
             with contextlib.suppress(PeerError):  # this generation is over: the next one is told
                 self._meeting.pin(spare_sync.KEY, msgspec.msgpack.encode(giver), self._agreed)
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Final
 
-from covey.core.messages import Number
+from covey.core.messages import CollectiveNumber
 
 BEFORE: Final = -1  # the step before the first
 
@@ -27,10 +27,10 @@ class Kept:
     """What one rank keeps; `limit` in bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.completed: Number | None = None  # the last one
+        self.completed: CollectiveNumber | None = None  # the last one
         self._limit = limit
-        self._results: dict[Number, list[Any]] = {}
-        self._passing: Number | None = None
+        self._results: dict[CollectiveNumber, list[Any]] = {}
+        self._passing: CollectiveNumber | None = None
         self._opening = (BEFORE, 0)  # the first step of this epoch, and how many of its collectives came before its first batch
         self._bytes = dict.fromkeys(Span, 0)
         self._whole = dict.fromkeys(Span, True)
@@ -41,25 +41,25 @@ class Kept:
         return all(self._whole.values())
 
     @property
-    def last(self) -> dict[Number, list[Any]]:
+    def last(self) -> dict[CollectiveNumber, list[Any]]:
         """The result of the last one."""
         assert self.completed is not None
         return {self.completed: self._results[self.completed]}
 
-    def of(self, step: int, first: int = 0) -> dict[Number, list[Any]]:
+    def of(self, step: int, first: int = 0) -> dict[CollectiveNumber, list[Any]]:
         """The results of a step, from one on."""
-        return {number: results for number, results in self._results.items() if number.step == step and number.n >= first}
+        return {number: results for number, results in self._results.items() if number.step == step and number.index >= first}
 
-    def needed(self, step: int) -> dict[Number, list[Any]]:
+    def needed(self, step: int) -> dict[CollectiveNumber, list[Any]]:
         """What a replacement needs that begins at this step."""
         here = {number: results for number, results in self._results.items() if self._span(number) is not Span.STEP}
         return here | self.of(step) | (self.last if self.completed is not None else {})
 
-    def receive(self, last: Number, results: Mapping[Number, list[Any]]) -> None:
+    def receive(self, last: CollectiveNumber, results: Mapping[CollectiveNumber, list[Any]]) -> None:
         """From another rank: this one may be the only one left who has them."""
         self.completed, self._results = last, dict(results)
 
-    def keep(self, number: Number, results: list[Any], *, passing: bool, limited: bool) -> None:
+    def keep(self, number: CollectiveNumber, results: list[Any], *, passing: bool, limited: bool) -> None:
         """A `passing` one is part of the state afterwards: it is needed only until the first step."""
         if passing:
             self._passing = number
@@ -94,8 +94,8 @@ class Kept:
         for number in [n for n in self._results if self._span(n) is Span.STEP and n.step < step and n != self.completed]:
             del self._results[number]
 
-    def _span(self, number: Number) -> Span:
+    def _span(self, number: CollectiveNumber) -> Span:
         if number.step == BEFORE:
             return Span.TRAINING
         step, count = self._opening
-        return Span.EPOCH if number.step == step and number.n < count else Span.STEP
+        return Span.EPOCH if number.step == step and number.index < count else Span.STEP

@@ -51,7 +51,7 @@ class Walk:
     def set_out(self, group: Group, collectives: Collectives | None) -> None:
         """This rank has its place."""
         self._collectives = collectives
-        self.seat = group.place.seat if group.place is not None and group.place.seat >= 0 else group.rank
+        self.seat = group.place.member_index if group.place is not None and group.place.member_index >= 0 else group.rank
         self.course = self._to_the_end(self._data.course(seed=self._seed, world=group.world, accumulate=self._accumulate))
         self.cut = self.course.cut(0, 0, self._limit)
         if self.stream is not None:
@@ -144,7 +144,7 @@ class Walk:
         seating = self._collectives.seating
         if seating is None or seating.version <= self._collectives.seated:
             return self.course.seats
-        return tuple(seating.seats)
+        return tuple(seating.indexes)
 
     def scale(self) -> float:
         """What this rank's gradients count for among those of all who take part now."""

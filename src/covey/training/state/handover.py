@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from covey.core.messages import Number
+from covey.core.messages import CollectiveNumber
 from covey.errors import StoreError, UsageError
 from covey.training.checkpoint import resume
 from covey.training.checkpoint.checkpoint import Checkpoint
@@ -52,7 +52,7 @@ class Handover:
         self._state, self._walk, self._served, self._sharded = state, walk, served, sharded
         self._group, self._collectives, self._checkpoint = group, collectives, checkpoint
         self._before = 0  # how many collectives were run before the first step
-        self._shared_at: Number | None = None  # the collective by which the parameters were shared last
+        self._shared_at: CollectiveNumber | None = None  # the collective by which the parameters were shared last
         self._given: Mark | None = None  # to a replacement: all that a program may change,
         self._stepped: Mark | None = None  # and how that was when the giver's optimizer had run
 
@@ -123,7 +123,7 @@ class Handover:
         seating = self._collectives.seating if self._collectives is not None else None
         if self._collectives is not None and seating is not None:
             self._collectives.seated = seating.version
-        seats = tuple(seating.seats) if seating is not None else tuple(range(self._group.world))
+        seats = tuple(seating.indexes) if seating is not None else tuple(range(self._group.world))
         self._walk.course = self._walk.course.seated(seats)
 
     def _resume(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Giver
+from covey.core.messages import Donor
 from covey.errors import PeerError
 from covey.training.state import pytree
 from covey.training.state.transfer import NOTHING, Donation, Known, digest, fetch
@@ -94,12 +94,12 @@ class Follower:
         while not self._over.is_set():
             try:
                 place = self._meeting.look(KEY, self._meeting.generation, LOOK_S)
-                took_s = self._renew(msgspec.msgpack.decode(place, type=Giver))
+                took_s = self._renew(msgspec.msgpack.decode(place, type=Donor))
             except PeerError:  # it is gone, or has not come that far: the next one is looked for
                 took_s = AGAIN_S / PACE
             self._over.wait(PACE * took_s)
 
-    def _renew(self, giver: Giver) -> float:
+    def _renew(self, giver: Donor) -> float:
         """Take a copy; returns the seconds that took, without the waiting for it."""
         began = 0.0
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.messages import Giver, Number
+from covey.core.messages import CollectiveNumber, Donor
 from covey.errors import PeerError
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.state import pytree
@@ -45,10 +45,10 @@ class Donation(msgspec.Struct, frozen=True):
 
     step: int = -1
     applied: bool = False  # the state is that after this step's optimizer ran
-    last: Number | None = None  # the collective the giver completed last; its result is among these
+    last: CollectiveNumber | None = None  # the collective the giver completed last; its result is among these
     before: int = 0  # how many collectives were run before the first step
     state: Any = None  # nested plain data and tensors; None where the giver has none yet
-    results: dict[Number, list[Any]] = {}
+    results: dict[CollectiveNumber, list[Any]] = {}
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class Server:
 
 
 def fetch(
-    giver: Giver,
+    giver: Donor,
     kind: str,
     homes: Mapping[str, Any] = MappingProxyType({}),
     *,
@@ -139,10 +139,10 @@ def _send(connection: socket.socket, given: Donation) -> None:
     tensors = list(named.items())
     results: list[tuple[int, int, list[int]]] = []
     for number, items in given.results.items():
-        results.append((number.step, number.n, list(range(len(tensors), len(tensors) + len(items)))))
+        results.append((number.step, number.index, list(range(len(tensors), len(tensors) + len(items)))))
         tensors += [("", item) for item in items]
     plain = [(path, tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()) for path, tensor in tensors]
-    last = (given.last.step, given.last.n) if given.last is not None else None
+    last = (given.last.step, given.last.index) if given.last is not None else None
     mark = Mark()
     meta = _Meta(
         step=given.step,
@@ -213,8 +213,8 @@ def _read(connection: socket.socket, homes: Mapping[str, Any], known: Known, beg
             elif (mine := known.tensors[meta.tensors[number].path]) is not tensors[number]:
                 view[:] = _bytes_of(mine)
     connection.sendall(THANKS)
-    results = {Number(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
-    last = Number(*meta.last) if meta.last is not None else None
+    results = {CollectiveNumber(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
+    last = CollectiveNumber(*meta.last) if meta.last is not None else None
     return Donation(meta.step, meta.applied, last, meta.before, pytree.unpack(meta.state, tensors), results)
 
 

@@ -7,30 +7,37 @@ from typing import Any
 import pytest
 
 from covey.core.cluster import resize_plan
-from covey.core.cluster.admission import Answer, Verdict, answer_agent, answer_node, names, node_id
-from covey.core.cluster.state import Cluster
+from covey.core.cluster.admission import (
+    Admission,
+    AdmissionDecision,
+    choose_node_id,
+    decide_agent_admission,
+    decide_node_admission,
+    describe_members,
+)
+from covey.core.cluster.state import ClusterState
 from covey.core.messages import NAMES_MAX, Register, RegisterAgent
-from covey.core.types import Agent, ClusterSettings, Host, Member, NodeState, Phase, Role
+from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Role
 
 BOX = Host("boot-box", "box", "10.0.0.1")
 OTHER = Host("boot-other", "other", "10.0.0.2")
 
 
-def forming(*members: Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> Cluster:
-    cluster = Cluster("c1", ClusterSettings(workers, servers, recovery=recovery))
+def forming(*members: Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> ClusterState:
+    cluster = ClusterState("c1", ClusterSettings(workers, servers, recovery=recovery))
     for member in members:
         cluster.add(member)
     return cluster
 
 
-def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) -> Cluster:
+def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) -> ClusterState:
     cluster = forming(*members, recovery=recovery, workers=len(members))
     cluster.phase, cluster.generation = phase, 3
     return cluster
 
 
 def worker(name: str, rank: int = -1, state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
-    usual: dict[str, Any] = {"life": f"life of {name}", "link": 1, "pid": 42}
+    usual: dict[str, Any] = {"life": f"life of {name}", "connection": 1, "pid": 42}
     return Member(Role.WORKER, name, host=BOX, rank=rank, state=state, **(usual | more))
 
 
@@ -46,78 +53,82 @@ def child(state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
 
 
 def test_a_newcomer_is_admitted_while_places_are_free() -> None:
-    answer = answer_node(forming(worker("a")), wish("b"))
-    assert (answer.verdict, answer.reason) == (Verdict.ADMIT, "2 of 2 workers are here")
+    answer = decide_node_admission(forming(worker("a")), wish("b"))
+    assert (answer.admission, answer.reason) == (Admission.ADMIT, "2 of 2 workers are here")
 
 
 def test_worker_0_and_server_0_are_two_nodes() -> None:
-    answer = answer_node(forming(worker("0", 0), servers=1), Register(Role.PSERVER, "0", "l", BOX))
-    assert answer.verdict is Verdict.ADMIT
+    answer = decide_node_admission(forming(worker("0", 0), servers=1), Register(Role.PSERVER, "0", "l", BOX))
+    assert answer.admission is Admission.ADMIT
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a")), formed(worker("a", 0), worker("b", 1))])
-def test_the_life_that_is_known_re_attaches(cluster: Cluster) -> None:
-    answer = answer_node(cluster, wish("a", "life of a"))
-    assert (answer.verdict, answer.place) == (Verdict.REATTACH, (Role.WORKER, "a"))
+def test_the_life_that_is_known_re_attaches(cluster: ClusterState) -> None:
+    answer = decide_node_admission(cluster, wish("a", "life of a"))
+    assert (answer.admission, answer.member_key) == (Admission.REATTACH, (Role.WORKER, "a"))
 
 
 def test_a_node_without_an_id_is_known_by_its_life() -> None:
-    cluster = formed(worker("a", 0), Member(Role.WORKER, "beef", "beef", BOX, rank=1, state=NodeState.ALIVE, link=2))
-    assert answer_node(cluster, wish("", "beef")).place == (Role.WORKER, "beef")
-    assert node_id(wish("", "beef")) == "beef"
-    assert node_id(wish("", "1234")) == "n1234", "an id that was not given must not claim a rank"
+    cluster = formed(worker("a", 0), Member(Role.WORKER, "beef", "beef", BOX, rank=1, state=NodeState.ALIVE, connection=2))
+    assert decide_node_admission(cluster, wish("", "beef")).member_key == (Role.WORKER, "beef")
+    assert choose_node_id(wish("", "beef")) == "beef"
+    assert choose_node_id(wish("", "1234")) == "n1234", "an id that was not given must not claim a rank"
 
 
 @pytest.mark.parametrize("name", ["b", "1"])
 def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
-    answer = answer_node(formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), wish(name))
-    assert (answer.verdict, answer.place, answer.reason) == (Verdict.RETURN, (Role.WORKER, "b"), "incarnation 2 of worker:b")
+    answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), wish(name))
+    assert (answer.admission, answer.member_key, answer.reason) == (
+        Admission.NEXT_INCARNATION,
+        (Role.WORKER, "b"),
+        "incarnation 2 of worker:b",
+    )
 
 
 def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
     dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
-    answer = answer_node(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
-    assert answer == Answer(Verdict.RETURN, "takes rank 1 after worker:b", (Role.WORKER, "b"))
+    answer = decide_node_admission(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
+    assert answer == AdmissionDecision(Admission.NEXT_INCARNATION, "takes rank 1 after worker:b", (Role.WORKER, "b"))
 
 
 def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
     cluster = formed(worker("0", 0), child())
-    assert answer_node(cluster, wish("1", incarnation=2)).verdict is Verdict.REATTACH
+    assert decide_node_admission(cluster, wish("1", incarnation=2)).admission is Admission.REATTACH
 
 
 # -- held off --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("silent", [worker("b", 1, NodeState.SUSPECT), worker("b", 1, NodeState.SUSPECT, link=0)])
+@pytest.mark.parametrize("silent", [worker("b", 1, NodeState.SUSPECT), worker("b", 1, NodeState.SUSPECT, connection=0)])
 def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Member) -> None:
-    answer = answer_node(formed(worker("a", 0), silent), wish("b"))
-    assert answer.verdict is Verdict.HOLD
+    answer = decide_node_admission(formed(worker("a", 0), silent), wish("b"))
+    assert answer.admission is Admission.DEFER
     assert answer.reason == "the life before, worker:b on box (process 42), is not known to be over yet"
 
 
 def test_of_a_life_that_the_journal_alone_knows_no_process_is_named() -> None:
     known = worker("b", 1, NodeState.SUSPECT, pid=0)
     said = "the life before, worker:b on box, is not known to be over yet"
-    assert answer_node(formed(worker("a", 0), known), wish("b")).reason == said
+    assert decide_node_admission(formed(worker("a", 0), known), wish("b")).reason == said
 
 
 def test_a_stranger_waits_while_somebody_is_silent() -> None:
-    answer = answer_node(formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), wish("z"))
-    assert answer.verdict is Verdict.HOLD
+    answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), wish("z"))
+    assert answer.admission is Admission.DEFER
     assert answer.reason == "every place is taken, but worker:b is silent: its place may become free"
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
-def refusal(cluster: Cluster, registration: Register) -> str:
-    answer = answer_node(cluster, registration)
-    assert answer.verdict is Verdict.REFUSE
+def refusal(cluster: ClusterState, registration: Register) -> str:
+    answer = decide_node_admission(cluster, registration)
+    assert answer.admission is Admission.REFUSE
     return answer.reason
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a"), worker("b"), servers=1), formed(worker("a", 0), worker("b", 1))])
-def test_one_worker_too_many(cluster: Cluster) -> None:
+def test_one_worker_too_many(cluster: ClusterState) -> None:
     assert refusal(cluster, wish("c")) == (
         "one worker too many: the cluster has its 2 (worker:a, worker:b)."
         " Stop this one, or start the cluster with a larger number"
@@ -140,7 +151,7 @@ def test_a_rank_taken_by_an_agents_worker() -> None:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a", state=NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))])
-def test_a_live_nodes_id(cluster: Cluster) -> None:
+def test_a_live_nodes_id(cluster: ClusterState) -> None:
     said = "worker:a on box (process 42) is alive: a second node with its id is not allowed"
     assert refusal(cluster, wish("a")) == said
 
@@ -217,26 +228,26 @@ def agent_wish(name: str = "b", slots: int = 2, first_rank: int = -1, **more: An
     return RegisterAgent(name, "new", OTHER, slots, first_rank, **more)
 
 
-def agent_refusal(cluster: Cluster, registration: RegisterAgent) -> str:
-    answer = answer_agent(cluster, registration)
-    assert answer.verdict is Verdict.REFUSE
+def agent_refusal(cluster: ClusterState, registration: RegisterAgent) -> str:
+    answer = decide_agent_admission(cluster, registration)
+    assert answer.admission is Admission.REFUSE
     return answer.reason
 
 
 def test_an_agent_brings_its_workers() -> None:
-    answer = answer_agent(forming(), agent_wish())
-    assert (answer.verdict, answer.reason) == (Verdict.ADMIT, "other brings 2 workers")
+    answer = decide_agent_admission(forming(), agent_wish())
+    assert (answer.admission, answer.reason) == (Admission.ADMIT, "other brings 2 workers")
 
 
 def test_the_same_agent_again() -> None:
     cluster = formed(worker("0", 0))
-    cluster.agents["b"] = Agent("b", "new", OTHER, 1)
-    assert answer_agent(cluster, agent_wish()).verdict is Verdict.REATTACH
+    cluster.agents["b"] = AgentInfo("b", "new", OTHER, 1)
+    assert decide_agent_admission(cluster, agent_wish()).admission is Admission.REATTACH
 
 
 def test_another_agent_of_that_name() -> None:
     cluster = forming()
-    cluster.agents["b"] = Agent("b", "first", BOX, 1, link=5)
+    cluster.agents["b"] = AgentInfo("b", "first", BOX, 1, connection=5)
     assert agent_refusal(cluster, agent_wish()) == "an agent named b is here already, on box"
 
 
@@ -258,7 +269,7 @@ def test_two_hosts_with_one_node_rank() -> None:
 
 def test_a_node_rank_beyond_the_last() -> None:
     assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: there are 2"
-    assert answer_agent(forming(workers=4), agent_wish(first_rank=2)).verdict is Verdict.ADMIT, "3 is the last"
+    assert decide_agent_admission(forming(workers=4), agent_wish(first_rank=2)).admission is Admission.ADMIT, "3 is the last"
 
 
 def test_an_agent_with_other_settings() -> None:
@@ -267,42 +278,46 @@ def test_an_agent_with_other_settings() -> None:
 
 
 def test_an_agent_of_another_job() -> None:
-    named = Cluster("c1", ClusterSettings(2, job="a"))
+    named = ClusterState("c1", ClusterSettings(2, job="a"))
     theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
     assert (
         agent_refusal(named, agent_wish(fingerprint=theirs))
         == "its settings differ from the scheduler's: the job is b there and a here"
     )
     for cluster, said in ((named, {}), (named, {"the job": "a"}), (forming(), {"the job": "b"})):
-        assert answer_agent(cluster, agent_wish(fingerprint=said)).verdict is Verdict.ADMIT
+        assert decide_agent_admission(cluster, agent_wish(fingerprint=said)).admission is Admission.ADMIT
 
 
 # -- the whole answer, where more than a refusal follows from it -----------------------------------------------------
 
 
 def test_whoever_is_known_is_told_as_what() -> None:
-    assert answer_node(formed(worker("a", 0)), wish("a", "life of a")) == Answer(
-        Verdict.REATTACH, "the same life again", (Role.WORKER, "a")
+    assert decide_node_admission(formed(worker("a", 0)), wish("a", "life of a")) == AdmissionDecision(
+        Admission.REATTACH, "the same life again", (Role.WORKER, "a")
     )
-    assert answer_node(formed(worker("0", 0), child()), wish("1", incarnation=2)) == Answer(
-        Verdict.REATTACH, "the process its agent started", (Role.WORKER, "1")
+    assert decide_node_admission(formed(worker("0", 0), child()), wish("1", incarnation=2)) == AdmissionDecision(
+        Admission.REATTACH, "the process its agent started", (Role.WORKER, "1")
     )
     cluster = formed(worker("0", 0))
-    cluster.agents["b"] = Agent("b", "new", OTHER, 1)
-    assert answer_agent(cluster, agent_wish()) == Answer(Verdict.REATTACH, "the same agent again")
+    cluster.agents["b"] = AgentInfo("b", "new", OTHER, 1)
+    assert decide_agent_admission(cluster, agent_wish()) == AdmissionDecision(Admission.REATTACH, "the same agent again")
 
 
 def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -> None:
     cluster = formed(worker("0", 0), child(life="its life", process="spare:7.3"))
     asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
-    assert answer_node(cluster, asks) == Answer(Verdict.REATTACH, "it is worker:1 now", (Role.WORKER, "1"))
+    assert decide_node_admission(cluster, asks) == AdmissionDecision(
+        Admission.REATTACH, "it is worker:1 now", (Role.WORKER, "1")
+    )
     for other in (
         Register(Role.SPARE, "7", "another life", BOX, incarnation=3),
         Register(Role.SPARE, "7", "its life", BOX, incarnation=2),
         Register(Role.SPARE, "8", "its life", BOX, incarnation=3),
     ):
-        assert answer_node(cluster, other).verdict is Verdict.REFUSE
-    assert answer_node(cluster, wish("x", "its life")).verdict is Verdict.REFUSE, "a worker is promoted to nothing"
+        assert decide_node_admission(cluster, other).admission is Admission.REFUSE
+    assert decide_node_admission(cluster, wish("x", "its life")).admission is Admission.REFUSE, (
+        "a worker is promoted to nothing"
+    )
 
 
 def test_every_setting_that_differs_is_shown() -> None:
@@ -329,7 +344,7 @@ def test_without_recovery_nobody_takes_a_dead_ones_place() -> None:
     assert refusal(cluster, wish("z")).startswith("one worker too many: ")
 
 
-def growing(**changed: Any) -> Cluster:
+def growing(**changed: Any) -> ClusterState:
     """Two workers in a world that may have three."""
     cluster = formed(worker("a", 0), worker("b", 1))
     cluster.settings = ClusterSettings(2, recovery=True, **changed)
@@ -338,19 +353,21 @@ def growing(**changed: Any) -> Cluster:
 
 def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
     cluster = growing(worker_max=3)
-    later = Answer(Verdict.HOLD, f"there is place for 3 workers, but not yet: {resize_plan.why_not(cluster)}")
-    assert answer_node(cluster, wish("1")) == later
+    later = AdmissionDecision(
+        Admission.DEFER, f"there is place for 3 workers, but not yet: {resize_plan.resize_blocker(cluster)}"
+    )
+    assert decide_node_admission(cluster, wish("1")) == later
     asked = growing()
     asked.asked = 3
     assert refusal(asked, wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
     asked.resized = 2
-    assert answer_node(asked, wish("1")) == later
+    assert decide_node_admission(asked, wish("1")) == later
     asked.trains = True
-    assert answer_node(asked, wish("1")) == Answer(Verdict.ADMIT, "there is place for 3 workers")
+    assert decide_node_admission(asked, wish("1")) == AdmissionDecision(Admission.ADMIT, "there is place for 3 workers")
     forms = forming(worker("1", 1))
     forms.settings = ClusterSettings(2, worker_max=3)
     assert refusal(forms, wish("01")) == "rank 1 is taken by worker:1 on box (process 42)", "before, it is"
-    assert answer_node(forms, wish("2")).verdict is Verdict.ADMIT, "and the world is what it may become"
+    assert decide_node_admission(forms, wish("2")).admission is Admission.ADMIT, "and the world is what it may become"
 
 
 def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
@@ -362,10 +379,10 @@ def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
     def people(count: int) -> list[Member]:
         return [worker(f"w{number}") for number in reversed(range(count))]
 
-    assert names([]) == "nobody"
-    assert names(people(11)).endswith("worker:w8, worker:w9, worker:w10"), "nine is before ten"
-    assert names(people(NAMES_MAX)).endswith(f", worker:w{NAMES_MAX - 1}")
-    assert names(people(NAMES_MAX + 1)).endswith(f", worker:w{NAMES_MAX - 1} and 1 more")
+    assert describe_members([]) == "nobody"
+    assert describe_members(people(11)).endswith("worker:w8, worker:w9, worker:w10"), "nine is before ten"
+    assert describe_members(people(NAMES_MAX)).endswith(f", worker:w{NAMES_MAX - 1}")
+    assert describe_members(people(NAMES_MAX + 1)).endswith(f", worker:w{NAMES_MAX - 1} and 1 more")
 
 
 # -- hosts -----------------------------------------------------------------------------------------------------------
@@ -373,42 +390,50 @@ def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
 
 def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() -> None:
     cluster = formed(worker("0", 0), child(agent="b"))
-    cluster.agents["b"] = Agent("b", "first", OTHER, 1)
-    held = Answer(Verdict.HOLD, "the life before of the agent b is not known to be over yet")
-    assert answer_agent(cluster, agent_wish()) == held
+    cluster.agents["b"] = AgentInfo("b", "first", OTHER, 1)
+    held = AdmissionDecision(Admission.DEFER, "the life before of the agent b is not known to be over yet")
+    assert decide_agent_admission(cluster, agent_wish()) == held
     cluster.members[(Role.WORKER, "1")].state = NodeState.DEAD
-    assert answer_agent(cluster, agent_wish(slots=1)) == Answer(
-        Verdict.ADMIT, "other brings 1 worker, and worker:1 can be started again"
+    assert decide_agent_admission(cluster, agent_wish(slots=1)) == AdmissionDecision(
+        Admission.ADMIT, "other brings 1 worker, and worker:1 can be started again"
     )
 
 
 def test_a_host_with_spares_alone_is_welcome_at_any_time_and_with_more_it_is_not() -> None:
     cluster = formed(worker("0", 0))
-    assert answer_agent(cluster, agent_wish(slots=0, spares=2)) == Answer(Verdict.ADMIT, "other brings 2 spares")
+    assert decide_agent_admission(cluster, agent_wish(slots=0, spares=2)) == AdmissionDecision(
+        Admission.ADMIT, "other brings 2 spares"
+    )
     for late in (agent_wish(slots=1, spares=2), agent_wish(slots=0, servers=1, spares=2), agent_wish(slots=0)):
-        assert answer_agent(cluster, late).verdict is Verdict.REFUSE
+        assert decide_agent_admission(cluster, late).admission is Admission.REFUSE
 
 
 def test_a_host_brings_servers_too_and_not_too_many() -> None:
     cluster = forming(worker("a"), Member(Role.PSERVER, "0", "l", BOX, rank=0), servers=2)
-    assert answer_agent(cluster, agent_wish(slots=1, servers=1)) == Answer(Verdict.ADMIT, "other brings 1 worker and 1 server")
+    assert decide_agent_admission(cluster, agent_wish(slots=1, servers=1)) == AdmissionDecision(
+        Admission.ADMIT, "other brings 1 worker and 1 server"
+    )
     said = "this host brings 2 servers, but 1 of 2 are here already"
-    assert answer_agent(cluster, agent_wish(slots=1, servers=2)) == Answer(Verdict.REFUSE, said)
+    assert decide_agent_admission(cluster, agent_wish(slots=1, servers=2)) == AdmissionDecision(Admission.REFUSE, said)
 
 
 def test_a_host_whose_ranks_nobody_named_takes_what_is_free() -> None:
-    assert answer_agent(forming(worker("0", 0)), agent_wish(slots=1)) == Answer(Verdict.ADMIT, "other brings 1 worker")
+    assert decide_agent_admission(forming(worker("0", 0)), agent_wish(slots=1)) == AdmissionDecision(
+        Admission.ADMIT, "other brings 1 worker"
+    )
 
 
 def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
-    assert answer_agent(growing(worker_max=3), agent_wish(slots=1)) == Answer(
-        Verdict.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
+    assert decide_agent_admission(growing(worker_max=3), agent_wish(slots=1)) == AdmissionDecision(
+        Admission.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
     )
     next_in_turn = growing(worker_max=3)
-    next_in_turn.agents["c"] = Agent("c", "its life", BOX, 1, link=5)
-    assert answer_agent(next_in_turn, agent_wish(slots=1)).verdict is Verdict.REFUSE, "another host was here before it"
+    next_in_turn.agents["c"] = AgentInfo("c", "its life", BOX, 1, connection=5)
+    assert decide_agent_admission(next_in_turn, agent_wish(slots=1)).admission is Admission.REFUSE, (
+        "another host was here before it"
+    )
     away = formed(worker("0", 0), child(agent="c"))
-    away.agents["c"] = Agent("c", "its life", BOX, 1)
-    assert answer_agent(away, agent_wish()) == Answer(
-        Verdict.HOLD, "the agent on box is out of reach: its places may become free"
+    away.agents["c"] = AgentInfo("c", "its life", BOX, 1)
+    assert decide_agent_admission(away, agent_wish()) == AdmissionDecision(
+        Admission.DEFER, "the agent on box is out of reach: its places may become free"
     )

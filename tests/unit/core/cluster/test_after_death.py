@@ -33,45 +33,45 @@ from tests.unit.core.cluster.test_scheduler_machine import (
 from tests.unit.core.cluster.test_scheduler_machine_effects import noted, records, serve, served, warnings
 from tests.unit.core.cluster.test_spares_decided import SPARE, Bench
 
-from covey.core.cluster.recovery_strategy import ladder
-from covey.core.cluster.resize_plan import ARRIVE_S
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.cluster.transitions import TELL_S
-from covey.core.effects import Close, End, Persist
-from covey.core.events import Heard, HostGone, LinkLost, Ticked
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.cluster.resize_plan import JOIN_TIMEOUT_S
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.transitions import END_DELIVERY_S
+from covey.core.effects import Close, EndCluster, Persist
+from covey.core.events import ConnectionLost, HostGone, MessageReceived, Tick
 from covey.core.incidents import Outcome, Stage
 from covey.core.messages import (
     Assignment,
-    Beat,
-    Drain,
-    DumpAsked,
-    Dumped,
-    Exited,
+    CheckpointFailed,
+    ChildExited,
+    ClusterEnded,
+    CollectiveNumber,
+    DesiredChildren,
+    Draining,
+    DumpRequest,
+    DumpWritten,
+    Heartbeat,
     Leave,
-    Number,
-    Put,
+    NewGeneration,
+    RankResumed,
     Refused,
     Register,
     RegisterAgent,
-    Regrouped,
-    Report,
-    Resumed,
-    ScaleAsked,
-    Settled,
-    Start,
-    Stop,
-    StopAsked,
-    Unsaved,
+    RendezvousPut,
+    SafePointReport,
+    ScaleRequest,
+    ServerInSync,
+    StopRequest,
 )
 from covey.core.types import AgentRecord, ClusterRecord, Ended, Host, MemberRecord, NodeState, Phase, Progress, Role
 from covey.errors import ExitCode
 
-IN_PLACE = ladder(("recover-in-place",))
+IN_PLACE = parse_strategies(("recover-in-place",))
 THIRD = Host("boot-third", "third", "10.0.0.3")
 
 
-def dies(made: Machine, node_id: str, link: int = 1, life: int = 1, reason: str = "killed") -> Effects:
-    return made.step(Heard(Exited(node_id, life, 137, reason), link), 1.0)
+def dies(made: SchedulerMachine, node_id: str, link: int = 1, life: int = 1, reason: str = "killed") -> Effects:
+    return made.step(MessageReceived(ChildExited(node_id, life, 137, reason), link), 1.0)
 
 
 def members(effects: Effects) -> list[tuple[str, int, NodeState]]:
@@ -88,9 +88,9 @@ def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anyth
     reason = "worker:1 is started again on box; the others stay in their step"
     assert warnings(effects) == ["worker:1 died: killed", f"cluster recover-in-place: {reason}"]
     assert noted(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
-    assert sent(effects, Regrouped) == dict.fromkeys((10, 12), Regrouped(2, "worker:1 died: killed"))
+    assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
     assert members(effects) == [("1", 2, NodeState.ALIVE)], "the next scheduler must know which life is meant"
-    assert {link: start.assignments for link, start in sent(effects, Start).items()} == {
+    assert {link: start.assignments for link, start in sent(effects, DesiredChildren).items()} == {
         1: [Assignment("0", 0, 1, 0), Assignment("1", 1, 2, 1)]
     }
     assert made.counters == {"deaths": 1, "replacements": 1} and made.cluster.reason == reason
@@ -101,7 +101,7 @@ def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_co
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         assert not ended(dies(made, "1", life=life))
-    made.step(Heard(Beat(Progress(6, "train", loop=True)), 10), 1.0)
+    made.step(MessageReceived(Heartbeat(Progress(6, "train", in_loop=True)), 10), 1.0)
     for life in (3, 4, 5):
         assert not ended(dies(made, "1", life=life)), "a step was made since"
     end = ended(dies(made, "1", life=6))
@@ -110,64 +110,64 @@ def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_co
 
 
 def test_a_rank_whose_host_is_lost_starts_on_another_and_what_is_left_of_it_is_told_so() -> None:
-    made = training(strategies=ladder(("recover",)), agents_return=False)
-    effects = made.step(LinkLost("reset", 2), 1.0)
+    made = training(strategies=parse_strategies(("recover",)), agents_return=False)
+    effects = made.step(ConnectionLost("reset", 2), 1.0)
     reason = "worker:2 is started again on box; the others stay in their step"
     assert warnings(effects)[0] == "agent:b gone: reset"
     assert sent(effects, Refused) == {12: Refused(f"this life is over: {reason}")} and Close(12) in effects
-    assert sent(effects, Start)[1].assignments[-1] == Assignment("2", 2, 2, 2)
-    assert sent(effects, Regrouped)[10].reason == "worker:2 died: the agent on other is gone (reset)"
+    assert sent(effects, DesiredChildren)[1].assignments[-1] == Assignment("2", 2, 2, 2)
+    assert sent(effects, NewGeneration)[10].reason == "worker:2 died: the agent on other is gone (reset)"
 
 
 def test_a_spare_of_another_host_takes_over_and_both_hosts_hear_of_it() -> None:
     bench = Bench(here=0, there=1).begin().stand_by(0, OTHER)
     effects = bench.die(1)
-    assert {link: [a.name for a in start.assignments] for link, start in sent(effects, Start).items()} == {
+    assert {link: [a.name for a in start.assignments] for link, start in sent(effects, DesiredChildren).items()} == {
         1: ["worker:0"],
         2: ["worker:1", "worker:2"],
     }, "the old life may still have to be ended"
-    assert sent(effects, Regrouped) == dict.fromkeys((10, 12), Regrouped(2, "worker:1 died: killed"))
-    assert bench.machine.incidents.kept[-1].strategy == "recover"
+    assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
+    assert bench.machine.incidents.records[-1].strategy == "recover"
 
 
 def test_a_rank_that_moves_leaves_the_host_before_it_alone() -> None:
-    made = training(strategies=ladder(("recover",)))
-    made.step(Heard(Drain("asked to leave"), 2), 1.0)
-    assert set(sent(dies(made, "2", link=2), Start)) == {1}
+    made = training(strategies=parse_strategies(("recover",)))
+    made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
+    assert set(sent(dies(made, "2", link=2), DesiredChildren)) == {1}
 
 
 def test_a_life_that_was_asked_to_go_hands_over_and_has_not_failed() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
-        link = made.cluster.members[(Role.WORKER, "1")].link
-        made.step(Heard(Drain("its host is needed"), link), 1.0)
+        link = made.cluster.members[(Role.WORKER, "1")].connection
+        made.step(MessageReceived(Draining("its host is needed"), link), 1.0)
         effects = dies(made, "1", life=life, reason="signal 15")
         assert warnings(effects)[0] == "worker:1 handed over: its host is needed"
-        assert sent(effects, Regrouped)[10].reason == "worker:1 handed over: its host is needed"
+        assert sent(effects, NewGeneration)[10].reason == "worker:1 handed over: its host is needed"
         assert made.cluster.members[(Role.WORKER, "1")].handovers == life
-        made.step(Heard(register("1", f"life {life + 1}", incarnation=life + 1), 20 + life), 1.0)
+        made.step(MessageReceived(register("1", f"life {life + 1}", incarnation=life + 1), 20 + life), 1.0)
     assert made.counters == {"handovers": 2, "replacements": 2}
-    assert made.first_failure is None and made.cluster.members[(Role.WORKER, "1")].fruitless == 0
+    assert made.first_failure is None and made.cluster.members[(Role.WORKER, "1")].deaths_without_progress == 0
 
 
 def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> None:
     bench = Bench().begin().stand_by()
     assert "spare:0 stands by: train.py:7" in told(bench.effects)
-    again = bench.hear(Beat(Progress(phase="train.py:7", stands_by=True)), SPARE)
+    again = bench.hear(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
     assert told(again) == [], "once"
     assert warnings(bench.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
 
 
 def test_a_mistake_in_the_program_is_not_started_again() -> None:
     made = training(strategies=IN_PLACE)
-    effects = made.step(Heard(Exited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
+    effects = made.step(MessageReceived(ChildExited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
     assert f"cluster end: worker:1 ended with code {ExitCode.BAD_SCRIPT}: another start does not mend that" in warnings(effects)
     assert ended(effects)
 
 
 def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
     made = cut_under_an_agent(3)
-    made.cluster.members[(Role.WORKER, "1")].fruitless = 3
+    made.cluster.members[(Role.WORKER, "1")].deaths_without_progress = 3
     effects = dies(made, "1")
     assert "cluster resized: worker:1 died: killed; the world is now 2" in warnings(effects)
     assert made.cluster.reason.startswith("worker:1 died 3 times without a step in between: ")
@@ -177,21 +177,21 @@ def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
 
 
 def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
-    made = training(strategies=ladder(("recover",)), extra_ranks=0, recovery=True, agents_return=False)
-    made.step(Heard(Put("met", b"", 1), 10), 0.0)
-    made.step(LinkLost("reset", 2), 1.0)
+    made = training(strategies=parse_strategies(("recover",)), extra_ranks=0, recovery=True, agents_return=False)
+    made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
+    made.step(ConnectionLost("reset", 2), 1.0)
     assert (phase(made), state(made, "2")) == (Phase.HEALING, NodeState.DEAD)
     assert made.cluster.reason.endswith("(COVEY_EXTRA_RANKS is 0): waiting for one to come")
-    effects = made.step(Heard(RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
+    effects = made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
     said = "worker:2 started again on third"
     assert f"cluster takes a host: {said}" in told(effects)
-    assert sent(effects, Regrouped) == dict.fromkeys((10, 11), Regrouped(3, said))
+    assert sent(effects, NewGeneration) == dict.fromkeys((10, 11), NewGeneration(3, said))
     assert members(effects) == [("2", 2, NodeState.ALIVE)]
-    assert sent(effects, Start)[3].assignments == [Assignment("2", 2, 2, 0)] and made.counters["returns"] == 1
-    made.step(Heard(register("2", "second", THIRD, incarnation=2), 13), 2.0)
+    assert sent(effects, DesiredChildren)[3].assignments == [Assignment("2", 2, 2, 0)] and made.counters["returns"] == 1
+    made.step(MessageReceived(register("2", "second", THIRD, incarnation=2), 13), 2.0)
     assert phase(made) is Phase.HEALING, "it is here, and not in the others' step yet"
     for link in (10, 11, 13):
-        made.step(Heard(Resumed(3, 6), link), 3.0)
+        made.step(MessageReceived(RankResumed(3, 6), link), 3.0)
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
     assert made.first_failure is None
 
@@ -199,13 +199,15 @@ def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
 def test_a_host_of_which_the_world_grows_is_the_cause_of_that() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     made.cluster.trains = True
-    made.step(Heard(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
+    made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
     assert noted(made)[0][:3] == ("scale-out", "a host came", "the world grows from 3 to 4 workers, as third came")
 
 
 def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_before() -> None:
-    made = training(strategies=ladder(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False)
-    made.step(LinkLost("closed", 2), 0.0)
+    made = training(
+        strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
+    )
+    made.step(ConnectionLost("closed", 2), 0.0)
     beats = [1, 10, 11]
     tick(made, 5.0, beats=beats)
     assert made.cluster.size(Role.WORKER) == 3
@@ -217,9 +219,11 @@ def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_be
 
 
 def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first() -> None:
-    made = training(strategies=ladder(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False)
-    made.step(Heard(Leave(139, "the machine is on fire"), 2), 0.0)
-    made.step(Heard(Exited("0", 1, 0), 1), 0.0)
+    made = training(
+        strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
+    )
+    made.step(MessageReceived(Leave(139, "the machine is on fire"), 2), 0.0)
+    made.step(MessageReceived(ChildExited("0", 1, 0), 1), 0.0)
     end = ended(tick(made, 6.0, beats=[1, 10, 11]))
     assert end is not None and end.failure is not None
     assert (end.code, end.failure.node_id, end.failure.code) == (139, "2", 139)
@@ -231,21 +235,21 @@ def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first(
 
 def test_a_restart_of_all_is_counted_and_told_also_to_a_server_that_nobody_starts() -> None:
     made = machine(1, server_num=1, max_restarts=2)
-    made.step(Heard(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
-    made.step(Heard(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
+    made.step(MessageReceived(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
+    made.step(MessageReceived(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
     for life in (1, 2):
         effects = dies(made, "0", life=life)
-        assert sent(effects, Regrouped) == {2: Regrouped(life + 1, "worker:0 died: killed")}
+        assert sent(effects, NewGeneration) == {2: NewGeneration(life + 1, "worker:0 died: killed")}
         assert made.cluster.reason == f"worker:0 died (killed), restart {life} of 2: all workers start anew"
         assert (made.cluster.restarts, made.counters["restarts"]) == (life, life)
 
 
-def roll_back(made: Machine) -> Effects:
+def roll_back(made: SchedulerMachine) -> Effects:
     """All report that nobody has a part of the state."""
     effects: Effects = []
-    for member in made.cluster.of(Role.WORKER):
-        report = Report(made.cluster.generation, Number(5, 0), slots=2, holds=b"\x01")
-        effects += made.step(Heard(report, member.link), 1.0)
+    for member in made.cluster.members_in_role(Role.WORKER):
+        report = SafePointReport(made.cluster.generation, CollectiveNumber(5, 0), slot_count=2, held_slots=b"\x01")
+        effects += made.step(MessageReceived(report, member.connection), 1.0)
     return effects
 
 
@@ -269,7 +273,7 @@ def test_a_return_to_the_checkpoint_is_told_and_not_tried_twice_for_one_step() -
 def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_may_be_another() -> None:
     made = cut_under_an_agent(2)
     for step in (5, 6):
-        made.step(Heard(Beat(Progress(step, "train", loop=True)), 11), 1.0)
+        made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
         effects = roll_back(made)
         assert [w for w in warnings(effects) if w.startswith("cluster roll back: the optimizer's state of 1 of 2 ")]
         assert warnings(effects)[0].endswith(": all workers start anew, from their newest checkpoint")
@@ -280,15 +284,17 @@ def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_
 def test_where_one_cannot_be_started_again_nobody_returns_to_the_checkpoint() -> None:
     assert ended(roll_back(cut_in_four(together=1))), "nobody can start raw workers"
     made = cut_under_an_agent(2)
-    made.step(Heard(Drain("asked to leave"), 1), 1.0)
+    made.step(MessageReceived(Draining("asked to leave"), 1), 1.0)
     assert ended(roll_back(made)), "nothing more is started on that host"
 
 
 def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
     made = cut_under_an_agent(2)
     effects: Effects = []
-    for member in made.cluster.of(Role.WORKER):
-        effects += made.step(Heard(Report(made.cluster.generation, None, needs_state=True), member.link), 1.0)
+    for member in made.cluster.members_in_role(Role.WORKER):
+        effects += made.step(
+            MessageReceived(SafePointReport(made.cluster.generation, None, needs_state=True), member.connection), 1.0
+        )
     said = "all ranks restart from the newest checkpoint, or from the beginning if there is none"
     cause = "no rank holds the training state any more"
     assert warnings(effects) == [f"cluster state lost: full restart 1: {said}; cause: {cause}"]
@@ -299,61 +305,61 @@ def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
 
 
 def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_scheduler_knows() -> None:
-    made = training(strategies=ladder(("dump",)), dump_s=20.0)
+    made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     tick(made, 1.0)
-    effects = made.step(Heard(Exited("2", 1, 139, "signal 11"), 2), 1.0)
+    effects = made.step(MessageReceived(ChildExited("2", 1, 139, "signal 11"), 2), 1.0)
     reason = "worker:2 on other: signal 11"
-    assert sent(effects, DumpAsked) == dict.fromkeys((10, 11), DumpAsked(reason)) and not ended(effects)
-    assert (phase(made), made.cluster.reason, made.incidents.kept[0].strategy) == (Phase.HEALING, reason, "dump")
+    assert sent(effects, DumpRequest) == dict.fromkeys((10, 11), DumpRequest(reason)) and not ended(effects)
+    assert (phase(made), made.cluster.reason, made.incidents.records[0].strategy) == (Phase.HEALING, reason, "dump")
     assert members(effects) == [("2", 1, NodeState.DEAD)]
     assert f"cluster dump: {reason}; the others write down what they hold" in warnings(effects)
     failure = made.first_failure
     assert failure is not None and records(effects)[-1].dumping == Ended(139, reason, failure)
-    wrote = made.step(Heard(Dumped(5, "there"), 10), 1.0)
+    wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
     assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
     assert not ended(tick(made, 21.0, since=1.0)), "in its very last moment it may still come"
-    end = ended(made.step(Ticked(), 21.5))
-    assert end == End(139, f"{reason}; step 5 is in there", failure)
+    end = ended(made.step(Tick(), 21.5))
+    assert end == EndCluster(139, f"{reason}; step 5 is in there", failure)
 
 
 def test_who_dies_over_its_dump_is_not_waited_for() -> None:
-    made = training(strategies=ladder(("dump",)), dump_s=20.0)
+    made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     dies(made, "2", link=2)
     one = dies(made, "1")
-    assert members(one) == [("1", 1, NodeState.DEAD)] and not ended(one) and not sent(one, Start)
+    assert members(one) == [("1", 1, NodeState.DEAD)] and not ended(one) and not sent(one, DesiredChildren)
     end = ended(dies(made, "0"))
     assert end is not None and end.reason == "worker:2 on other: killed; nobody could write down the state"
 
 
 def test_without_anybody_who_could_write_it_down_the_end_is_at_once() -> None:
-    made = ready_agents(strategies=ladder(("dump",)))
+    made = ready_agents(strategies=parse_strategies(("dump",)))
     end = ended(dies(made, "2", link=2))
     assert end is not None and (end.code, end.reason) == (137, "worker:2 on other: killed")
-    assert end.failure is made.first_failure and made.incidents.kept[0].strategy == "exit"
+    assert end.failure is made.first_failure and made.incidents.records[0].strategy == "exit"
 
 
 def test_a_server_that_dies_meanwhile_writes_nothing_down_and_no_worker_for_it() -> None:
-    made = served(strategies=ladder(("dump",)))
-    made.step(Heard(Beat(Progress(5, "train", loop=True)), 11), 1.0)
-    assert set(sent(made.step(Heard(StopAsked("enough", dump=True), 9), 1.0), DumpAsked)) == {11}
-    effects = made.step(Heard(Exited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+    made = served(strategies=parse_strategies(("dump",)))
+    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
+    assert set(sent(made.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0), DumpRequest)) == {11}
+    effects = made.step(MessageReceived(ChildExited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     assert members(effects) == [("0", 1, NodeState.DEAD)] and not ended(effects)
-    end = ended(made.step(Heard(Dumped(5, "there"), 11), 1.0))
+    end = ended(made.step(MessageReceived(DumpWritten(5, "there"), 11), 1.0))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
 
 def test_the_last_host_that_leaves_has_everything_written_down_first() -> None:
-    made = training(strategies=ladder(("recover", "dump")))
-    assert not sent(made.step(Heard(Drain("asked to leave"), 1), 1.0), DumpAsked)
-    effects = made.step(Heard(Drain("asked to leave", last=True), 2), 1.0)
-    assert set(sent(effects, DumpAsked)) == {10, 11, 12}
+    made = training(strategies=parse_strategies(("recover", "dump")))
+    assert not sent(made.step(MessageReceived(Draining("asked to leave"), 1), 1.0), DumpRequest)
+    effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 2), 1.0)
+    assert set(sent(effects, DumpRequest)) == {10, 11, 12}
     assert records(effects)[-1].dumping == Ended(ExitCode.STOPPED, "asked to leave")
 
 
 def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code() -> None:
-    made = training(strategies=ladder(("recover", "dump")), extra_ranks=0)
-    made.step(Heard(Drain("asked to leave"), 2), 0.0)
-    effects = made.step(Heard(Exited("2", 1, 143), 2), 0.0)
+    made = training(strategies=parse_strategies(("recover", "dump")), extra_ranks=0)
+    made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
+    effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 0.0)
     dumping = records(effects)[-1].dumping
     assert dumping is not None and (dumping.code, dumping.failure) == (143, None)
 
@@ -363,17 +369,19 @@ def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code()
 
 def test_a_death_is_a_warning_and_a_leave_is_not() -> None:
     made = ready("0", "1", "2", recovery=True)
-    assert warnings(made.step(Heard(Leave(), 1), 1.0)) == []
-    assert warnings(made.step(LinkLost("reset", 2), 1.0))[0] == "worker:1 died: its connection closed (reset)"
+    assert warnings(made.step(MessageReceived(Leave(), 1), 1.0)) == []
+    assert warnings(made.step(ConnectionLost("reset", 2), 1.0))[0] == "worker:1 died: its connection closed (reset)"
     agents = ready_agents(recovery=True)
-    assert warnings(agents.step(LinkLost("reset", 2), 1.0)) == ["agent:b out of reach: reset"]
-    assert warnings(made.step(Heard(Unsaved(10, "the disk is full"), 3), 1.0)) == ["worker:2 unsaved: the disk is full"]
+    assert warnings(agents.step(ConnectionLost("reset", 2), 1.0)) == ["agent:b out of reach: reset"]
+    assert warnings(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 3), 1.0)) == [
+        "worker:2 unsaved: the disk is full"
+    ]
 
 
 def test_a_silent_rank_and_a_lost_host_end_it_with_the_code_for_a_peer_that_failed() -> None:
     for made, effects in (
         (silent := ready("0", "1", node_timeout_s=10.0), tick(silent, 11.0, beats=[1])),
-        (lost := ready_agents(), lost.step(LinkLost("reset", 2), 1.0)),
+        (lost := ready_agents(), lost.step(ConnectionLost("reset", 2), 1.0)),
     ):
         end = ended(effects)
         assert end is not None and end.failure is not None, made
@@ -383,15 +391,15 @@ def test_a_silent_rank_and_a_lost_host_end_it_with_the_code_for_a_peer_that_fail
 def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason() -> None:
     pod = Host("pod-1", "pod-1", "10.0.0.2", life="uid-1")
     raw = machine(2, recovery=True)
-    raw.step(Heard(register("x"), 1), 0.0)
-    raw.step(Heard(register("y", host=pod), 2), 0.0)
+    raw.step(MessageReceived(register("x"), 1), 0.0)
+    raw.step(MessageReceived(register("y", host=pod), 2), 0.0)
     effects = raw.step(HostGone("uid-1", "its node is lost"), 1.0)
     assert "worker:y died: its node is lost" in warnings(effects)
     first = effects[0]
     assert isinstance(first, Persist) and isinstance(first.record, ClusterRecord), "it is durable before anything follows"
     assert first.record.gone == ("uid-1",)
     kept_by_an_agent = machine(1)
-    kept_by_an_agent.step(Heard(RegisterAgent("b", "life of b", pod, 1), 2), 0.0)
+    kept_by_an_agent.step(MessageReceived(RegisterAgent("b", "life of b", pod, 1), 2), 0.0)
     end = ended(kept_by_an_agent.step(HostGone("uid-1", "its node is lost"), 1.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == "worker:0 on pod-1: the agent on pod-1 is gone (its node is lost)"
@@ -400,12 +408,12 @@ def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason(
 def test_what_ends_after_its_work_was_done_has_left() -> None:
     made = ready_agents(strategies=IN_PLACE)
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
     for rank in range(3):
-        made.step(Heard(Report(1, completed=Number(9, 0), finished=True), 10 + rank), 0.0)
-    effects = made.step(Heard(Exited("1", 1, 1), 1), 1.0)
+        made.step(MessageReceived(SafePointReport(1, completed=CollectiveNumber(9, 0), finished=True), 10 + rank), 0.0)
+    effects = made.step(MessageReceived(ChildExited("1", 1, 1), 1), 1.0)
     assert told(effects) == ["worker:1 left: code 1, after its work was done"] and warnings(effects) == []
-    effects = made.step(Heard(Exited("0", 1, 139, "signal 11"), 1), 1.0)
+    effects = made.step(MessageReceived(ChildExited("0", 1, 139, "signal 11"), 1), 1.0)
     assert told(effects) == ["worker:0 left: signal 11, after its work was done"]
 
 
@@ -415,10 +423,10 @@ def test_what_ends_after_its_work_was_done_has_left() -> None:
 def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
     made = machine(2, worker_max=4, last_call_s=5.0)
     for link, name in ((1, "a"), (2, "b")):
-        made.step(Heard(register(name), link), 0.0)
+        made.step(MessageReceived(register(name), link), 0.0)
     assert phase(made) is Phase.FORMING
     assert made.cluster.reason == "all 2 nodes are here, at most 4 workers may come: a last call for more"
-    made.step(LinkLost("reset", 1), 1.0)
+    made.step(ConnectionLost("reset", 1), 1.0)
     assert made.cluster.reason == "1 worker missing"
 
 
@@ -427,79 +435,81 @@ def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
 
 def test_a_new_server_that_dies_on_its_way_takes_the_growth_back() -> None:
     made = served()
-    made.step(Heard(ScaleAsked(servers=3), 9), 1.0)
-    effects = made.step(Heard(Exited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+    made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
+    effects = made.step(MessageReceived(ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     assert "servers rolled back: pserver:2 did not come: killed; the growth is taken back" in warnings(effects)
     assert made.cluster.size(Role.PSERVER) == 2 and noted(made)[0][3] is Outcome.ROLLED_BACK
 
 
 def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -> None:
     made = served(strategies=IN_PLACE)
-    made.step(Heard(ScaleAsked(servers=3), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     serve(made, 2)
     for link in (20, 21):
-        made.step(Heard(Settled(0), link), 1.0)
-    made.step(Heard(Exited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+        made.step(MessageReceived(ServerInSync(0), link), 1.0)
+    made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     serve(made, 1)
-    made.step(Heard(Settled(0), 22), 2.0)
+    made.step(MessageReceived(ServerInSync(0), 22), 2.0)
     assert made.cluster.coming == (2,), "rows are not shared anew while one has not its own"
-    made.step(Heard(Settled(0), 21), 2.0)
+    made.step(MessageReceived(ServerInSync(0), 21), 2.0)
     assert not made.cluster.coming and made.cluster.sharing is not None
 
 
 def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
     made = served(strategies=IN_PLACE)
-    made.step(Heard(Beat(Progress(5, "train", loop=True)), 11), 1.0)
+    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
-    made.step(Heard(register("0", "second", incarnation=2), 12), 1.0)
-    made.step(Heard(Put("met", b"", made.cluster.generation), 12), 1.0)
-    made.step(Heard(Resumed(made.cluster.generation, 6), 12), 3.0)
-    made.step(Heard(ScaleAsked(more_servers=1), 9), 3.0)
+    made.step(MessageReceived(register("0", "second", incarnation=2), 12), 1.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
+    made.step(MessageReceived(RankResumed(made.cluster.generation, 6), 12), 3.0)
+    made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 3.0)
     assert made.cluster.coming == (2,), "no copy is missing"
 
 
 def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
     made = served(strategies=IN_PLACE)
     for life in (1, 2):
-        made.step(Heard(Exited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
+        made.step(MessageReceived(ChildExited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
         serve(made, 1)
-    assert made._places().formed(made.cluster.members[(Role.PSERVER, "1")]).restarts == 2
-    lost = Exited("1", 3, ExitCode.ROWS_LOST, "its rows are lost", role=Role.PSERVER)
-    assert set(sent(made.step(Heard(lost, 1), 1.0), Start)) == {1}
-    assert {made._places().formed(m).restarts for m in made.cluster.of(Role.PSERVER)} == {0}
+    assert made._current_layout().make_rank_assigned(made.cluster.members[(Role.PSERVER, "1")]).restarts == 2
+    lost = ChildExited("1", 3, ExitCode.ROWS_LOST, "its rows are lost", role=Role.PSERVER)
+    assert set(sent(made.step(MessageReceived(lost, 1), 1.0), DesiredChildren)) == {1}
+    assert {made._current_layout().make_rank_assigned(m).restarts for m in made.cluster.members_in_role(Role.PSERVER)} == {0}
 
 
 def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler() -> None:
     made = served()
-    effects = made.step(Heard(ScaleAsked(servers=3), 9), 1.0)
-    everyone = (MemberRecord.of(m) for m in made.cluster.members.values())
+    effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
+    everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
     again, _ = restored(
-        (*records(effects), *map(AgentRecord.of, made.cluster.agents.values()), *everyone), copies=1, beats=False
+        (*records(effects), *map(AgentRecord.from_agent, made.cluster.agents.values()), *everyone),
+        copies=1,
+        heartbeats_enabled=False,
     )
-    again.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
+    again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
     tick(again, 101.0, since=100.0)
     assert again.cluster.coming == (2,)
-    tick(again, 101.0 + ARRIVE_S, since=101.0)
+    tick(again, 101.0 + JOIN_TIMEOUT_S, since=101.0)
     assert not again.cluster.coming
 
 
 def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go_on() -> None:
     made = served(strategies=IN_PLACE)
-    made.step(Heard(Beat(Progress(5, "train", loop=True)), 11), 1.0)
+    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
-    made.step(Heard(Exited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
-    made.step(Heard(register("0", "second", incarnation=2), 12), 1.0)
-    made.step(Heard(Put("met", b"", made.cluster.generation), 12), 1.0)
+    made.step(MessageReceived(ChildExited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+    made.step(MessageReceived(register("0", "second", incarnation=2), 12), 1.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
     serve(made, 0)
-    made.step(Heard(Resumed(made.cluster.generation, 0), 20), 2.0)
+    made.step(MessageReceived(RankResumed(made.cluster.generation, 0), 20), 2.0)
     assert outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN], "the only worker has not resumed"
-    made.step(Heard(Resumed(made.cluster.generation, 6), 12), 3.0)
+    made.step(MessageReceived(RankResumed(made.cluster.generation, 6), 12), 3.0)
     assert outcomes(made) == [Outcome.RESTARTED, Outcome.RESUMED]
-    made.step(Heard(Exited("1", 1, 137, "killed", role=Role.PSERVER), 1), 4.0)
+    made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 4.0)
     serve(made, 1)
-    effects = made.step(Heard(Resumed(made.cluster.generation, 0), 21), 5.0)
+    effects = made.step(MessageReceived(RankResumed(made.cluster.generation, 0), 21), 5.0)
     assert outcomes(made) == [Outcome.RESTARTED, *[Outcome.RESUMED] * 2], "no worker was replaced with it"
-    assert Stage.RESTORED in made.incidents.kept[-1].ms and sum("cluster recovery: " in line for line in told(effects)) == 1
+    assert Stage.RESTORED in made.incidents.records[-1].ms and sum("cluster recovery: " in line for line in told(effects)) == 1
 
 
 # -- the scheduler's own death ---------------------------------------------------------------------------------------
@@ -510,8 +520,8 @@ def ended_journal(*names: str, **settings: Any) -> tuple[Any, ...]:
     made = machine(len(names), **settings)
     formed: Effects = []
     for link, name in enumerate(names, start=1):
-        formed += made.step(Heard(register(name), link), 0.0)
-    return journal(formed, made.step(LinkLost("reset", 2), 1.0))
+        formed += made.step(MessageReceived(register(name), link), 0.0)
+    return journal(formed, made.step(ConnectionLost("reset", 2), 1.0))
 
 
 def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -> None:
@@ -519,19 +529,21 @@ def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -
     reason = "worker:b on box: its connection closed (reset)"
     assert warnings(effects) == [f"cluster ended: {reason}; 3 may not have heard it"] and not ended(effects)
     assert (phase(made), made.cluster.reason) == (Phase.ENDED, reason)
-    first = made.step(Heard(register("a", cluster_id="c1", incarnation=1), 1), 101.0)
-    (stop,) = sent(first, Stop).values()
+    first = made.step(MessageReceived(register("a", cluster_id="c1", incarnation=1), 1), 101.0)
+    (stop,) = sent(first, ClusterEnded).values()
     assert (stop.reason, stop.code) == (reason, ExitCode.PEER_FAILED) and Close(1) in first and not ended(first)
     assert stop.failure is not None and stop.failure.node_id == "b"
-    assert not ended(made.step(Heard(register("b", cluster_id="c1", incarnation=1), 2), 101.0)), "its death was not written"
-    last = made.step(Heard(register("c", cluster_id="c1", incarnation=1), 3), 102.0)
-    assert ended(last) == End(ExitCode.PEER_FAILED, reason, stop.failure), "all have heard it"
+    assert not ended(made.step(MessageReceived(register("b", cluster_id="c1", incarnation=1), 2), 101.0)), (
+        "its death was not written"
+    )
+    last = made.step(MessageReceived(register("c", cluster_id="c1", incarnation=1), 3), 102.0)
+    assert ended(last) == EndCluster(ExitCode.PEER_FAILED, reason, stop.failure), "all have heard it"
 
 
 def test_who_does_not_come_to_hear_of_the_end_is_waited_for_so_long_and_no_longer() -> None:
     made, _ = restored(ended_journal("a", "b", "c"), node_timeout_s=10.0)
-    assert made.step(Ticked(), 109.5) == []
-    end = ended(made.step(Ticked(), 110.0))
+    assert made.step(Tick(), 109.5) == []
+    end = ended(made.step(Tick(), 110.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
 
 
@@ -539,40 +551,42 @@ def test_an_end_that_all_have_heard_is_over_at_once() -> None:
     finished = ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, ended=Ended(0, "all 3 workers finished", told=True))
     everyone = [r for r in crashed("a", "b", "c") if isinstance(r, MemberRecord)]
     _, effects = restored((finished, *everyone))
-    assert ended(effects) == End(0, "all 3 workers finished") and warnings(effects) == []
+    assert ended(effects) == EndCluster(0, "all 3 workers finished") and warnings(effects) == []
 
 
 def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_waited_for() -> None:
     before = machine(2, topo_timeout_s=10.0)
-    before.step(Heard(register("a"), 1), 0.0)
+    before.step(MessageReceived(register("a"), 1), 0.0)
     made, effects = restored(journal(tick(before, 11.0, beats=[1])), node_timeout_s=-1.0)
     said = "not complete within 10 s: 1 worker missing, here: worker:a"
     assert warnings(effects) == [f"cluster ended: {said}; 1 may not have heard it"] and not ended(effects)
-    assert sent(made.step(Heard(register("a"), 1), 101.0), Stop) == {1: Stop(said, ExitCode.NOT_FORMED)}
-    assert made.step(Ticked(), 100.0 + TELL_S - 0.5) == []
-    assert ended(made.step(Ticked(), 100.0 + TELL_S)) == End(ExitCode.NOT_FORMED, said)
+    assert sent(made.step(MessageReceived(register("a"), 1), 101.0), ClusterEnded) == {
+        1: ClusterEnded(said, ExitCode.NOT_FORMED)
+    }
+    assert made.step(Tick(), 100.0 + END_DELIVERY_S - 0.5) == []
+    assert ended(made.step(Tick(), 100.0 + END_DELIVERY_S)) == EndCluster(ExitCode.NOT_FORMED, said)
 
 
 def test_a_scheduler_that_is_back_says_for_whom_it_waits_and_then_why_it_is_ready() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True)
     assert made.cluster.reason == "the scheduler is back and waits for its 2 members to re-attach"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
-    made.step(Heard(register("a", rank=0, **held), 1), 100.1)
-    effects = made.step(Heard(register("b", rank=1, **held), 2), 100.2)
+    made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
+    effects = made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
     assert told(effects)[-1] == "cluster ready: every member is here again"
 
 
-def come_back(made: Machine, effects: Effects) -> Machine:
+def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
     """The next scheduler, at 100 s, after all have called."""
-    everyone = (MemberRecord.of(m) for m in made.cluster.members.values())
-    agents = (AgentRecord.of(agent) for agent in made.cluster.agents.values())
+    everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
+    agents = (AgentRecord.from_agent(agent) for agent in made.cluster.agents.values())
     records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
     again, _ = restored((made.cluster.record(), *records, *agents, *everyone), strategies=made.cluster.settings.strategies)
-    again.step(Heard(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 100.0)
-    for member in again.cluster.of(Role.WORKER):
+    again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 100.0)
+    for member in again.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
         wish = register(member.node_id, life, incarnation=member.incarnation, cluster_id="c1")
-        again.step(Heard(wish, 11 + int(member.node_id)), 100.0)
+        again.step(MessageReceived(wish, 11 + int(member.node_id)), 100.0)
     return again
 
 
@@ -584,22 +598,22 @@ def test_a_scheduler_that_comes_back_to_a_quiet_training_is_ready_when_all_have_
 
 def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
     made = cut_under_an_agent(3)
-    again = come_back(made, made.step(Heard(ScaleAsked(workers=4), 9), 1.0))
+    again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
     assert phase(again) is Phase.HEALING
     assert again.cluster.reason == "every member is here again, and the world goes on changing its size"
     beats = [1, 11, 12, 13, 14]
-    tick(again, 100.0 + ARRIVE_S, beats=beats, since=100.0)
+    tick(again, 100.0 + JOIN_TIMEOUT_S, beats=beats, since=100.0)
     assert workers_of(again) == ["0", "1", "2", "3"]
-    tick(again, 101.0 + ARRIVE_S, beats=beats, since=100.0 + ARRIVE_S)
+    tick(again, 101.0 + JOIN_TIMEOUT_S, beats=beats, since=100.0 + JOIN_TIMEOUT_S)
     assert workers_of(again) == ["0", "1", "2"]
 
 
 def test_a_place_that_is_filled_again_ends_the_recovery_and_shows_its_stages() -> None:
     made = ready("0", "1", recovery=True)
-    made.step(LinkLost("reset", 2), 1.0)
+    made.step(ConnectionLost("reset", 2), 1.0)
     assert made.cluster.reason == "waiting for worker:1 to be started again, with the same variables"
-    effects = made.step(Heard(register("1", "second life"), 3), 2.0)
-    (incident,) = made.incidents.kept
+    effects = made.step(MessageReceived(register("1", "second life"), 3), 2.0)
+    (incident,) = made.incidents.records
     assert incident.outcome is Outcome.RESUMED and incident.ms[Stage.REFORMED] == 1000.0
     assert told(effects)[-1] == "cluster ready: every place is filled again"
     assert made.first_failure is None
@@ -612,36 +626,36 @@ def test_what_agents_and_strangers_say_in_a_workers_place_changes_nothing() -> N
     made = training(strategies=IN_PLACE)
     generation = made.cluster.generation
     for link in (1, 99):
-        assert made.step(Heard(Report(generation, Number(5, 0)), link), 1.0) == []
-        assert made.step(Heard(Resumed(generation, 9), link), 1.0) == []
-        assert made.step(Heard(Settled(0), link), 1.0) == []
-    assert made._reached == 5 and not made._gathering.reports
+        assert made.step(MessageReceived(SafePointReport(generation, CollectiveNumber(5, 0)), link), 1.0) == []
+        assert made.step(MessageReceived(RankResumed(generation, 9), link), 1.0) == []
+        assert made.step(MessageReceived(ServerInSync(0), link), 1.0) == []
+    assert made._highest_step == 5 and not made._heal_barrier.reports
 
 
 def test_who_goes_on_shows_the_step_it_is_in() -> None:
     made = training(strategies=IN_PLACE)
-    made.step(Heard(Resumed(made.cluster.generation, 8), 10), 1.0)
-    assert made.cluster.members[(Role.WORKER, "0")].progress == Progress(8, "train", loop=True)
+    made.step(MessageReceived(RankResumed(made.cluster.generation, 8), 10), 1.0)
+    assert made.cluster.members[(Role.WORKER, "0")].progress == Progress(8, "train", in_loop=True)
 
 
 def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
-    made.step(LinkLost("reset", 3), 0.0)
+    made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
-    made.step(Heard(register("2", "second life"), 4), 6.0)
-    assert "cluster ready: every member is heard again" in told(made.step(Heard(Leave(), 2), 6.5))
+    made.step(MessageReceived(register("2", "second life"), 4), 6.0)
+    assert "cluster ready: every member is heard again" in told(made.step(MessageReceived(Leave(), 2), 6.5))
 
 
 def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
-    made.step(LinkLost("reset", 3), 0.0)
+    made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
-    made.step(Heard(register("2", "second life"), 4), 6.0)
-    assert told(made.step(Heard(Beat(), 2), 6.5))[-1] == "cluster ready: every member is heard again"
+    made.step(MessageReceived(register("2", "second life"), 4), 6.0)
+    assert told(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: every member is heard again"
 
 
 def test_children_of_an_agent_that_left_speak_no_more() -> None:
-    made = training(recovery=True, strategies=ladder(("recover",)), extra_ranks=0)
-    effects = made.step(Heard(Leave(143, "SIGTERM"), 2), 1.0)
+    made = training(recovery=True, strategies=parse_strategies(("recover",)), extra_ranks=0)
+    effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
     assert "agent:b gone: SIGTERM" in warnings(effects)
-    assert made.cluster.members[(Role.WORKER, "2")].link == 0 and made.heard_by() == [1, 10, 11]
+    assert made.cluster.members[(Role.WORKER, "2")].connection == 0 and made.list_connections() == [1, 10, 11]

@@ -14,7 +14,15 @@ import psutil
 import pytest
 
 from covey import wall_clock
-from covey.core.cluster.fault_schedule import Fault, Seen, Strike, choose, jump_s, pause_s, tally
+from covey.core.cluster.fault_schedule import (
+    Fault,
+    ObservedRecovery,
+    PlannedFault,
+    choose_fault,
+    clock_jump_s,
+    pause_s,
+    summarize_faults,
+)
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
@@ -35,66 +43,69 @@ FOUR = view(*map(worker, range(4)))
 
 
 def test_the_same_seed_chooses_the_same_and_another_does_not() -> None:
-    def story(seed: int) -> list[Strike]:
-        done: list[Strike] = []
+    def story(seed: int) -> list[PlannedFault]:
+        done: list[PlannedFault] = []
         for number in range(40):
-            strike, _ = choose(seed, list(Fault), FOUR, done, 10.0 * number)
+            strike, _ = choose_fault(seed, list(Fault), FOUR, done, 10.0 * number)
             assert strike is not None
             done.append(strike)
         return done
 
     assert story(7) == story(7) != story(8)
     assert {strike.fault for strike in story(7)} == set(Fault)
-    assert jump_s(7, 1) == jump_s(7, 1) != jump_s(7, 2)
+    assert clock_jump_s(7, 1) == clock_jump_s(7, 1) != clock_jump_s(7, 2)
     assert all(1.5 <= pause_s(7, number, 3.0) <= 4.5 for number in range(50))
 
 
 def test_a_rank_that_was_hit_is_left_alone_until_its_next_life_has_state() -> None:
-    done = [Strike(1, 0.0, Fault.KILL, "worker:2", 102, 1)]
+    done = [PlannedFault(1, 0.0, Fault.KILL, "worker:2", 102, 1)]
     for number in range(2, 30):  # the view does not know of the death yet
-        strike, _ = choose(number, [Fault.KILL], FOUR, done, 0.1)
+        strike, _ = choose_fault(number, [Fault.KILL], FOUR, done, 0.1)
         assert strike is not None and strike.node != "worker:2"
     fresh = view(worker(0), worker(1), worker(2, incarnation=2, pid=202, step=-1), worker(3))
-    assert {choose(seed, [Fault.KILL], fresh, done, 0.1)[0].node for seed in range(60)} == {  # type: ignore[union-attr]
+    assert {choose_fault(seed, [Fault.KILL], fresh, done, 0.1)[0].node for seed in range(60)} == {  # type: ignore[union-attr]
         "worker:0",
         "worker:1",
         "worker:3",
     }
     back = view(worker(0), worker(1), worker(2, incarnation=2, pid=202), worker(3))
-    assert "worker:2" in {choose(seed, [Fault.KILL], back, done, 0.1)[0].node for seed in range(60)}  # type: ignore[union-attr]
+    assert "worker:2" in {choose_fault(seed, [Fault.KILL], back, done, 0.1)[0].node for seed in range(60)}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("world", range(1, 7))
 def test_half_of_the_state_and_at_least_one_of_it_stays(world: int) -> None:
     seen = view(*map(worker, range(world)))
-    done: list[Strike] = []
-    while (strike := choose(1, [Fault.KILL, Fault.STOP], seen, done, 1.0)[0]) is not None:
+    done: list[PlannedFault] = []
+    while (strike := choose_fault(1, [Fault.KILL, Fault.STOP], seen, done, 1.0)[0]) is not None:
         done.append(strike)
     assert len(done) == world - max(1, world // 2)
-    assert choose(1, [Fault.SLOW], seen, done, 1.0)[0] is not None or world == 1 or len(done) == world
+    assert choose_fault(1, [Fault.SLOW], seen, done, 1.0)[0] is not None or world == 1 or len(done) == world
 
 
 def test_one_who_stood_still_and_goes_on_can_be_hit_again() -> None:
-    done = [Strike(1, 0.0, Fault.STOP, "worker:0", 100, 1, 2.0), Strike(2, 0.0, Fault.STOP, "worker:1", 101, 1, 2.0)]
-    assert choose(1, [Fault.KILL], FOUR, done, 2.5)[0] is None
-    assert choose(1, [Fault.KILL], FOUR, done, 3.5)[0] is not None
+    done = [
+        PlannedFault(1, 0.0, Fault.STOP, "worker:0", 100, 1, 2.0),
+        PlannedFault(2, 0.0, Fault.STOP, "worker:1", 101, 1, 2.0),
+    ]
+    assert choose_fault(1, [Fault.KILL], FOUR, done, 2.5)[0] is None
+    assert choose_fault(1, [Fault.KILL], FOUR, done, 3.5)[0] is not None
 
 
 def test_scheduler_and_template_are_given_time_to_count_as_steady() -> None:
-    done = [Strike(1, 0.0, Fault.SCHEDULER, "scheduler:sched", 99)]
-    assert choose(1, [Fault.SCHEDULER], FOUR, done, 60.0) == (
+    done = [PlannedFault(1, 0.0, Fault.SCHEDULER, "scheduler:sched", 99)]
+    assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 60.0) == (
         None,
         "nobody can be hit just now without taking the last who have the state",
     )
-    assert choose(1, [Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
-    assert choose(1, [Fault.TEMPLATE], FOUR, [Strike(1, 0.0, Fault.TEMPLATE)], 30.0)[0] is None
+    assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
+    assert choose_fault(1, [Fault.TEMPLATE], FOUR, [PlannedFault(1, 0.0, Fault.TEMPLATE)], 30.0)[0] is None
 
 
 def test_servers_are_hit_one_at_a_time_and_only_in_calm() -> None:
     servers = [NodeView(Role.SERVER, str(n), n, "h", "127.0.0.1", "alive", True, pid=10 + n) for n in range(2)]
-    assert choose(1, [Fault.KILL], view(*servers), [], 0.0)[0] is not None
-    assert choose(1, [Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
-    assert choose(1, [Fault.KILL], view(servers[0]), [], 0.0)[0] is None
+    assert choose_fault(1, [Fault.KILL], view(*servers), [], 0.0)[0] is not None
+    assert choose_fault(1, [Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
+    assert choose_fault(1, [Fault.KILL], view(servers[0]), [], 0.0)[0] is None
 
 
 def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
@@ -102,13 +113,16 @@ def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
         return Incident(number, 0.0, node, 0, "", "recover-in-place", "", outcome, total_ms=total)
 
     done = [
-        Strike(1, 0.0, Fault.KILL, "worker:1", 101, 1),
-        Strike(2, 1.0, Fault.SLOW, "worker:2", 102, 1),
-        Strike(3, 2.0, Fault.KILL, "worker:3", 103, 1),
-        Strike(4, 3.0, Fault.SCHEDULER, "scheduler:sched", 99),
+        PlannedFault(1, 0.0, Fault.KILL, "worker:1", 101, 1),
+        PlannedFault(2, 1.0, Fault.SLOW, "worker:2", 102, 1),
+        PlannedFault(3, 2.0, Fault.KILL, "worker:3", 103, 1),
+        PlannedFault(4, 3.0, Fault.SCHEDULER, "scheduler:sched", 99),
     ]
-    seen = [Seen(incident(1, "worker:1", 100.0), 0.1), Seen(incident(2, "worker:3", 300.0, Outcome.OPEN), 3.1)]
-    rows = {row.fault: row for row in tally(done, seen, {4: 900.0})}
+    seen = [
+        ObservedRecovery(incident(1, "worker:1", 100.0), 0.1),
+        ObservedRecovery(incident(2, "worker:3", 300.0, Outcome.OPEN), 3.1),
+    ]
+    rows = {row.fault: row for row in summarize_faults(done, seen, {4: 900.0})}
     assert (rows[Fault.KILL].times, rows[Fault.KILL].unnoticed) == (2, 0)
     assert rows[Fault.KILL].rungs == {"recover-in-place": 1, "recover-in-place (open)": 1}
     assert (rows[Fault.KILL].median_ms, rows[Fault.KILL].worst_ms) == (200.0, 300.0)

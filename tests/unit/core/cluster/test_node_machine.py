@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from covey.core.cluster.node_machine import NodeMachine, NodeSettings, Stage
-from covey.core.effects import Close, Connect, Deliver, Finish, Level, NodeEffect, Publish, Send, SendBeat
-from covey.core.events import Heard, LeaveAsked, LinkLost, LinkMade, SchedulerRefused, Ticked
+from covey.core.cluster.node_machine import NodeMachine, NodeSettings, NodeStage
+from covey.core.effects import Close, Connect, Deliver, EndMembership, Level, NodeEffect, PublishEvent, Send, SendHeartbeat
+from covey.core.events import Connected, ConnectionLost, LeaveRequested, MessageReceived, SchedulerRefused, Tick
 from covey.core.messages import (
-    Formed,
+    ClusterEnded,
+    DesiredChildren,
     FromScheduler,
-    Goodbye,
+    LeaderHeartbeat,
     Leave,
-    Pulse,
+    LeaveAcknowledged,
+    NewGeneration,
+    RankAssigned,
     Refused,
     Register,
     RegisterAgent,
-    Regrouped,
-    Start,
-    Stop,
-    Value,
-    Welcome,
+    Registered,
+    RendezvousValue,
 )
 from covey.core.types import Host, Role
 from covey.errors import ExitCode
@@ -40,30 +40,30 @@ def node(wish: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
 def waiting(**settings: Any) -> NodeMachine:
     """Registered at 0 s, and waiting for the others."""
     made = node(**settings)
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
-    made.step(Heard(Welcome("c1", "w", 1)), 0.0)
-    assert made.stage is Stage.WAITING
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
+    made.step(MessageReceived(Registered("c1", "w", 1)), 0.0)
+    assert made.stage is NodeStage.WAITING
     return made
 
 
 def member(**settings: Any) -> NodeMachine:
     made = waiting(**settings)
-    made.step(Heard(Formed(1, 3, 8, 1, 4)), 0.0)
-    assert made.stage is Stage.MEMBER
+    made.step(MessageReceived(RankAssigned(1, 3, 8, 1, 4)), 0.0)
+    assert made.stage is NodeStage.MEMBER
     return made
 
 
-def finish(effects: list[NodeEffect]) -> Finish | None:
-    return next((effect for effect in effects if isinstance(effect, Finish)), None)
+def finish(effects: list[NodeEffect]) -> EndMembership | None:
+    return next((effect for effect in effects if isinstance(effect, EndMembership)), None)
 
 
 def due(made: NodeMachine, until: float = 1e6) -> list[tuple[float, NodeEffect]]:
     """Tick whenever the machine wants it, up to a time."""
     out: list[tuple[float, NodeEffect]] = []
-    while made.due <= until:
-        now = made.due
-        out += [(now, effect) for effect in made.step(Ticked(), now)]
+    while made.due_at <= until:
+        now = made.due_at
+        out += [(now, effect) for effect in made.step(Tick(), now)]
     return out
 
 
@@ -72,23 +72,23 @@ def due(made: NodeMachine, until: float = 1e6) -> list[tuple[float, NodeEffect]]
 
 def test_it_connects_registers_waits_and_becomes_a_member() -> None:
     made = node()
-    assert made.due == 0.0 and made.step(Ticked(), 0.0) == [Connect()]
-    assert made.due == 1800.0, "nothing to do until something happens or the time is over"
-    assert made.step(LinkMade(), 1.0) == [Send(WISH)]
-    assert made.step(Heard(Welcome("c1", "w", 1)), 1.0) == [Deliver(Welcome("c1", "w", 1))]
-    formed = Formed(1, 3, 8, 1, 4)
-    assert made.step(Heard(formed), 2.0) == [Deliver(formed)]
-    assert made.wish == Register(Role.WORKER, "w", "life", BOX, cluster_id="c1", incarnation=1, generation=1, rank=3)
+    assert made.due_at == 0.0 and made.step(Tick(), 0.0) == [Connect()]
+    assert made.due_at == 1800.0, "nothing to do until something happens or the time is over"
+    assert made.step(Connected(), 1.0) == [Send(WISH)]
+    assert made.step(MessageReceived(Registered("c1", "w", 1)), 1.0) == [Deliver(Registered("c1", "w", 1))]
+    formed = RankAssigned(1, 3, 8, 1, 4)
+    assert made.step(MessageReceived(formed), 2.0) == [Deliver(formed)]
+    assert made.registration == Register(Role.WORKER, "w", "life", BOX, cluster_id="c1", incarnation=1, generation=1, rank=3)
 
 
 def test_it_calls_again_after_50_ms_and_then_less_and_less_often() -> None:
     made = node(retry_upper_s=5.0)
     calls = []
     for _ in range(10):
-        now = made.due
-        assert made.step(Ticked(), now) == [Connect()]
+        now = made.due_at
+        assert made.step(Tick(), now) == [Connect()]
         calls.append(now)
-        made.step(LinkLost("connection refused"), now)
+        made.step(ConnectionLost("connection refused"), now)
     gaps = [later - earlier for earlier, later in pairwise(calls)]
     assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
 
@@ -97,8 +97,8 @@ def test_why_it_is_not_let_in_is_said_once_per_reason() -> None:
     made = node()
     said = []
     for now, reason in enumerate(("connection refused", "connection refused", "wrong secret")):
-        assert made.step(Ticked(), now) == [Connect()]
-        said += [effect.reason for effect in made.step(LinkLost(reason), now) if isinstance(effect, Publish)]
+        assert made.step(Tick(), now) == [Connect()]
+        said += [effect.reason for effect in made.step(ConnectionLost(reason), now) if isinstance(effect, PublishEvent)]
     assert said == [
         "sched:8118 does not let this node in (connection refused); it is tried again",
         "sched:8118 does not let this node in (wrong secret); it is tried again",
@@ -107,9 +107,9 @@ def test_why_it_is_not_let_in_is_said_once_per_reason() -> None:
 
 def test_nobody_answers_in_time() -> None:
     made = node(topo_timeout_s=60.0)
-    made.step(Ticked(), 0.0)
-    made.step(LinkLost("connection refused"), 0.0)
-    assert finish(made.step(Ticked(), 60.0)) == Finish(
+    made.step(Tick(), 0.0)
+    made.step(ConnectionLost("connection refused"), 0.0)
+    assert finish(made.step(Tick(), 60.0)) == EndMembership(
         ExitCode.UNREACHABLE,
         "no scheduler took this node at sched:8118 within 60 s (connection refused):"
         " start it, or check MS_SCHED_HOST and MS_SCHED_PORT",
@@ -118,50 +118,50 @@ def test_nobody_answers_in_time() -> None:
 
 def test_a_scheduler_that_does_not_answer_a_registration_is_called_again() -> None:
     made = node(receive_timeout_s=10.0)
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
-    assert made.due == 10.0 and made.step(Ticked(), 10.0)[0] == Close()
-    assert made.stage is Stage.CONNECTING and made.step(Ticked(), made.due) == [Connect()]
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
+    assert made.due_at == 10.0 and made.step(Tick(), 10.0)[0] == Close()
+    assert made.stage is NodeStage.CONNECTING and made.step(Tick(), made.due_at) == [Connect()]
 
 
 def test_too_few_came_and_not_even_the_verdict_did() -> None:
-    made = waiting(topo_timeout_s=60.0, beats=False)
+    made = waiting(topo_timeout_s=60.0, heartbeats_enabled=False)
     last = due(made, 100.0)
-    assert [at for at, effect in last if isinstance(effect, Finish)] == [65.0], "the scheduler's own word is waited for"
+    assert [at for at, effect in last if isinstance(effect, EndMembership)] == [65.0], "the scheduler's own word is waited for"
     ended = finish([effect for _, effect in last])
     assert ended is not None and ended.code == ExitCode.NOT_FORMED
     assert ended.reason == "registered at sched:8118, but the cluster was not complete within 60 s"
 
 
 def test_a_negative_limit_never_ends() -> None:
-    assert waiting(topo_timeout_s=-1.0, beats=False).due == NEVER
+    assert waiting(topo_timeout_s=-1.0, heartbeats_enabled=False).due_at == NEVER
 
 
 def test_a_refusal_is_the_end() -> None:
     made = node()
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
     said = "the scheduler at sched:8118 refused: one worker too many"
-    assert made.step(Heard(Refused("one worker too many")), 0.0) == [Finish(ExitCode.REFUSED, said), Close()]
-    assert made.stage is Stage.OVER and made.due == NEVER and made.step(LinkLost("x"), 1.0) == []
+    assert made.step(MessageReceived(Refused("one worker too many")), 0.0) == [EndMembership(ExitCode.REFUSED, said), Close()]
+    assert made.stage is NodeStage.ENDED and made.due_at == NEVER and made.step(ConnectionLost("x"), 1.0) == []
 
 
 def test_node_that_refuses_the_scheduler_ends() -> None:
     made = node()
-    made.step(Ticked(), 0.0)
-    assert made.step(SchedulerRefused("it is open"), 0.0) == [Finish(ExitCode.REFUSED, "it is open"), Close()]
-    assert made.stage is Stage.OVER and made.due == NEVER
+    made.step(Tick(), 0.0)
+    assert made.step(SchedulerRefused("it is open"), 0.0) == [EndMembership(ExitCode.REFUSED, "it is open"), Close()]
+    assert made.stage is NodeStage.ENDED and made.due_at == NEVER
 
 
 def test_held_off_it_asks_again_over_the_same_link_and_says_so_once() -> None:
     made = node(receive_timeout_s=10.0)
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
     held = Refused("not known to be over", retry_after_s=0.5)
-    assert made.step(Heard(held), 0.0) == [Publish("scheduler", "held off", "not known to be over")]
-    assert made.due == 0.5 and made.step(Ticked(), 0.5) == [Send(WISH)]
-    assert made.due == 10.5, "the second question is waited for no longer than the first"
-    assert made.step(Heard(held), 0.6) == []
+    assert made.step(MessageReceived(held), 0.0) == [PublishEvent("scheduler", "held off", "not known to be over")]
+    assert made.due_at == 0.5 and made.step(Tick(), 0.5) == [Send(WISH)]
+    assert made.due_at == 10.5, "the second question is waited for no longer than the first"
+    assert made.step(MessageReceived(held), 0.6) == []
 
 
 # -- living ----------------------------------------------------------------------------------------------------------
@@ -169,165 +169,175 @@ def test_held_off_it_asks_again_over_the_same_link_and_says_so_once() -> None:
 
 def test_it_beats_between_the_two_intervals() -> None:
     made = member(retry_lower_s=3.0, retry_upper_s=5.0)
-    assert [at for at, effect in due(made, 20.0) if effect == SendBeat()] == [5.0, 10.0, 15.0, 20.0]
+    assert [at for at, effect in due(made, 20.0) if effect == SendHeartbeat()] == [5.0, 10.0, 15.0, 20.0]
 
 
 def test_beats_can_be_off() -> None:
-    assert member(beats=False).due == NEVER
+    assert member(heartbeats_enabled=False).due_at == NEVER
 
 
 def test_while_the_scheduler_is_away_the_program_goes_on_and_it_is_called_at_least_twice_a_second() -> None:
     made = member(recovery=True)
-    lost = made.step(LinkLost("reset"), 10.0)
+    lost = made.step(ConnectionLost("reset"), 10.0)
     said = "the scheduler at sched:8118 is out of reach (reset); the program goes on"
-    assert [(e.what, e.reason) for e in lost if isinstance(e, Publish)] == [("lost", said)]
+    assert [(e.what, e.reason) for e in lost if isinstance(e, PublishEvent)] == [("lost", said)]
     for _ in range(50):
-        now = made.due
-        assert made.step(Ticked(), now) == [Connect()]
-        made.step(LinkLost("connection refused"), now)
-        assert made.due - now <= 0.5
-    assert made.step(LinkMade(), 60.0) == [Send(made.wish)]
-    assert isinstance(made.wish, Register) and (made.wish.rank, made.wish.incarnation, made.wish.cluster_id) == (3, 1, "c1")
-    back = made.step(Heard(Welcome("c1", "w", 1)), 60.0)
-    assert made.stage is Stage.MEMBER
-    assert back[-1] == SendBeat(), (
+        now = made.due_at
+        assert made.step(Tick(), now) == [Connect()]
+        made.step(ConnectionLost("connection refused"), now)
+        assert made.due_at - now <= 0.5
+    assert made.step(Connected(), 60.0) == [Send(made.registration)]
+    assert isinstance(made.registration, Register) and (
+        made.registration.rank,
+        made.registration.incarnation,
+        made.registration.cluster_id,
+    ) == (3, 1, "c1")
+    back = made.step(MessageReceived(Registered("c1", "w", 1)), 60.0)
+    assert made.stage is NodeStage.MEMBER
+    assert back[-1] == SendHeartbeat(), (
         "a scheduler that was started again knows nothing of what it does, and may judge by that soon"
     )
 
 
 def test_without_beats_nothing_is_sent_when_the_scheduler_is_found_again() -> None:
-    made = member(recovery=True, beats=False)
-    made.step(LinkLost("reset"), 10.0)
-    made.step(LinkMade(), 10.1)
-    assert SendBeat() not in made.step(Heard(Welcome("c1", "w", 1)), 10.1)
+    made = member(recovery=True, heartbeats_enabled=False)
+    made.step(ConnectionLost("reset"), 10.0)
+    made.step(Connected(), 10.1)
+    assert SendHeartbeat() not in made.step(MessageReceived(Registered("c1", "w", 1)), 10.1)
 
 
 def test_without_recovery_it_gives_up_after_the_node_timeout() -> None:
     made = member(node_timeout_s=30.0)
-    made.step(LinkLost("reset"), 10.0)
+    made.step(ConnectionLost("reset"), 10.0)
     for now in (10.1, 10.3, 39.0):
-        assert made.step(Ticked(), now) == [Connect()]
-        made.step(LinkLost("connection refused"), now)
-    assert finish(made.step(Ticked(), 40.0)) == Finish(
+        assert made.step(Tick(), now) == [Connect()]
+        made.step(ConnectionLost("connection refused"), now)
+    assert finish(made.step(Tick(), 40.0)) == EndMembership(
         ExitCode.SCHEDULER_LOST, "the scheduler at sched:8118 did not come back within 30 s (connection refused)"
     )
 
 
 def test_news_of_an_older_generation_is_no_news() -> None:
     made = member()
-    news = Regrouped(3, "somebody died")
-    assert made.step(Heard(news), 1.0) == [Deliver(news)]
-    assert made.step(Heard(Regrouped(2, "late")), 1.0) == made.step(Heard(Formed(1, 3, 8, 1, 4)), 1.0) == []
-    assert isinstance(made.wish, Register) and made.wish.generation == 3
+    news = NewGeneration(3, "somebody died")
+    assert made.step(MessageReceived(news), 1.0) == [Deliver(news)]
+    assert (
+        made.step(MessageReceived(NewGeneration(2, "late")), 1.0)
+        == made.step(MessageReceived(RankAssigned(1, 3, 8, 1, 4)), 1.0)
+        == []
+    )
+    assert isinstance(made.registration, Register) and made.registration.generation == 3
 
 
 def test_an_agent_is_a_member_once_it_was_told_what_to_run() -> None:
     made = node(RegisterAgent("a", "life", BOX, 2))
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
-    made.step(Heard(Welcome("c1")), 0.0)
-    start = Start(1, 2, [], "10.0.0.1", 29500)
-    assert made.step(Heard(start), 0.0) == [Deliver(start)]
-    assert made.stage is Stage.MEMBER and made.wish == RegisterAgent("a", "life", BOX, 2, cluster_id="c1")
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
+    made.step(MessageReceived(Registered("c1")), 0.0)
+    start = DesiredChildren(1, 2, [], "10.0.0.1", 29500)
+    assert made.step(MessageReceived(start), 0.0) == [Deliver(start)]
+    assert made.stage is NodeStage.MEMBER and made.registration == RegisterAgent("a", "life", BOX, 2, cluster_id="c1")
 
 
 def test_the_end_of_the_cluster_is_its_own() -> None:
-    stop = Stop("worker:1 on box: exit code 7", 7)
-    assert member().step(Heard(stop), 1.0) == [Finish(7, "worker:1 on box: exit code 7", stop), Close()]
+    stop = ClusterEnded("worker:1 on box: exit code 7", 7)
+    assert member().step(MessageReceived(stop), 1.0) == [EndMembership(7, "worker:1 on box: exit code 7", stop), Close()]
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [Goodbye(), Stop("all finished", 0), Stop("another died", 30), Refused("it has ended")])
+@pytest.mark.parametrize(
+    "answer", [LeaveAcknowledged(), ClusterEnded("all finished", 0), ClusterEnded("another died", 30), Refused("it has ended")]
+)
 def test_a_leave_ends_with_its_own_code_whatever_is_answered(answer: FromScheduler) -> None:
     made = member()
-    assert made.step(LeaveAsked(5, "tired"), 1.0) == [Send(Leave(5, "tired"))]
-    assert made.step(LeaveAsked(0, "again"), 1.0) == []
-    ended = finish(made.step(Heard(answer), 1.1))
+    assert made.step(LeaveRequested(5, "tired"), 1.0) == [Send(Leave(5, "tired"))]
+    assert made.step(LeaveRequested(0, "again"), 1.0) == []
+    ended = finish(made.step(MessageReceived(answer), 1.1))
     assert ended is not None and ended.code == 5
 
 
 def test_what_else_arrives_does_not_prolong_a_leave() -> None:
     made = member()
-    made.step(LeaveAsked(), 1.0)
-    made.step(Heard(Regrouped(2, "another one left")), 2.0)
-    made.step(Heard(Value("key", b"value", 2)), 2.0)
-    made.step(Heard(Formed(2, 3, 8, 1, 4)), 2.0)
-    assert finish([effect for _, effect in due(made, 6.0)]) == Finish(
+    made.step(LeaveRequested(), 1.0)
+    made.step(MessageReceived(NewGeneration(2, "another one left")), 2.0)
+    made.step(MessageReceived(RendezvousValue("key", b"value", 2)), 2.0)
+    made.step(MessageReceived(RankAssigned(2, 3, 8, 1, 4)), 2.0)
+    assert finish([effect for _, effect in due(made, 6.0)]) == EndMembership(
         0, "left; the scheduler at sched:8118 did not hear it in time"
     )
 
 
 def test_before_it_is_linked_it_just_goes() -> None:
     made = node()
-    made.step(Ticked(), 0.0)
-    assert finish(made.step(LeaveAsked(2), 0.5)) == Finish(2, "left before it was a member")
+    made.step(Tick(), 0.0)
+    assert finish(made.step(LeaveRequested(2), 0.5)) == EndMembership(2, "left before it was a member")
 
 
 def test_while_it_registers_it_waits_for_the_answer_and_then_leaves() -> None:
     made = node()
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
-    assert made.step(LeaveAsked(), 0.1) == []
-    assert made.step(Heard(Welcome("c1", "w", 1)), 0.2) == [Deliver(Welcome("c1", "w", 1)), Send(Leave())]
-    assert finish(made.step(Heard(Goodbye()), 0.3)) == Finish(0, "left")
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
+    assert made.step(LeaveRequested(), 0.1) == []
+    assert made.step(MessageReceived(Registered("c1", "w", 1)), 0.2) == [Deliver(Registered("c1", "w", 1)), Send(Leave())]
+    assert finish(made.step(MessageReceived(LeaveAcknowledged()), 0.3)) == EndMembership(0, "left")
 
 
 def test_the_clusters_end_while_it_leaves_is_its_goodbye_and_says_why() -> None:
     made = member()
-    made.step(LeaveAsked(143), 1.0)
-    stop = Stop("interrupted by Ctrl-C", 130)
-    assert finish(made.step(Heard(stop), 1.1)) == Finish(143, "left", stop)
+    made.step(LeaveRequested(143), 1.0)
+    stop = ClusterEnded("interrupted by Ctrl-C", 130)
+    assert finish(made.step(MessageReceived(stop), 1.1)) == EndMembership(143, "left", stop)
 
 
 def test_without_recovery_a_lost_link_is_as_good_as_goodbye() -> None:
     made = member()
-    made.step(LeaveAsked(), 1.0)
-    assert finish(made.step(LinkLost("reset"), 1.1)) == Finish(0, "left; the scheduler did not hear it (reset)")
+    made.step(LeaveRequested(), 1.0)
+    assert finish(made.step(ConnectionLost("reset"), 1.1)) == EndMembership(0, "left; the scheduler did not hear it (reset)")
 
 
 def test_with_recovery_it_calls_a_scheduler_that_is_away_to_say_that_it_finished() -> None:
     made = member(recovery=True, node_timeout_s=30.0)
-    made.step(LinkLost("reset"), 1.0)
-    assert made.step(LeaveAsked(), 2.0) == []
-    made.step(Ticked(), made.due)
-    made.step(LinkMade(), 3.0)
-    assert Send(Leave()) in made.step(Heard(Welcome("c1", "w", 1)), 3.0)
-    made.step(Heard(Formed(1, 3, 8, 1, 4)), 3.0)
-    assert finish(made.step(Heard(Goodbye()), 3.1)) == Finish(0, "left")
+    made.step(ConnectionLost("reset"), 1.0)
+    assert made.step(LeaveRequested(), 2.0) == []
+    made.step(Tick(), made.due_at)
+    made.step(Connected(), 3.0)
+    assert Send(Leave()) in made.step(MessageReceived(Registered("c1", "w", 1)), 3.0)
+    made.step(MessageReceived(RankAssigned(1, 3, 8, 1, 4)), 3.0)
+    assert finish(made.step(MessageReceived(LeaveAcknowledged()), 3.1)) == EndMembership(0, "left")
 
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_with_recovery_it_waits_for_that_no_longer_than_the_node_timeout(linked: bool) -> None:
     made = member(recovery=True, node_timeout_s=30.0)
     if not linked:
-        made.step(LinkLost("reset"), 1.0)
-    made.step(LeaveAsked(), 2.0)
+        made.step(ConnectionLost("reset"), 1.0)
+    made.step(LeaveRequested(), 2.0)
     ends = []
-    while made.stage is not Stage.OVER:
-        now = made.due
-        effects = made.step(Ticked(), now)
+    while made.stage is not NodeStage.ENDED:
+        now = made.due_at
+        effects = made.step(Tick(), now)
         if Connect() in effects:
-            made.step(LinkLost("connection refused"), now)
-        ends += [(now, effect) for effect in effects if isinstance(effect, Finish)]
-    assert ends == [(32.0, Finish(0, "left; the scheduler at sched:8118 did not hear it in time"))]
+            made.step(ConnectionLost("connection refused"), now)
+        ends += [(now, effect) for effect in effects if isinstance(effect, EndMembership)]
+    assert ends == [(32.0, EndMembership(0, "left; the scheduler at sched:8118 did not hear it in time"))]
 
 
 def test_a_scheduler_that_is_silent_for_longer_than_it_said_it_would_be_is_left() -> None:
-    made = member(beats=False)
-    made.step(LinkLost("reset"), 0.0)
-    made.step(LinkMade(5.0), 1.0)
-    made.step(Heard(Pulse()), 3.0)
-    assert made.step(Ticked(), 7.9) == []
-    left, lost = made.step(Ticked(), 8.0)
-    assert left == Close() and isinstance(lost, Publish) and "it said nothing for 5 s" in lost.reason
+    made = member(heartbeats_enabled=False)
+    made.step(ConnectionLost("reset"), 0.0)
+    made.step(Connected(5.0), 1.0)
+    made.step(MessageReceived(LeaderHeartbeat()), 3.0)
+    assert made.step(Tick(), 7.9) == []
+    left, lost = made.step(Tick(), 8.0)
+    assert left == Close() and isinstance(lost, PublishEvent) and "it said nothing for 5 s" in lost.reason
 
 
 def test_who_leaves_while_waiting_does_not_register_again() -> None:
     made = waiting(recovery=True)
-    made.step(LeaveAsked(), 1.0)
-    assert finish(made.step(LinkLost("reset"), 1.1)) is not None
+    made.step(LeaveRequested(), 1.0)
+    assert finish(made.step(ConnectionLost("reset"), 1.1)) is not None
 
 
 # -- what it says and remembers --------------------------------------------------------------------------------------
@@ -336,82 +346,85 @@ def test_who_leaves_while_waiting_does_not_register_again() -> None:
 def test_a_scheduler_that_is_lost_and_found_is_told_of_once_and_what_it_says_now_is_remembered() -> None:
     made = member(recovery=True)
     lost = "the scheduler at sched:8118 is out of reach (reset); the program goes on"
-    assert made.step(LinkLost("reset"), 1.0) == [Publish("scheduler", "lost", lost, Level.WARNING)]
-    assert made.step(LinkLost("connection refused"), 1.1) == [], "it is away still"
-    made.step(LinkMade(), 2.0)
-    back = made.step(Heard(Welcome("c2", "w", 5)), 2.0)
+    assert made.step(ConnectionLost("reset"), 1.0) == [PublishEvent("scheduler", "lost", lost, Level.WARNING)]
+    assert made.step(ConnectionLost("connection refused"), 1.1) == [], "it is away still"
+    made.step(Connected(), 2.0)
+    back = made.step(MessageReceived(Registered("c2", "w", 5)), 2.0)
     assert back == [
-        Deliver(Welcome("c2", "w", 5)),
-        Publish("scheduler", "found again", "re-attached to sched:8118"),
-        SendBeat(),
+        Deliver(Registered("c2", "w", 5)),
+        PublishEvent("scheduler", "found again", "re-attached to sched:8118"),
+        SendHeartbeat(),
     ]
-    assert isinstance(made.wish, Register) and (made.wish.cluster_id, made.wish.incarnation) == ("c2", 5)
-    made.step(LinkLost("reset"), 3.0)
-    assert made.due == 3.05, "it calls again as soon as it did the first time"
+    assert isinstance(made.registration, Register) and (made.registration.cluster_id, made.registration.incarnation) == (
+        "c2",
+        5,
+    )
+    made.step(ConnectionLost("reset"), 3.0)
+    assert made.due_at == 3.05, "it calls again as soon as it did the first time"
 
 
 def test_a_scheduler_that_does_not_let_it_in_is_told_of_when_the_reason_changes() -> None:
     made = node()
-    made.step(Ticked(), 0.0)
+    made.step(Tick(), 0.0)
     said = "sched:8118 does not let this node in (connection refused); it is tried again"
-    assert made.step(LinkLost("connection refused"), 0.1) == [Publish("scheduler", "not reached", said)]
-    assert made.step(LinkLost("connection refused"), 0.2) == []
+    assert made.step(ConnectionLost("connection refused"), 0.1) == [PublishEvent("scheduler", "not reached", said)]
+    assert made.step(ConnectionLost("connection refused"), 0.2) == []
 
 
 def test_without_an_answer_the_reason_names_the_limit() -> None:
     made = node(receive_timeout_s=7.0)
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
-    closed, told = made.step(Ticked(), 7.0)
-    assert closed == Close() and isinstance(told, Publish)
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
+    closed, told = made.step(Tick(), 7.0)
+    assert closed == Close() and isinstance(told, PublishEvent)
     assert "(no answer within 7 s (MS_RECEIVE_MSG_TIMEOUT))" in told.reason
 
 
 def test_whatever_else_the_scheduler_says_is_the_programs_and_goodbye_is_not() -> None:
     made = member()
-    value = Value("key", b"value", 1)
-    assert made.step(Heard(value), 1.0) == [Deliver(value)]
-    assert made.step(Heard(Goodbye()), 1.0) == []
-    again = Formed(1, 3, 8, 1, 4)
-    assert made.step(Heard(again), 1.0) == [Deliver(again)], "it may have missed it"
+    value = RendezvousValue("key", b"value", 1)
+    assert made.step(MessageReceived(value), 1.0) == [Deliver(value)]
+    assert made.step(MessageReceived(LeaveAcknowledged()), 1.0) == []
+    again = RankAssigned(1, 3, 8, 1, 4)
+    assert made.step(MessageReceived(again), 1.0) == [Deliver(again)], "it may have missed it"
 
 
 def test_a_spare_that_is_promoted_registers_as_the_worker_it_is() -> None:
     made = node(Register(Role.SPARE, "0", "life", BOX))
-    made.step(Ticked(), 0.0)
-    made.step(LinkMade(), 0.0)
-    made.step(Heard(Welcome("c1", "0", 1)), 0.0)
-    made.step(Heard(Formed(1, -1, 3, -1, 2)), 0.0)
-    made.step(Heard(Formed(2, 1, 3, 1, 2, node_id="7", incarnation=4)), 1.0)
-    assert made.wish == Register(Role.WORKER, "7", "life", BOX, cluster_id="c1", incarnation=4, generation=2, rank=1)
+    made.step(Tick(), 0.0)
+    made.step(Connected(), 0.0)
+    made.step(MessageReceived(Registered("c1", "0", 1)), 0.0)
+    made.step(MessageReceived(RankAssigned(1, -1, 3, -1, 2)), 0.0)
+    made.step(MessageReceived(RankAssigned(2, 1, 3, 1, 2, node_id="7", incarnation=4)), 1.0)
+    assert made.registration == Register(Role.WORKER, "7", "life", BOX, cluster_id="c1", incarnation=4, generation=2, rank=1)
 
 
 def test_silence_is_noticed_when_it_is_due() -> None:
-    made = member(beats=False)
-    made.step(LinkLost("reset"), 0.0)
-    made.step(LinkMade(5.0), 1.0)
-    made.step(Heard(Welcome("c1", "w", 1)), 1.0)
-    assert made.due == 6.0
+    made = member(heartbeats_enabled=False)
+    made.step(ConnectionLost("reset"), 0.0)
+    made.step(Connected(5.0), 1.0)
+    made.step(MessageReceived(Registered("c1", "w", 1)), 1.0)
+    assert made.due_at == 6.0
 
 
 @pytest.mark.parametrize(("jitter", "retry", "beat"), [(0.0, 0.025, 3.0), (1.0, 0.05, 5.0)])
 def test_chance_spreads_calls_and_beats(jitter: float, retry: float, beat: float) -> None:
     made = NodeMachine(WISH, NodeSettings("sched:8118"), jitter=lambda: jitter, now=0.0)
-    assert made.stage is Stage.CONNECTING
-    made.step(Ticked(), 0.0)
-    made.step(LinkLost("connection refused"), 0.0)
-    assert made.due == retry
-    made.step(Ticked(), retry)
-    made.step(LinkMade(), 1.0)
-    made.step(Heard(Welcome("c1", "w", 1)), 1.0)
-    assert made.due == 1.0 + beat
+    assert made.stage is NodeStage.CONNECTING
+    made.step(Tick(), 0.0)
+    made.step(ConnectionLost("connection refused"), 0.0)
+    assert made.due_at == retry
+    made.step(Tick(), retry)
+    made.step(Connected(), 1.0)
+    made.step(MessageReceived(Registered("c1", "w", 1)), 1.0)
+    assert made.due_at == 1.0 + beat
 
 
 def test_no_time_at_all_is_a_limit_too() -> None:
     made = member(node_timeout_s=0.0)
-    made.step(LinkLost("reset"), 1.0)
-    end = finish(made.step(Ticked(), 1.0))
+    made.step(ConnectionLost("reset"), 1.0)
+    end = finish(made.step(Tick(), 1.0))
     assert end is not None and end.code == ExitCode.SCHEDULER_LOST
     patient = member(node_timeout_s=0.0, recovery=True)
-    patient.step(LinkLost("reset"), 1.0)
-    assert finish(patient.step(Ticked(), 1e6)) is None, "with recovery it waits for ever"
+    patient.step(ConnectionLost("reset"), 1.0)
+    assert finish(patient.step(Tick(), 1e6)) is None, "with recovery it waits for ever"

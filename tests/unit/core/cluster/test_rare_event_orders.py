@@ -24,35 +24,35 @@ from tests.unit.core.cluster.test_scheduler_machine import (
     training,
 )
 
-from covey.core.cluster.recovery_strategy import ladder
-from covey.core.cluster.registration import HELD_MAX
-from covey.core.cluster.scheduler_machine import Machine
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.cluster.registration import DEFERRED_INSTANCES_MAX
+from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Persist, Send
-from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.events import ConnectionLost, MessageReceived, Tick
 from covey.core.messages import (
     Assignment,
-    Beat,
-    Broke,
-    Drain,
-    DumpAsked,
-    Dumped,
-    Exited,
-    Formed,
+    ChildExited,
+    CollectiveFailed,
+    CollectiveNumber,
+    DesiredChildren,
+    Draining,
+    DumpRequest,
+    DumpWritten,
     HealPlan,
+    Heartbeat,
     Leave,
-    Number,
-    Put,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
     Refused,
     Register,
     RegisterAgent,
-    Regrouped,
-    Report,
-    Resumed,
-    ScaleAsked,
-    Scaling,
-    Settled,
-    Start,
-    StopAsked,
+    RendezvousPut,
+    SafePointReport,
+    ScaleAccepted,
+    ScaleRequest,
+    ServerInSync,
+    StopRequest,
 )
 from covey.core.types import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.errors import ExitCode
@@ -67,85 +67,87 @@ THIRD = Host("boot-third", "third", "10.0.0.3")
 
 
 def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left() -> None:
-    made = training(strategies=ladder(["retry", "recover-in-place"]))
-    made.step(Heard(Drain("asked to leave"), 2), 1.0)
-    assert not ended(made.step(Heard(Exited("2", 1, 143, "exit code 143"), 2), 2.0)), "its other workers finish their step"
-    end = ended(made.step(Heard(Leave(143, "asked to leave"), 2), 3.0))
+    made = training(strategies=parse_strategies(["retry", "recover-in-place"]))
+    made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
+    assert not ended(made.step(MessageReceived(ChildExited("2", 1, 143, "exit code 143"), 2), 2.0)), (
+        "its other workers finish their step"
+    )
+    end = ended(made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0))
     assert end is not None
     assert end.code == 143 and end.reason.startswith("worker:2 on other: the agent on other is gone (asked to leave); not rec")
 
 
 def test_that_a_host_leaves_is_news_once() -> None:
-    made = training(strategies=ladder(["recover-in-place", "dump"]))
-    effects = made.step(Heard(Drain("asked to leave", last=True), 1), 1.0)
-    assert set(sent(effects, DumpAsked)) == {10, 11, 12}
-    made.step(Heard(Dumped(5, "here"), 10), 1.0)
-    assert made.step(Heard(Drain("asked to leave", last=True), 1), 2.0) == [], (
+    made = training(strategies=parse_strategies(["recover-in-place", "dump"]))
+    effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 1), 1.0)
+    assert set(sent(effects, DumpRequest)) == {10, 11, 12}
+    made.step(MessageReceived(DumpWritten(5, "here"), 10), 1.0)
+    assert made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 1), 2.0) == [], (
         "its connection had broken, and it was heard before"
     )
 
 
 def test_after_a_host_has_left_another_may_come_where_recovery_waits_for_it() -> None:
-    made = training(strategies=ladder(["recover-in-place"]), recovery=True)
-    made.step(Heard(Drain("asked to leave"), 2), 1.0)
-    made.step(Heard(Exited("2", 1, 143, "exit code 143"), 2), 2.0)
-    made.step(Heard(Leave(143, "asked to leave"), 2), 3.0)
+    made = training(strategies=parse_strategies(["recover-in-place"]), recovery=True)
+    made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
+    made.step(MessageReceived(ChildExited("2", 1, 143, "exit code 143"), 2), 2.0)
+    made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0)
     assert phase(made) is Phase.HEALING
-    effects = made.step(Heard(RegisterAgent("c", "life of c", THIRD, 1), 3), 4.0)
-    assert Assignment("2", 2, 2, 0) in [a for start in sent(effects, Start).values() for a in start.assignments]
+    effects = made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 4.0)
+    assert Assignment("2", 2, 2, 0) in [a for start in sent(effects, DesiredChildren).values() for a in start.assignments]
 
 
-def servers_of_three_hosts() -> Machine:
+def servers_of_three_hosts() -> SchedulerMachine:
     """A worker and a server on the first host, a server on each of the others; hosts are over links 1, 2 and 3."""
     made = machine(1, server_num=3, strategies=("recover-in-place",), recovery=True, agents_return=False)
     for link, (name, host) in enumerate((("a", BOX), ("b", OTHER), ("c", THIRD)), start=1):
-        made.step(Heard(RegisterAgent(name, f"life of {name}", host, int(link == 1), servers=1), link), 0.0)
-    made.step(Heard(register("0", incarnation=1), 10), 0.0)
+        made.step(MessageReceived(RegisterAgent(name, f"life of {name}", host, int(link == 1), servers=1), link), 0.0)
+    made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
     return made
 
 
 def test_rows_that_are_lost_while_the_host_of_another_server_is_away_are_the_end() -> None:
     made = servers_of_three_hosts()
-    made.step(LinkLost("reset", 2), 1.0)
+    made.step(ConnectionLost("reset", 2), 1.0)
     assert phase(made) is Phase.HEALING, "another host may come for its server"
-    rank = next(m.node_id for m in made.cluster.of(Role.PSERVER) if m.agent == "c")
-    end = ended(made.step(Heard(Exited(rank, 1, ExitCode.ROWS_LOST, role=Role.PSERVER), 3), 2.0))
+    rank = next(m.node_id for m in made.cluster.members_in_role(Role.PSERVER) if m.agent == "c")
+    end = ended(made.step(MessageReceived(ChildExited(rank, 1, ExitCode.ROWS_LOST, role=Role.PSERVER), 3), 2.0))
     assert end is not None and end.code == ExitCode.ROWS_LOST
 
 
 def test_ranks_that_cannot_go_on_while_the_host_of_a_server_is_away_are_the_end() -> None:
     made = servers_of_three_hosts()
-    made.step(LinkLost("reset", 2), 1.0)
-    end = ended(made.step(Heard(Report(made.cluster.generation, slots=1), 10), 2.0))
+    made.step(ConnectionLost("reset", 2), 1.0)
+    end = ended(made.step(MessageReceived(SafePointReport(made.cluster.generation, slot_count=1), 10), 2.0))
     assert end is not None and end.reason.startswith("the optimizer's state of 1 of 1 parameters was on no rank")
 
 
 def test_nobody_starts_all_anew_while_a_host_is_leaving() -> None:
     made = ready_agents(max_restarts=3)
-    made.step(Heard(Drain("asked to leave"), 2), 1.0)
-    effects = made.step(Heard(Exited("2", 1, 143), 2), 2.0)
-    assert not sent(effects, Start) and not ended(effects)
+    made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
+    effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 2.0)
+    assert not sent(effects, DesiredChildren) and not ended(effects)
     assert "cluster end: not all workers can start anew, for the host of some is away or leaves" in told(effects)
-    assert ended(made.step(Heard(Leave(143, "asked to leave"), 2), 3.0))
+    assert ended(made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0))
 
 
 def test_a_child_may_see_another_host_than_its_agent() -> None:
     """In a container with a network of its own, as any command may start one: where it runs is its agent's word."""
     made = ready_agents()
     inside = Host("boot-container", "container", "172.17.0.2")
-    effects = made.step(Heard(register("0", host=inside, incarnation=1), 10), 0.0)
-    assert sent(effects, Formed) == {10: Formed(1, 0, 3, 0, 2)}
+    effects = made.step(MessageReceived(register("0", host=inside, incarnation=1), 10), 0.0)
+    assert sent(effects, RankAssigned) == {10: RankAssigned(1, 0, 3, 0, 2)}
     assert made.cluster.members[(Role.WORKER, "0")].host == Host("boot-box", "box", "172.17.0.2")
 
 
 # -- all start anew --------------------------------------------------------------------------------------------------
 
 
-def attach(made: Machine, *waits: str, loop: bool = False) -> None:
+def attach(made: SchedulerMachine, *waits: str, loop: bool = False) -> None:
     """The first lives of ranks 0, 1, ... over links 10, 11, ..., each waiting for this collective."""
     for rank, where in enumerate(waits):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-        made.step(Heard(Beat(Progress(5, "train", loop=loop, waits=where)), 10 + rank), 0.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+        made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=loop, waiting_in=where)), 10 + rank), 0.0)
 
 
 def test_two_ranks_that_are_stuck_together_are_one_restart_of_all() -> None:
@@ -158,22 +160,26 @@ def test_two_ranks_that_are_stuck_together_are_one_restart_of_all() -> None:
 def test_who_starts_anew_with_all_others_has_as_long_to_come_as_after_any_death() -> None:
     made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0, stuck_s=-1.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "5.0", loop=True)
-    made.step(Heard(Put("met", b"", 1), 10), 0.0)
-    made.step(Heard(Exited("2", 1, 137, "killed"), 2), 1.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
+    made.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 2), 1.0)
     tick(made, 59.0)
-    made.step(Heard(register("2", "second life", incarnation=2), 22), 59.0)
-    for link, report in ((10, Report(2, Number(4, 0), slots=2)), (11, Report(2, Number(4, 0))), (22, Report(2))):
-        effects = made.step(Heard(report, link), 59.0)
-    assert set(sent(effects, Start)) == {1, 2}, "all start anew"
+    made.step(MessageReceived(register("2", "second life", incarnation=2), 22), 59.0)
+    for link, report in (
+        (10, SafePointReport(2, CollectiveNumber(4, 0), slot_count=2)),
+        (11, SafePointReport(2, CollectiveNumber(4, 0))),
+        (22, SafePointReport(2)),
+    ):
+        effects = made.step(MessageReceived(report, link), 59.0)
+    assert set(sent(effects, DesiredChildren)) == {1, 2}, "all start anew"
     assert not ended(tick(made, 119.0, since=59.0))
     assert ended(tick(made, 120.0, since=119.0))
 
 
-def begun_anew() -> Machine:
+def begun_anew() -> SchedulerMachine:
     """Two ranks had come to step 1000 and began anew, from an earlier checkpoint."""
     made = cut_under_an_agent(2)
     for link in (11, 12):
-        made.step(Heard(Beat(Progress(1000, "train", loop=True)), link), 1.0)
+        made.step(MessageReceived(Heartbeat(Progress(1000, "train", in_loop=True)), link), 1.0)
     lose_the_state(made)
     begin_lives(made)
     return made
@@ -182,9 +188,9 @@ def begun_anew() -> Machine:
 def test_deaths_on_the_way_back_to_where_all_were_are_not_called_fruitless() -> None:
     made = begun_anew()
     for life, step in enumerate(range(100, 600, 100), start=2):
-        for member in made.cluster.of(Role.WORKER):
-            made.step(Heard(Beat(Progress(step, "train", loop=True)), member.link), 1.0)
-        made.step(Heard(Exited("0", life, 137, "killed"), 1), 1.0)
+        for member in made.cluster.members_in_role(Role.WORKER):
+            made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), member.connection), 1.0)
+        made.step(MessageReceived(ChildExited("0", life, 137, "killed"), 1), 1.0)
         begin_lives(made)
     assert made.cluster.size(Role.WORKER) == 2 and made.cluster.members[(Role.WORKER, "0")].incarnation == 7
 
@@ -192,10 +198,10 @@ def test_deaths_on_the_way_back_to_where_all_were_are_not_called_fruitless() -> 
 def test_a_restart_of_all_uses_up_no_replacements() -> None:
     made = begun_anew()
     made.cluster.agents["a"].max_restarts = 1
-    effects = made.step(Heard(Exited("0", 2, 137, "killed"), 1), 1.0)
+    effects = made.step(MessageReceived(ChildExited("0", 2, 137, "killed"), 1), 1.0)
     assert "cluster recover-in-place: worker:0 is started again on box; the others stay in their step" in told(effects)
     begin_lives(made)
-    effects = made.step(Heard(Exited("0", 3, 137, "killed"), 1), 1.0)
+    effects = made.step(MessageReceived(ChildExited("0", 3, 137, "killed"), 1), 1.0)
     assert "1 replacements on box are used up" in " ".join(told(effects))
 
 
@@ -205,37 +211,39 @@ def test_a_restart_of_all_uses_up_no_replacements() -> None:
 def test_the_schedulers_own_sleep_makes_nobody_stuck() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=60.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "")
-    effects = made.step(Ticked(), 0.5) + made.step(Ticked(), 300.0)
+    effects = made.step(Tick(), 0.5) + made.step(Tick(), 300.0)
     assert told(effects) == ["scheduler slept: no tick for 299.5 s: nobody's silence in that time counts"]
     assert "worker:2 died: stuck" in " ".join(told(tick(made, 362.0, since=300.0)))
 
 
 def test_the_schedulers_own_sleep_ends_no_dump_and_explains_no_broken_collective() -> None:
-    made = training(strategies=ladder(["retry", "dump"]))
-    made.step(Heard(Broke(1, "connection reset"), 10), 0.5)
-    assert not sent(made.step(Ticked(), 300.0), Regrouped), "the news of a death may wait in a socket"
-    assert sent(made.step(Ticked(), 300.5), Regrouped)
-    made.step(Heard(StopAsked("enough", dump=True), 9), 301.0)
-    assert not ended(made.step(Ticked(), 600.0))
+    made = training(strategies=parse_strategies(["retry", "dump"]))
+    made.step(MessageReceived(CollectiveFailed(1, "connection reset"), 10), 0.5)
+    assert not sent(made.step(Tick(), 300.0), NewGeneration), "the news of a death may wait in a socket"
+    assert sent(made.step(Tick(), 300.5), NewGeneration)
+    made.step(MessageReceived(StopRequest("enough", dump=True), 9), 301.0)
+    assert not ended(made.step(Tick(), 600.0))
     for link in (10, 11, 12):
-        effects = made.step(Heard(Dumped(5, "here"), link), 600.1)
+        effects = made.step(MessageReceived(DumpWritten(5, "here"), link), 600.1)
     end = ended(effects)
     assert end is not None and end.reason == "enough; step 5 is in here"
 
 
-def back_in_generation_two() -> Machine:
+def back_in_generation_two() -> SchedulerMachine:
     """A scheduler that comes back to three ranks, of which the third has been replaced long ago; links are 10, 11 and 12."""
     before = training(strategies=("recover-in-place",), recovery=True)
-    died = before.step(Heard(Exited("2", 1, 137, "killed"), 2), 1.0)
-    found: dict[object, Record] = {member.rank: MemberRecord.of(member) for member in before.cluster.of(Role.WORKER)}
-    found |= {agent.id: AgentRecord.of(agent) for agent in before.cluster.agents.values()}
+    died = before.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 2), 1.0)
+    found: dict[object, Record] = {
+        member.rank: MemberRecord.from_member(member) for member in before.cluster.members_in_role(Role.WORKER)
+    }
+    found |= {agent.id: AgentRecord.from_agent(agent) for agent in before.cluster.agents.values()}
     assert any(isinstance(effect, Persist) for effect in died)
     made, _ = restored((*found.values(), before.cluster.record()), strategies=("recover-in-place",), recovery=True)
     for link, (name, host, slots) in enumerate((("a", BOX, 2), ("b", OTHER, 1)), start=1):
-        made.step(Heard(RegisterAgent(name, f"life of {name}", host, slots, cluster_id="c1"), link), 100.0)
+        made.step(MessageReceived(RegisterAgent(name, f"life of {name}", host, slots, cluster_id="c1"), link), 100.0)
     for rank in range(3):
         life = "second life" if rank == 2 else ""
-        made.step(Heard(register(str(rank), life, incarnation=1 + (rank == 2), generation=2), 10 + rank), 100.0)
+        made.step(MessageReceived(register(str(rank), life, incarnation=1 + (rank == 2), generation=2), 10 + rank), 100.0)
     assert (phase(made), made.cluster.generation) == (Phase.READY, 2)
     return made
 
@@ -243,13 +251,13 @@ def back_in_generation_two() -> Machine:
 def test_old_reports_send_nobody_back_to_the_checkpoint() -> None:
     """Ranks 0 and 1 say again what they reported when the third was replaced, the third that it is at its end meanwhile."""
     made = back_in_generation_two()
-    old = Report(2, Number(4, 0), waits=Number(5, 0))
-    for link, report in ((12, Report(2, Number(99, 0), finished=True)), (10, old), (11, old)):
-        made.step(Heard(Resumed(2, 5), link), 100.0)
-        effects = made.step(Heard(report, link), 100.0)
-        assert not sent(effects, Start) and "roll back" not in " ".join(told(effects))
+    old = SafePointReport(2, CollectiveNumber(4, 0), waiting_in=CollectiveNumber(5, 0))
+    for link, report in ((12, SafePointReport(2, CollectiveNumber(99, 0), finished=True)), (10, old), (11, old)):
+        made.step(MessageReceived(RankResumed(2, 5), link), 100.0)
+        effects = made.step(MessageReceived(report, link), 100.0)
+        assert not sent(effects, DesiredChildren) and "roll back" not in " ".join(told(effects))
     for link in (10, 11):
-        effects = made.step(Heard(Report(2, Number(99, 0), finished=True), link), 101.0)
+        effects = made.step(MessageReceived(SafePointReport(2, CollectiveNumber(99, 0), finished=True), link), 101.0)
     assert sent(effects, HealPlan) == dict.fromkeys((10, 11, 12), HealPlan(2, done=True)), "and all may go"
 
 
@@ -265,25 +273,25 @@ def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
     async def story() -> None:
         node = Node(load({}).settings, Door("127.0.0.1", 1))
         node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
-        node._deliver(Formed(2, 0, 2, 0, 2))
-        for message in (Report(2, Number(4, 0)), Resumed(2, 5), Report(1)):
+        node._deliver(RankAssigned(2, 0, 2, 0, 2))
+        for message in (SafePointReport(2, CollectiveNumber(4, 0)), RankResumed(2, 5), SafePointReport(1)):
             node.say(message)
-        node.say(Report(2, Number(9, 0), finished=True))
+        node.say(SafePointReport(2, CollectiveNumber(9, 0), finished=True))
         await asyncio.sleep(0)
         said.clear()
-        node._deliver(Formed(2, 0, 2, 0, 2))
+        node._deliver(RankAssigned(2, 0, 2, 0, 2))
         await asyncio.sleep(0)
 
     asyncio.run(story())
-    assert said == [Resumed(2, 5), Report(2, Number(9, 0), finished=True)]
+    assert said == [RankResumed(2, 5), SafePointReport(2, CollectiveNumber(9, 0), finished=True)]
 
 
 def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> None:
     made = back_in_generation_two()
     for link in (10, 11, 12):
-        made.step(Heard(Beat(Progress(50, "train", loop=True)), link), 100.0)
-        made.step(Heard(Resumed(2, 5), link), 100.0)
-        effects = made.step(Heard(Report(2, needs_state=True), link), 100.0)
+        made.step(MessageReceived(Heartbeat(Progress(50, "train", in_loop=True)), link), 100.0)
+        made.step(MessageReceived(RankResumed(2, 5), link), 100.0)
+        effects = made.step(MessageReceived(SafePointReport(2, needs_state=True), link), 100.0)
     assert made.cluster.trains and "state lost" not in " ".join(told(effects))
 
 
@@ -292,23 +300,23 @@ def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> No
 
 def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> None:
     limits = {"topo_timeout_s": 60.0, "node_timeout_s": -1.0}
-    made = training(strategies=ladder(["recover-in-place", "dump"]), recovery=True, **limits)
-    made.step(LinkLost("reset", 2), 0.0)
+    made = training(strategies=parse_strategies(["recover-in-place", "dump"]), recovery=True, **limits)
+    made.step(ConnectionLost("reset", 2), 0.0)
     assert phase(made) is Phase.HEALING
     effects = tick(made, 61.0)
-    assert set(sent(effects, DumpAsked)) == {10, 11} and not ended(effects)
+    assert set(sent(effects, DumpRequest)) == {10, 11} and not ended(effects)
     for link in (10, 11):
-        effects = made.step(Heard(Dumped(122, "here"), link), 61.0)
+        effects = made.step(MessageReceived(DumpWritten(122, "here"), link), 61.0)
     end = ended(effects)
     assert end is not None and end.reason == "worker:2 did not come back within 60 s; step 122 is in here"
 
 
 def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> None:
-    made = training(strategies=ladder(["dump"]))
+    made = training(strategies=parse_strategies(["dump"]))
     tick(made, 1.0)
-    made.step(Heard(Broke(1, "connection reset"), 10), 1.0)
+    made.step(MessageReceived(CollectiveFailed(1, "connection reset"), 10), 1.0)
     effects = tick(made, 1.5, since=1.0)
-    assert set(sent(effects, DumpAsked)) == {10, 11, 12} and not ended(effects)
+    assert set(sent(effects, DumpRequest)) == {10, 11, 12} and not ended(effects)
 
 
 # -- who asks again and again ----------------------------------------------------------------------------------------
@@ -318,29 +326,29 @@ def test_a_place_that_new_lives_ask_for_again_and_again_is_not_the_whole_story()
     made = ready("0", "1", recovery=True, node_timeout_s=60.0)
     tick(made, 31.0)
     said: list[str] = []
-    for number in range(HELD_MAX + 50):
-        effects = made.step(Heard(register("1", f"life {number}"), 3), 31.0)
+    for number in range(DEFERRED_INSTANCES_MAX + 50):
+        effects = made.step(MessageReceived(register("1", f"life {number}"), 3), 31.0)
         said += told(effects)
         assert sent(effects, Refused)[3].retry_after_s > 0
-    assert len(said) == HELD_MAX
+    assert len(said) == DEFERRED_INSTANCES_MAX
 
 
 # -- servers that were to come ---------------------------------------------------------------------------------------
 
 
-def one_server_more() -> Machine:
+def one_server_more() -> SchedulerMachine:
     """A worker (link 10) and a server (link 20) of one agent, and a second server that is to come."""
     made = machine(1, server_num=1, strategies=("recover-in-place",))
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=1), 1), 0.0)
-    made.step(Heard(register("0", incarnation=1), 10), 0.0)
-    made.step(Heard(Register(Role.PSERVER, "0", "life of the server", BOX, incarnation=1), 20), 0.0)
-    made.step(Heard(Settled(0), 20), 0.0)
-    assert sent(made.step(Heard(ScaleAsked(servers=2), 9), 1.0), Scaling)[9].operation == 1
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=1), 1), 0.0)
+    made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
+    made.step(MessageReceived(Register(Role.PSERVER, "0", "life of the server", BOX, incarnation=1), 20), 0.0)
+    made.step(MessageReceived(ServerInSync(0), 20), 0.0)
+    assert sent(made.step(MessageReceived(ScaleRequest(servers=2), 9), 1.0), ScaleAccepted)[9].operation == 1
     return made
 
 
 def test_after_the_end_nothing_is_taken_back() -> None:
     made = one_server_more()
-    made.step(Heard(StopAsked("enough"), 9), 1.0)
-    effects = made.step(Heard(ScaleAsked(roll_back=True), 9), 1.0)
+    made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
+    effects = made.step(MessageReceived(ScaleRequest(roll_back=True), 9), 1.0)
     assert effects == [Send(Refused("no growth is under way that could be taken back"), 9)]

@@ -7,46 +7,46 @@ from typing import Any, TypeVar
 
 import pytest
 
-from covey.core.cluster.recovery_strategy import ladder
-from covey.core.cluster.rendezvous import Board
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.cluster.transitions import PHASES
-from covey.core.effects import Close, End, Persist, Publish, SchedulerEffect, Send
-from covey.core.events import Heard, HostGone, LinkLost, Restored, SpokeMindSpore, Ticked
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.cluster.rendezvous import RendezvousStore
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.transitions import PHASE_TRANSITIONS
+from covey.core.effects import Close, EndCluster, Persist, PublishEvent, SchedulerEffect, Send
+from covey.core.events import ConnectionLost, HostGone, JournalRead, MessageReceived, MindSporeDetected, Tick
 from covey.core.incidents import Incident, Outcome
 from covey.core.messages import (
-    Agreed,
     Assignment,
-    Beat,
-    Drain,
-    DumpAsked,
-    Dumped,
-    Exited,
-    Formed,
-    Get,
-    Goodbye,
+    CheckpointFailed,
+    ChildExited,
+    ChildStarted,
+    ClusterEnded,
+    CollectiveNumber,
+    DesiredChildren,
+    Draining,
+    DumpRequest,
+    DumpWritten,
     HealPlan,
-    Kill,
-    KillAsked,
+    Heartbeat,
+    KillChild,
+    KillRequest,
     Leave,
-    Number,
-    Prepared,
-    Put,
+    LeaveAcknowledged,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
     Refused,
     Register,
     RegisterAgent,
-    Regrouped,
-    Report,
-    Resumed,
-    ScaleAsked,
-    Scaling,
-    Start,
-    Started,
-    Stop,
-    StopAsked,
-    Unsaved,
-    Value,
-    Welcome,
+    Registered,
+    RendezvousGet,
+    RendezvousPut,
+    RendezvousValue,
+    RequestAccepted,
+    SafePointReport,
+    ScaleAccepted,
+    ScaleRequest,
+    StopRequest,
+    TemplateReady,
 )
 from covey.core.types import (
     AgentRecord,
@@ -69,9 +69,9 @@ Kind = TypeVar("Kind")
 Effects = list[SchedulerEffect]
 
 
-def machine(workers: int = 2, **settings: Any) -> Machine:
-    made = Machine(ClusterSettings(workers, **settings), cluster_id="c1", job="job", now=0.0)
-    assert made.step(Restored(), 0.0) == [
+def machine(workers: int = 2, **settings: Any) -> SchedulerMachine:
+    made = SchedulerMachine(ClusterSettings(workers, **settings), cluster_id="c1", job="job", now=0.0)
+    assert made.step(JournalRead(), 0.0) == [
         Persist(ClusterRecord("c1", "job", workers, made.cluster.settings.server_num, Phase.FORMING, 0))
     ]
     return made
@@ -81,27 +81,27 @@ def register(name: str, life: str = "", host: Host = BOX, **more: Any) -> Regist
     return Register(Role.WORKER, name, life or f"life of {name}", host, **more)
 
 
-def ready(*names: str, **settings: Any) -> Machine:
+def ready(*names: str, **settings: Any) -> SchedulerMachine:
     """A cluster of raw workers that has formed; the links are 1, 2, ..."""
     made = machine(len(names), **settings)
     for link, name in enumerate(names, start=1):
-        made.step(Heard(register(name), link), 0.0)
+        made.step(MessageReceived(register(name), link), 0.0)
     assert phase(made) is Phase.READY
     return made
 
 
-def ready_agents(**settings: Any) -> Machine:
+def ready_agents(**settings: Any) -> SchedulerMachine:
     """Two agents over links 1 and 2, with ranks 0 and 1 on the first and rank 2 on the second."""
     made = machine(3, **settings)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, meet_port=29500), 1), 0.0)
-    made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0)
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2, meet_port=29500), 1), 0.0)
+    made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0)
     assert phase(made) is Phase.READY
     return made
 
 
 def sent(effects: Effects, kind: type[Kind]) -> dict[int, Kind]:
     """What was sent of this kind, by link."""
-    return {e.link: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)}
+    return {e.connection: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)}
 
 
 def kept(effects: Effects) -> list[Record]:
@@ -109,29 +109,29 @@ def kept(effects: Effects) -> list[Record]:
 
 
 def told(effects: Effects) -> list[str]:
-    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, Publish)]
+    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent)]
 
 
-def state(made: Machine, name: str) -> NodeState:
+def state(made: SchedulerMachine, name: str) -> NodeState:
     return made.cluster.members[(Role.WORKER, name)].state
 
 
-def phase(made: Machine) -> Phase:
+def phase(made: SchedulerMachine) -> Phase:
     return made.cluster.phase
 
 
-def ended(effects: Effects) -> End | None:
-    return next((effect for effect in effects if isinstance(effect, End)), None)
+def ended(effects: Effects) -> EndCluster | None:
+    return next((effect for effect in effects if isinstance(effect, EndCluster)), None)
 
 
-def tick(made: Machine, until: float, beats: Iterable[int] = (), since: float = 0.0) -> Effects:
+def tick(made: SchedulerMachine, until: float, beats: Iterable[int] = (), since: float = 0.0) -> Effects:
     """Half a second at a time, as a shell would; these links beat every two seconds."""
     out: Effects = []
     for half in range(int(since * 2) + 1, int(until * 2) + 1):
         if half % 4 == 0:
             for link in beats:
-                out += made.step(Heard(Beat(Progress(half, "step")), link), half / 2)
-        out += made.step(Ticked(), half / 2)
+                out += made.step(MessageReceived(Heartbeat(Progress(half, "step")), link), half / 2)
+        out += made.step(Tick(), half / 2)
     return out
 
 
@@ -149,18 +149,18 @@ def journal(*effects: Effects) -> tuple[Record, ...]:
 
 def test_everyone_is_welcomed_at_once_and_told_its_rank_when_the_last_one_is_here() -> None:
     made = machine(2)
-    first = made.step(Heard(register("b"), 7), 0.0)
-    assert sent(first, Welcome) == {7: Welcome("c1", "b", 1)} and not kept(first)
+    first = made.step(MessageReceived(register("b"), 7), 0.0)
+    assert sent(first, Registered) == {7: Registered("c1", "b", 1)} and not kept(first)
     assert made.cluster.reason == "1 worker missing"
-    last = made.step(Heard(register("a"), 8), 0.1)
-    assert sent(last, Formed) == {7: Formed(1, 1, 2, 1, 2), 8: Formed(1, 0, 2, 0, 2)}
+    last = made.step(MessageReceived(register("a"), 8), 0.1)
+    assert sent(last, RankAssigned) == {7: RankAssigned(1, 1, 2, 1, 2), 8: RankAssigned(1, 0, 2, 0, 2)}
 
 
 def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() -> None:
     made = machine(2)
-    made.step(Heard(register("a"), 1), 0.0)
-    effects = made.step(Heard(register("b"), 2), 0.0)
-    promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, Formed)]
+    made.step(MessageReceived(register("a"), 1), 0.0)
+    effects = made.step(MessageReceived(register("b"), 2), 0.0)
+    promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
     writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
     assert max(writes) < min(promises)
     assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_seat=2)
@@ -170,61 +170,61 @@ def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() 
 def test_who_waits_is_told_that_somebody_was_refused() -> None:
     """Hosts that were told another number of workers each: one is refused, and the other would wait for it in silence."""
     made = machine(4, topo_timeout_s=10.0)
-    made.step(Heard(RegisterAgent("a", "la", BOX, 2, fingerprint={"MS_WORKER_NUM": "4"}), 1), 0.0)
-    made.step(Heard(RegisterAgent("b", "lb", OTHER, 3, fingerprint={"MS_WORKER_NUM": "6"}), 2), 1.0)
+    made.step(MessageReceived(RegisterAgent("a", "la", BOX, 2, fingerprint={"MS_WORKER_NUM": "4"}), 1), 0.0)
+    made.step(MessageReceived(RegisterAgent("b", "lb", OTHER, 3, fingerprint={"MS_WORKER_NUM": "6"}), 2), 1.0)
     said = f"2 workers missing; {OTHER.name} ({OTHER.address}) was refused: "
     assert made.cluster.reason.startswith(said) and "MS_WORKER_NUM" in made.cluster.reason
     over = ended(tick(made, 11.0, beats=[1]))
-    assert over is not None and over.code == ExitCode.NOT_FORMED and over.reason.endswith(made.cluster.refused)
+    assert over is not None and over.code == ExitCode.NOT_FORMED and over.reason.endswith(made.cluster.last_refusal)
 
 
 def test_too_few_in_time_and_everyone_is_told_who_was_there() -> None:
     made = machine(3, topo_timeout_s=10.0)
-    made.step(Heard(register("a"), 1), 0.0)
+    made.step(MessageReceived(register("a"), 1), 0.0)
     effects = tick(made, 11.0, beats=[1])
     said = "not complete within 10 s: 2 workers missing, here: worker:a"
-    assert sent(effects, Stop) == {1: Stop(said, ExitCode.NOT_FORMED)}
-    assert ended(effects) == End(ExitCode.NOT_FORMED, said)
+    assert sent(effects, ClusterEnded) == {1: ClusterEnded(said, ExitCode.NOT_FORMED)}
+    assert ended(effects) == EndCluster(ExitCode.NOT_FORMED, said)
 
 
 def test_a_negative_limit_waits_for_ever() -> None:
-    made = machine(2, topo_timeout_s=-1.0, beats=False)
-    made.step(Heard(register("a"), 1), 0.0)
+    made = machine(2, topo_timeout_s=-1.0, heartbeats_enabled=False)
+    made.step(MessageReceived(register("a"), 1), 0.0)
     assert not tick(made, 5000.0)
 
 
 def test_who_leaves_before_the_cluster_formed_was_never_there() -> None:
     made = machine(2)
-    made.step(Heard(register("a"), 1), 0.0)
-    assert sent(made.step(Heard(Leave(), 1), 0.0), Goodbye) == {1: Goodbye()}
-    made.step(Heard(register("a", "second life"), 2), 0.0)
-    made.step(Heard(register("b"), 3), 0.0)
+    made.step(MessageReceived(register("a"), 1), 0.0)
+    assert sent(made.step(MessageReceived(Leave(), 1), 0.0), LeaveAcknowledged) == {1: LeaveAcknowledged()}
+    made.step(MessageReceived(register("a", "second life"), 2), 0.0)
+    made.step(MessageReceived(register("b"), 3), 0.0)
     assert phase(made) is Phase.READY
-    assert made.step(LinkLost("closed", 1), 0.0) == [], "the link of the one who left speaks for nobody"
+    assert made.step(ConnectionLost("closed", 1), 0.0) == [], "the link of the one who left speaks for nobody"
     assert state(made, "a") is NodeState.ALIVE
 
 
 def test_a_connection_that_closes_while_forming_frees_its_place() -> None:
     made = machine(2)
-    made.step(Heard(register("0"), 1), 0.0)
-    assert told(made.step(LinkLost("reset", 1), 0.0)) == [
+    made.step(MessageReceived(register("0"), 1), 0.0)
+    assert told(made.step(ConnectionLost("reset", 1), 0.0)) == [
         "worker:0 gone before the cluster formed: its connection closed (reset)"
     ]
-    assert sent(made.step(Heard(register("0", "second life"), 2), 0.0), Welcome)
+    assert sent(made.step(MessageReceived(register("0", "second life"), 2), 0.0), Registered)
 
 
 def test_an_agent_that_goes_while_forming_takes_its_places_along() -> None:
     made = machine(3)
-    made.step(Heard(RegisterAgent("a", "la", BOX, 2), 1), 0.0)
-    made.step(LinkLost("reset", 1), 0.0)
+    made.step(MessageReceived(RegisterAgent("a", "la", BOX, 2), 1), 0.0)
+    made.step(ConnectionLost("reset", 1), 0.0)
     assert not made.cluster.members and not made.cluster.agents
-    assert sent(made.step(Heard(RegisterAgent("a", "la", BOX, 3), 2), 0.0), Start)
+    assert sent(made.step(MessageReceived(RegisterAgent("a", "la", BOX, 3), 2), 0.0), DesiredChildren)
 
 
 def test_node_ranks_of_agents_are_kept() -> None:
     made = machine(4)
-    made.step(Heard(RegisterAgent("a", "la", BOX, 2, first_rank=2), 1), 0.0)
-    starts = sent(made.step(Heard(RegisterAgent("b", "lb", OTHER, 2, first_rank=0), 2), 0.0), Start)
+    made.step(MessageReceived(RegisterAgent("a", "la", BOX, 2, first_rank=2), 1), 0.0)
+    starts = sent(made.step(MessageReceived(RegisterAgent("b", "lb", OTHER, 2, first_rank=0), 2), 0.0), DesiredChildren)
     assert {link: [a.rank for a in start.assignments] for link, start in starts.items()} == {1: [2, 3], 2: [0, 1]}
 
 
@@ -233,10 +233,10 @@ def test_node_ranks_of_agents_are_kept() -> None:
 
 def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
     made = ready("0", "1")
-    effects = made.step(Heard(register("0", "another"), 9), 1.0)
+    effects = made.step(MessageReceived(register("0", "another"), 9), 1.0)
     said = "worker:0 on box is alive: a second node with its id is not allowed"
     assert effects == [
-        Publish("worker:0", "refused", f"{said} (it came from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
+        PublishEvent("worker:0", "refused", f"{said} (it came from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
         Send(Refused(said), 9),
         Close(9),
     ]
@@ -245,15 +245,15 @@ def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
 
 def test_one_connection_speaks_for_one_node() -> None:
     made = ready("0", "1", recovery=True)
-    effects = made.step(Heard(register("other"), 1), 1.0)
+    effects = made.step(MessageReceived(register("other"), 1), 1.0)
     assert sent(effects, Refused)[1].reason == "its connection speaks for another node already"
     assert state(made, "0") is NodeState.DEAD, "the link is closed, so whoever it spoke for is lost"
 
 
 def test_the_same_registration_twice_changes_nothing() -> None:
     made = ready("0", "1")
-    again = made.step(Heard(register("0"), 1), 1.0)
-    assert sent(again, Formed) == {1: Formed(1, 0, 2, 0, 2)} and not kept(again)
+    again = made.step(MessageReceived(register("0"), 1), 1.0)
+    assert sent(again, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not kept(again)
 
 
 # -- death without recovery ------------------------------------------------------------------------------------------
@@ -261,56 +261,61 @@ def test_the_same_registration_twice_changes_nothing() -> None:
 
 def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     made = ready("0", "1", "2")
-    made.step(Heard(Beat(Progress(12, "backward")), 3), 1.0)
-    effects = made.step(LinkLost("connection reset by peer", 2), 1.0)
-    stops = sent(effects, Stop)
+    made.step(MessageReceived(Heartbeat(Progress(12, "backward")), 3), 1.0)
+    effects = made.step(ConnectionLost("connection reset by peer", 2), 1.0)
+    stops = sent(effects, ClusterEnded)
     assert set(stops) == {1, 3} and stops[1] == stops[3]
     failure = stops[1].failure
     assert failure is not None
     assert (failure.rank, failure.host, failure.code) == (1, "box", ExitCode.PEER_FAILED)
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
-    assert ended(effects) == End(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
+    assert ended(effects) == EndCluster(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
     told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
     assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3, ended=told_end)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
     made = ready_agents()
-    exited = Exited("2", 1, 139, "signal 11", ["Segmentation fault"], "worker_2.log")
-    effects = made.step(Heard(exited, 2), 1.0)
-    assert made.step(Heard(Exited("0", 1, 1), 1), 1.1) == []
-    failure = sent(effects, Stop)[1].failure
+    exited = ChildExited("2", 1, 139, "signal 11", ["Segmentation fault"], "worker_2.log")
+    effects = made.step(MessageReceived(exited, 2), 1.0)
+    assert made.step(MessageReceived(ChildExited("0", 1, 1), 1), 1.1) == []
+    failure = sent(effects, ClusterEnded)[1].failure
     assert failure is not None
     assert (failure.node_id, failure.code, failure.reason, failure.tail) == ("2", 139, "signal 11", ["Segmentation fault"])
     assert failure.log == "worker_2.log"
-    assert ended(effects) == End(139, "worker:2 on other: signal 11", failure)
+    assert ended(effects) == EndCluster(139, "worker:2 on other: signal 11", failure)
 
 
 def test_exception_of_the_first_failure_is_in_its_report() -> None:
     raised = ScriptError("ValueError", "no", "train.py:3", "Traceback ...")
-    by_agent = ready_agents().step(Heard(Exited("2", 1, 1, "exit code 1", error=raised), 2), 1.0)
-    by_itself = ready("0", "1").step(Heard(Leave(1, "ValueError: no", raised), 2), 1.0)
+    by_agent = ready_agents().step(MessageReceived(ChildExited("2", 1, 1, "exit code 1", error=raised), 2), 1.0)
+    by_itself = ready("0", "1").step(MessageReceived(Leave(1, "ValueError: no", raised), 2), 1.0)
     for effects in (by_agent, by_itself):
-        failure = sent(effects, Stop)[1].failure
+        failure = sent(effects, ClusterEnded)[1].failure
         assert failure is not None and failure.error == raised
 
 
 def test_after_the_end_a_member_is_told_it_again_and_a_stranger_is_refused() -> None:
     made = ready("0", "1")
-    made.step(Heard(StopAsked("enough"), 9), 1.0)
-    late = made.step(Heard(register("1", cluster_id="c1", incarnation=1, generation=1, rank=1), 10), 2.0)
-    assert sent(late, Stop) == {10: Stop("enough", ExitCode.STOPPED)} and Close(10) in late
-    stranger = made.step(Heard(register("x"), 11), 2.0)
+    made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
+    late = made.step(MessageReceived(register("1", cluster_id="c1", incarnation=1, generation=1, rank=1), 10), 2.0)
+    assert sent(late, ClusterEnded) == {10: ClusterEnded("enough", ExitCode.STOPPED)} and Close(10) in late
+    stranger = made.step(MessageReceived(register("x"), 11), 2.0)
     assert sent(stranger, Refused) == {11: Refused("the cluster has ended: enough")}
-    assert made.step(Ticked(), 100.0) == made.step(LinkLost("gone", 1), 100.0) == made.step(Heard(Beat(), 2), 100.0) == []
+    assert (
+        made.step(Tick(), 100.0)
+        == made.step(ConnectionLost("gone", 1), 100.0)
+        == made.step(MessageReceived(Heartbeat(), 2), 100.0)
+        == []
+    )
 
 
 def test_a_cluster_ends_once() -> None:
     made = ready("0", "1")
-    first = made.step(Heard(StopAsked("enough"), 9), 1.0)
-    assert sent(first, Goodbye) == {9: Goodbye()} and ended(first) is not None
-    again = made.step(Heard(StopAsked("enough"), 9), 1.0)
-    assert sent(again, Goodbye) and ended(again) is None
+    first = made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
+    assert sent(first, LeaveAcknowledged) == {9: LeaveAcknowledged()} and ended(first) is not None
+    again = made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
+    assert sent(again, LeaveAcknowledged) and ended(again) is None
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------
@@ -318,44 +323,44 @@ def test_a_cluster_ends_once() -> None:
 
 def test_a_leave_is_noted_on_disk_before_goodbye_is_said() -> None:
     made = ready("0", "1")
-    effects = made.step(Heard(Leave(), 1), 1.0)
+    effects = made.step(MessageReceived(Leave(), 1), 1.0)
     noted = next(n for n, e in enumerate(effects) if isinstance(e, Persist))
-    assert noted < effects.index(Send(Goodbye(), 1))
+    assert noted < effects.index(Send(LeaveAcknowledged(), 1))
     assert state(made, "0") is NodeState.LEFT and phase(made) is Phase.READY
-    assert made.step(LinkLost("closed", 1), 1.1) == []
+    assert made.step(ConnectionLost("closed", 1), 1.1) == []
 
 
 def test_when_everyone_has_left_the_cluster_ends_well() -> None:
     made = ready("0", "1")
-    made.step(Heard(Leave(), 1), 1.0)
-    effects = made.step(Heard(Leave(), 2), 1.0)
-    assert ended(effects) == End(0, "all 2 workers finished")
-    assert sent(effects, Goodbye) == {2: Goodbye()} and not sent(effects, Stop)
+    made.step(MessageReceived(Leave(), 1), 1.0)
+    effects = made.step(MessageReceived(Leave(), 2), 1.0)
+    assert ended(effects) == EndCluster(0, "all 2 workers finished")
+    assert sent(effects, LeaveAcknowledged) == {2: LeaveAcknowledged()} and not sent(effects, ClusterEnded)
 
 
 def test_a_leave_with_a_code_is_a_failure_that_was_able_to_say_so() -> None:
     made = ready("0", "1")
-    effects = made.step(Heard(Leave(3, "ValueError: no data"), 1), 1.0)
-    failure = sent(effects, Stop)[2].failure
+    effects = made.step(MessageReceived(Leave(3, "ValueError: no data"), 1), 1.0)
+    failure = sent(effects, ClusterEnded)[2].failure
     assert failure is not None and failure.reason == "ValueError: no data" and failure.code == 3
 
 
 def test_who_missed_its_goodbye_may_say_its_leave_again() -> None:
     made = ready("0", "1", recovery=True)
-    made.step(Heard(Leave(), 1), 1.0)
-    again = made.step(Heard(register("0", incarnation=1, rank=0), 5), 2.0)
-    assert sent(again, Welcome) and not sent(again, Formed)
-    assert sent(made.step(Heard(Leave(), 5), 2.0), Goodbye) == {5: Goodbye()}
+    made.step(MessageReceived(Leave(), 1), 1.0)
+    again = made.step(MessageReceived(register("0", incarnation=1, rank=0), 5), 2.0)
+    assert sent(again, Registered) and not sent(again, RankAssigned)
+    assert sent(made.step(MessageReceived(Leave(), 5), 2.0), LeaveAcknowledged) == {5: LeaveAcknowledged()}
     assert made.counters["left"] == 1
 
 
 def test_a_childs_leave_is_not_its_end_its_exit_is() -> None:
     made = ready_agents()
-    made.step(Heard(register("0", incarnation=1), 3), 0.0)
-    assert made.step(Heard(Leave(), 3), 1.0) == [Send(Goodbye(), 3)]
+    made.step(MessageReceived(register("0", incarnation=1), 3), 0.0)
+    assert made.step(MessageReceived(Leave(), 3), 1.0) == [Send(LeaveAcknowledged(), 3)]
     assert state(made, "0") is NodeState.ALIVE
-    assert not sent(tick(made, 60.0, beats=[1, 2], since=1.0), Stop), "it needs no beats of its own any more"
-    assert ended(made.step(Heard(Exited("0", 1, 1, "exit code 1"), 1), 61.0))
+    assert not sent(tick(made, 60.0, beats=[1, 2], since=1.0), ClusterEnded), "it needs no beats of its own any more"
+    assert ended(made.step(MessageReceived(ChildExited("0", 1, 1, "exit code 1"), 1), 61.0))
 
 
 # -- recovery --------------------------------------------------------------------------------------------------------
@@ -363,44 +368,44 @@ def test_a_childs_leave_is_not_its_end_its_exit_is() -> None:
 
 def test_with_recovery_a_death_is_a_new_generation_and_a_return_another() -> None:
     made = ready("0", "1", recovery=True)
-    death = made.step(LinkLost("reset", 2), 1.0)
+    death = made.step(ConnectionLost("reset", 2), 1.0)
     assert phase(made) is Phase.HEALING and ended(death) is None
-    assert sent(death, Regrouped) == {1: Regrouped(2, "worker:1 died: its connection closed (reset)")}
-    back = made.step(Heard(register("1", "second life"), 3), 2.0)
-    assert sent(back, Regrouped) == {1: Regrouped(3, "worker:1 is back")}
-    assert sent(back, Welcome) == {3: Welcome("c1", "1", 2)}
-    assert sent(back, Formed) == {3: Formed(3, 1, 2, 1, 2, restarts=1)}
+    assert sent(death, NewGeneration) == {1: NewGeneration(2, "worker:1 died: its connection closed (reset)")}
+    back = made.step(MessageReceived(register("1", "second life"), 3), 2.0)
+    assert sent(back, NewGeneration) == {1: NewGeneration(3, "worker:1 is back")}
+    assert sent(back, Registered) == {3: Registered("c1", "1", 2)}
+    assert sent(back, RankAssigned) == {3: RankAssigned(3, 1, 2, 1, 2, restarts=1)}
     assert phase(made) is Phase.READY
 
 
 def test_a_new_generation_is_durable_before_the_incarnation_that_lives_in_it() -> None:
     made = ready("0", "1", recovery=True)
-    made.step(LinkLost("reset", 2), 1.0)
-    records = kept(made.step(Heard(register("1", "second life"), 3), 2.0))
+    made.step(ConnectionLost("reset", 2), 1.0)
+    records = kept(made.step(MessageReceived(register("1", "second life"), 3), 2.0))
     assert [type(record) for record in records] == [ClusterRecord, MemberRecord, Incident, ClusterRecord]
     assert [r.generation for r in records if isinstance(r, ClusterRecord)] == [3, 3]
 
 
 def test_the_same_life_may_come_back_and_keeps_its_incarnation() -> None:
     made = ready("0", "1", recovery=True)
-    made.step(LinkLost("reset", 2), 1.0)
-    again = made.step(Heard(register("1", incarnation=1, generation=1, rank=1, cluster_id="c1"), 3), 1.1)
-    assert sent(again, Formed) == {3: Formed(2, 1, 2, 1, 2)}
+    made.step(ConnectionLost("reset", 2), 1.0)
+    again = made.step(MessageReceived(register("1", incarnation=1, generation=1, rank=1, cluster_id="c1"), 3), 1.1)
+    assert sent(again, RankAssigned) == {3: RankAssigned(2, 1, 2, 1, 2)}
     assert phase(made) is Phase.READY and made.cluster.generation == 2
 
 
 def test_a_newcomer_on_another_host_takes_a_free_local_rank_there() -> None:
     made = machine(4, recovery=True)
     for link, (name, host) in enumerate([("a", BOX), ("b", BOX), ("c", OTHER), ("d", OTHER)], start=1):
-        made.step(Heard(register(name, host=host), link), 0.0)
-    made.step(LinkLost("reset", 1), 1.0)
-    back = made.step(Heard(register("e", host=OTHER), 9), 2.0)
-    assert sent(back, Formed) == {9: Formed(3, 0, 4, local_rank=2, local_world=3, restarts=1)}
+        made.step(MessageReceived(register(name, host=host), link), 0.0)
+    made.step(ConnectionLost("reset", 1), 1.0)
+    back = made.step(MessageReceived(register("e", host=OTHER), 9), 2.0)
+    assert sent(back, RankAssigned) == {9: RankAssigned(3, 0, 4, local_rank=2, local_world=3, restarts=1)}
 
 
 def test_a_place_that_nobody_fills_is_the_end() -> None:
     made = ready("0", "1", recovery=True, topo_timeout_s=20.0)
-    made.step(LinkLost("reset", 2), 0.0)
+    made.step(ConnectionLost("reset", 2), 0.0)
     effects = tick(made, 21.0, beats=[1])
     end = ended(effects)
     assert end is not None and end.reason == "worker:1 did not come back within 20 s" and end.code == ExitCode.PEER_FAILED
@@ -411,29 +416,31 @@ def test_a_new_life_is_held_off_until_the_one_before_is_judged() -> None:
     made = ready("0", "1", recovery=True, node_timeout_s=10.0)
     tick(made, 6.0, beats=[1])
     assert state(made, "1") is NodeState.SUSPECT
-    held = made.step(Heard(register("1", "second life"), 3), 6.0)
+    held = made.step(MessageReceived(register("1", "second life"), 3), 6.0)
     assert sent(held, Refused)[3].retry_after_s > 0 and len(told(held)) == 1
-    assert told(made.step(Heard(register("1", "second life"), 3), 6.5)) == [], "it is said once"
+    assert told(made.step(MessageReceived(register("1", "second life"), 3), 6.5)) == [], "it is said once"
     tick(made, 11.0, beats=[1], since=6.0)
-    assert sent(made.step(Heard(register("1", "second life"), 3), 11.0), Formed) == {3: Formed(3, 1, 2, 1, 2, restarts=1)}
+    assert sent(made.step(MessageReceived(register("1", "second life"), 3), 11.0), RankAssigned) == {
+        3: RankAssigned(3, 1, 2, 1, 2, restarts=1)
+    }
 
 
 def test_a_late_beat_clears_a_suspect_and_may_be_the_last_thing_that_was_missing() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
-    made.step(LinkLost("reset", 3), 0.0)
+    made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
-    made.step(Heard(register("2", "second life"), 4), 6.0)
+    made.step(MessageReceived(register("2", "second life"), 4), 6.0)
     assert phase(made) is Phase.HEALING, "1 is silent"
-    made.step(Heard(Beat(), 2), 6.5)
+    made.step(MessageReceived(Heartbeat(), 2), 6.5)
     assert phase(made) is Phase.READY
 
 
 def test_a_suspect_that_leaves_is_not_missed() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
-    made.step(LinkLost("reset", 3), 0.0)
+    made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
-    made.step(Heard(register("2", "second life"), 4), 6.0)
-    made.step(Heard(Leave(), 2), 6.5)
+    made.step(MessageReceived(register("2", "second life"), 4), 6.0)
+    made.step(MessageReceived(Leave(), 2), 6.5)
     assert phase(made) is Phase.READY
 
 
@@ -449,17 +456,17 @@ def test_silence_makes_a_suspect_and_then_a_death() -> None:
     assert Close(2) in effects
 
 
-@pytest.mark.parametrize("settings", [{"beats": False}, {"node_timeout_s": -1.0}])
+@pytest.mark.parametrize("settings", [{"heartbeats_enabled": False}, {"node_timeout_s": -1.0}])
 def test_silence_may_be_no_death_but_a_closed_socket_always_is(settings: dict[str, Any]) -> None:
     made = ready("0", "1", **settings)
     assert not tick(made, 500.0)
-    assert ended(made.step(LinkLost("reset", 1), 500.0))
+    assert ended(made.step(ConnectionLost("reset", 1), 500.0))
 
 
 def test_the_schedulers_own_sleep_is_nobodys_silence() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     tick(made, 4.0, beats=[1, 2])
-    effects = made.step(Ticked(), 300.0)
+    effects = made.step(Tick(), 300.0)
     assert told(effects) == ["scheduler slept: no tick for 296.0 s: nobody's silence in that time counts"]
     assert state(made, "0") is state(made, "1") is NodeState.ALIVE
     assert ended(tick(made, 312.0, since=300.0)), "from then on it counts again"
@@ -470,51 +477,51 @@ def test_the_schedulers_own_sleep_is_nobodys_silence() -> None:
 
 def test_a_child_is_spoken_for_by_its_agent() -> None:
     made = ready_agents(node_timeout_s=10.0)
-    attached = made.step(Heard(register("0", incarnation=1), 3), 0.0)
-    assert sent(attached, Formed) == {3: Formed(1, 0, 3, 0, 2)}
-    assert made.step(LinkLost("reset", 3), 1.0) == [], "its agent would have seen an exit"
-    made.step(Heard(Started("1", 1, 4711), 1), 1.0)
+    attached = made.step(MessageReceived(register("0", incarnation=1), 3), 0.0)
+    assert sent(attached, RankAssigned) == {3: RankAssigned(1, 0, 3, 0, 2)}
+    assert made.step(ConnectionLost("reset", 3), 1.0) == [], "its agent would have seen an exit"
+    made.step(MessageReceived(ChildStarted("1", 1, 4711), 1), 1.0)
     assert made.cluster.members[(Role.WORKER, "1")].pid == 4711
-    assert made.step(Heard(Exited("2", 1, 1), 1), 1.0) == [], "not its child"
-    assert made.step(Heard(Exited("0", 2, 1), 1), 1.0) == [], "not its incarnation"
+    assert made.step(MessageReceived(ChildExited("2", 1, 1), 1), 1.0) == [], "not its child"
+    assert made.step(MessageReceived(ChildExited("0", 2, 1), 1), 1.0) == [], "not its incarnation"
 
 
 def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
     made = ready_agents(max_restarts=1)
-    made.step(Heard(register("2", incarnation=1), 3), 0.0)
-    effects = made.step(Heard(Exited("0", 1, 1, "exit code 1"), 1), 1.0)
-    starts = sent(effects, Start)
+    made.step(MessageReceived(register("2", incarnation=1), 3), 0.0)
+    effects = made.step(MessageReceived(ChildExited("0", 1, 1, "exit code 1"), 1), 1.0)
+    starts = sent(effects, DesiredChildren)
     assert starts[1].assignments == [Assignment("0", 0, 2, 0), Assignment("1", 1, 2, 1)]
     assert (starts[2].generation, starts[2].restarts, starts[2].max_restarts) == (2, 1, 1)
-    made.step(Heard(Beat(Progress(9)), 3), 1.0)
+    made.step(MessageReceived(Heartbeat(Progress(9)), 3), 1.0)
     assert made.cluster.members[(Role.WORKER, "2")].progress.step == -1, "the old incarnation no longer speaks"
     assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
     assert phase(made) is Phase.READY
-    assert ended(made.step(Heard(Exited("1", 2, 1), 1), 2.0)), "one restart was allowed"
+    assert ended(made.step(MessageReceived(ChildExited("1", 2, 1), 1), 2.0)), "one restart was allowed"
 
 
 @pytest.mark.parametrize("heals", [False, True])
 def test_a_host_may_allow_fewer_restarts_than_the_scheduler(heals: bool) -> None:
-    made = machine(1, max_restarts=5, strategies=ladder(["recover-in-place"]))
-    effects = made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, max_restarts=1), 1), 0.0)
+    made = machine(1, max_restarts=5, strategies=parse_strategies(["recover-in-place"]))
+    effects = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, max_restarts=1), 1), 0.0)
     assert [record.max_restarts for record in kept(effects) if isinstance(record, AgentRecord)] == [1]
     made.cluster.heals = heals
-    assert not ended(made.step(Heard(Exited("0", 1, 1), 1), 1.0))
-    assert ended(made.step(Heard(Exited("0", 2, 1), 1), 2.0))
+    assert not ended(made.step(MessageReceived(ChildExited("0", 1, 1), 1), 1.0))
+    assert ended(made.step(MessageReceived(ChildExited("0", 2, 1), 1), 2.0))
 
 
 def test_an_agent_may_be_gone_at_once_where_workers_by_hand_are_waited_for() -> None:
-    settings: dict[str, Any] = {"recovery": True, "strategies": ladder(["recover"])}
+    settings: dict[str, Any] = {"recovery": True, "strategies": parse_strategies(["recover"])}
     waiting, gone = ready_agents(**settings), ready_agents(**settings, agents_return=False)
     for made in (waiting, gone):
         made.cluster.heals = True
-        made.step(LinkLost("reset", 2), 1.0)
+        made.step(ConnectionLost("reset", 2), 1.0)
     assert (phase(waiting), phase(gone)) == (Phase.READY, Phase.HEALING)
 
 
 def test_a_lost_agent_is_the_end_because_nobody_can_start_its_workers() -> None:
     made = ready_agents(max_restarts=5)
-    effects = made.step(LinkLost("reset", 2), 1.0)
+    effects = made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(effects)
     assert end is not None and end.reason == "worker:2 on other: the agent on other is gone (reset)"
     assert "cluster end: nobody is left on other to start worker:2 again" in told(effects)
@@ -523,63 +530,63 @@ def test_a_lost_agent_is_the_end_because_nobody_can_start_its_workers() -> None:
 
 def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> None:
     made = ready_agents(recovery=True, node_timeout_s=10.0)
-    assert told(made.step(LinkLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
+    assert told(made.step(ConnectionLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
     tick(made, 8.0, beats=[1])
-    again = made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 5), 8.0)
-    assert sent(again, Start)[5].assignments == [Assignment("2", 2, 1, 0)]
-    made.step(LinkLost("reset", 5), 8.0)
+    again = made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 5), 8.0)
+    assert sent(again, DesiredChildren)[5].assignments == [Assignment("2", 2, 1, 0)]
+    made.step(ConnectionLost("reset", 5), 8.0)
     assert ended(tick(made, 20.0, beats=[1], since=8.0))
 
 
 def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     made = ready("a", "b")
-    assert isinstance(_asked(made, ScaleAsked(more=1, start=False)), Refused), "no step was finished yet"
+    assert isinstance(_asked(made, ScaleRequest(more_workers=1, start_processes=False)), Refused), "no step was finished yet"
     made.cluster.trains = True
-    extra = Heard(register("c"), 7)
+    extra = MessageReceived(register("c"), 7)
     assert "one worker too many" in sent(made.step(extra, 1.0), Refused)[7].reason
-    effects = made.step(Heard(ScaleAsked(more=1, start=False), 9), 1.0)
+    effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), 9), 1.0)
     assert [r.asked for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
-    joined = made.step(Heard(register("c"), 8), 1.0)
-    assert sent(joined, Formed)[8].world == 3 and made.cluster.goal == 3
+    joined = made.step(MessageReceived(register("c"), 8), 1.0)
+    assert sent(joined, RankAssigned)[8].world == 3 and made.cluster.target_workers == 3
 
 
 def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     made.cluster.trains = True
-    made.step(Heard(RegisterAgent("c", "life of c", OTHER, 1, cold=True), 3), 1.0)
+    made.step(MessageReceived(RegisterAgent("c", "life of c", OTHER, 1, template_importing=True), 3), 1.0)
     tick(made, 3.0, beats=[1, 2, 3], since=1.0)
     assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
-    another = made.step(Heard(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
+    another = made.step(MessageReceived(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
     assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host came too late"
-    made.step(Heard(Prepared(), 3), 3.0)
-    assert sent(tick(made, 4.0, since=3.0), Start)[3].assignments == [Assignment("3", 3, 1, 1)]
+    made.step(MessageReceived(TemplateReady(), 3), 3.0)
+    assert sent(tick(made, 4.0, since=3.0), DesiredChildren)[3].assignments == [Assignment("3", 3, 1, 1)]
 
 
-def cut_in_four(together: int) -> Machine:
+def cut_in_four(together: int) -> SchedulerMachine:
     """Four workers, each with a part of the state, and so many copies of it."""
     made = ready("a", "b", "c", "d")
-    made.step(Heard(Put("met", b"", 1), 1), 0.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", 1), 1), 0.0)
     for link in range(1, 5):
-        made.step(Heard(Beat(Progress(5, "train", loop=True, together=together)), link), 0.0)
+        made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, departing_max=together)), link), 0.0)
     return made
 
 
-def outcomes(made: Machine) -> list[Outcome]:
-    return [incident.outcome for incident in made.incidents.kept]
+def outcomes(made: SchedulerMachine) -> list[Outcome]:
+    return [incident.outcome for incident in made.incidents.records]
 
 
-def go_on(made: Machine, links: Sequence[int]) -> list[SchedulerEffect]:
+def go_on(made: SchedulerMachine, links: Sequence[int]) -> list[SchedulerEffect]:
     generation = made.cluster.generation
-    return [effect for link in links for effect in made.step(Heard(Resumed(generation, 5), link), 1.0)]
+    return [effect for link in links for effect in made.step(MessageReceived(RankResumed(generation, 5), link), 1.0)]
 
 
 def test_who_has_a_part_of_the_state_leaves_when_the_others_have_it() -> None:
     made = cut_in_four(together=1)
-    effects = made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
-    assert set(sent(effects, Stop)) == {4} and {f.world for f in sent(effects, Formed).values()} == {3}
+    effects = made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
+    assert set(sent(effects, ClusterEnded)) == {4} and {f.world for f in sent(effects, RankAssigned).values()} == {3}
     assert [r.going for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
     effects = go_on(made, (1, 2, 3))
-    assert set(sent(effects, Stop)) == {3} and {f.world for f in sent(effects, Formed).values()} == {2}
+    assert set(sent(effects, ClusterEnded)) == {3} and {f.world for f in sent(effects, RankAssigned).values()} == {2}
     assert (phase(made), outcomes(made)) == (Phase.HEALING, [Outcome.OPEN]), "one operation until all have left"
     go_on(made, (1, 2))
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
@@ -589,91 +596,103 @@ def test_who_has_a_part_of_the_state_leaves_when_the_others_have_it() -> None:
 def test_as_many_leave_at_once_as_there_are_copies() -> None:
     for together, gone in ((0, {2, 3, 4}), (2, {3, 4}), (5, {2, 3, 4})):
         made = cut_in_four(together)
-        assert set(sent(made.step(Heard(ScaleAsked(workers=1), 9), 1.0), Stop)) == gone
+        assert set(sent(made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0), ClusterEnded)) == gone
 
 
 def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
     made = cut_in_four(together=1)
-    records = kept(made.step(Heard(ScaleAsked(workers=2), 9), 1.0))
+    records = kept(made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0))
     cluster = next(r for r in records if isinstance(r, ClusterRecord))
-    again = Machine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
-    again.step(Restored((cluster,)), 0.0)
+    again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
+    again.step(JournalRead((cluster,)), 0.0)
     assert again.cluster.going == ("c",)
 
 
-def cut_under_an_agent(workers: int, together: int = 1) -> Machine:
+def cut_under_an_agent(workers: int, together: int = 1) -> SchedulerMachine:
     """As many workers of one agent, over link 1, each with a part of the state; theirs are links 11, 12, ..."""
-    made = machine(workers, strategies=ladder(("recover-in-place", "elastic-training")), recovery=True)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, workers), 1), 0.0)
-    made.step(Heard(Put("met", b"", 1), 1), 0.0)
+    made = machine(workers, strategies=parse_strategies(("recover-in-place", "elastic-training")), recovery=True)
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, workers), 1), 0.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", 1), 1), 0.0)
     begin_lives(made)
     take_a_step(made, together)
     return made
 
 
-def begin_lives(made: Machine) -> None:
-    for member in made.cluster.of(Role.WORKER):
+def begin_lives(made: SchedulerMachine) -> None:
+    for member in made.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
-        made.step(Heard(register(member.node_id, life, incarnation=member.incarnation), 11 + int(member.node_id)), 1.0)
-    first = made.cluster.of(Role.WORKER)[0]
-    made.step(Heard(Put("met", b"", made.cluster.generation), first.link), 1.0)
+        made.step(
+            MessageReceived(register(member.node_id, life, incarnation=member.incarnation), 11 + int(member.node_id)), 1.0
+        )
+    first = made.cluster.members_in_role(Role.WORKER)[0]
+    made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), first.connection), 1.0)
 
 
-def take_a_step(made: Machine, together: int = 1) -> None:
-    for member in made.cluster.of(Role.WORKER):
-        made.step(Heard(Beat(Progress(5, "train", loop=True, together=together)), member.link), 1.0)
+def take_a_step(made: SchedulerMachine, together: int = 1) -> None:
+    for member in made.cluster.members_in_role(Role.WORKER):
+        made.step(
+            MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, departing_max=together)), member.connection), 1.0
+        )
 
 
-def all_go_on(made: Machine) -> list[SchedulerEffect]:
-    return go_on(made, [m.link for m in made.cluster.of(Role.WORKER)])
+def all_go_on(made: SchedulerMachine) -> list[SchedulerEffect]:
+    return go_on(made, [m.connection for m in made.cluster.members_in_role(Role.WORKER)])
 
 
-def lose_the_state(made: Machine) -> None:
+def lose_the_state(made: SchedulerMachine) -> None:
     """Nobody has what one part of the state was: all start anew from their checkpoint."""
-    for member in made.cluster.of(Role.WORKER):
-        made.step(Heard(Report(made.cluster.generation, Number(5, 0), slots=2, holds=b"\x01"), member.link), 1.0)
-    assert not made.cluster.trains and all(not m.link for m in made.cluster.of(Role.WORKER)), "all start anew"
+    for member in made.cluster.members_in_role(Role.WORKER):
+        made.step(
+            MessageReceived(
+                SafePointReport(made.cluster.generation, CollectiveNumber(5, 0), slot_count=2, held_slots=b"\x01"),
+                member.connection,
+            ),
+            1.0,
+        )
+    assert not made.cluster.trains and all(not m.connection for m in made.cluster.members_in_role(Role.WORKER)), (
+        "all start anew"
+    )
     assert made.cluster.reason.endswith(": all workers start anew, from their newest checkpoint"), "and the console says so"
 
 
-def workers_of(made: Machine) -> list[str]:
-    return [m.node_id for m in made.cluster.of(Role.WORKER)]
+def workers_of(made: SchedulerMachine) -> list[str]:
+    return [m.node_id for m in made.cluster.members_in_role(Role.WORKER)]
 
 
 def test_after_a_return_to_the_checkpoint_the_remaining_leavers_leave() -> None:
     made = cut_under_an_agent(4)
-    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
     lose_the_state(made)
     begin_lives(made)
     all_go_on(made)
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.OPEN]), "the operation is not over"
-    assert isinstance(_asked(made, ScaleAsked(workers=5)), Refused), "no step was finished yet"
+    assert isinstance(_asked(made, ScaleRequest(workers=5)), Refused), "no step was finished yet"
     take_a_step(made)
     effects = tick(made, 2.0, since=1.5)
-    assert set(sent(effects, Stop)) == {13} and workers_of(made) == ["0", "1"]
+    assert set(sent(effects, ClusterEnded)) == {13} and workers_of(made) == ["0", "1"]
     all_go_on(made)
     assert (phase(made), outcomes(made), made.cluster.going) == (Phase.READY, [Outcome.RESUMED], ())
 
 
 def test_where_the_training_ends_first_the_operation_ends_with_the_run() -> None:
     made = cut_under_an_agent(4)
-    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     go_on(made, (11, 12))
-    made.step(Heard(Exited("0", 1, 0), 1), 1.0)
+    made.step(MessageReceived(ChildExited("0", 1, 0), 1), 1.0)
     go_on(made, (13,))
     assert outcomes(made) == [Outcome.OPEN]
     for name in ("1", "2"):
-        made.step(Heard(Exited(name, 1, 0), 1), 1.0)
+        made.step(MessageReceived(ChildExited(name, 1, 0), 1), 1.0)
     assert (phase(made), outcomes(made)) == (Phase.ENDED, [Outcome.FINISHED])
 
 
 def test_where_only_leavers_live_one_of_them_stays() -> None:
     made = cut_under_an_agent(5, together=2)
-    made.step(Heard(ScaleAsked(workers=1), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
-    made.cluster.members[(Role.WORKER, "0")].fruitless = 3  # it cannot be replaced: the world shrinks
-    made.step(Heard(Exited("0", 1, 137, "killed"), 1), 1.0)
+    made.cluster.members[(Role.WORKER, "0")].deaths_without_progress = 3  # it cannot be replaced: the world shrinks
+    made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert sorted(workers_of(made)) == ["1", "2"]
     all_go_on(made)
     assert len(workers_of(made)) == 1
@@ -683,39 +702,39 @@ def test_where_only_leavers_live_one_of_them_stays() -> None:
 
 def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave() -> None:
     made = cut_under_an_agent(4)
-    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
-    made._gathering.resumed.clear()
-    made._replacing = made._grouped = False
-    made._settle("every member is heard again")  # as after a return
+    made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
+    made._heal_barrier.resumed.clear()
+    made._replacement_running = made._group_formed = False
+    made._update_readiness("every member is heard again")  # as after a return
     effects = tick(made, 2.0, since=1.5)
-    assert set(sent(effects, Regrouped)) == {11, 12, 13} and phase(made) is Phase.HEALING
+    assert set(sent(effects, NewGeneration)) == {11, 12, 13} and phase(made) is Phase.HEALING
     assert workers_of(made) == ["0", "1", "2"], "nobody leaves before all go on"
-    assert set(sent(all_go_on(made), Stop)) == {13}
+    assert set(sent(all_go_on(made), ClusterEnded)) == {13}
 
 
 def test_newcomers_that_begin_anew_with_everyone_are_healed_like_anyone() -> None:
     made = cut_under_an_agent(3)
-    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     begin_lives(made)
     lose_the_state(made)
     assert outcomes(made) == [Outcome.RESTARTED]
-    made.step(Heard(Exited("3", 2, 137, "killed"), 1), 1.0)
+    made.step(MessageReceived(ChildExited("3", 2, 137, "killed"), 1), 1.0)
     assert workers_of(made) == ["0", "1", "2", "3"] and outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN]
 
 
 def test_who_takes_a_growth_back_is_told_that() -> None:
     made = cut_under_an_agent(3)
-    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
-    answer = _asked(made, ScaleAsked(roll_back=True))
-    assert isinstance(answer, Scaling) and (answer.operation, answer.reason) == (2, "asked to; the growth is taken back")
+    made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
+    answer = _asked(made, ScaleRequest(roll_back=True))
+    assert isinstance(answer, ScaleAccepted) and (answer.operation, answer.reason) == (2, "asked to; the growth is taken back")
 
 
 def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
     made = cut_under_an_agent(3)
-    made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
-    made.step(Heard(Exited("1", 1, 137, "killed"), 1), 2.0)
-    made.step(Heard(Exited("3", 1, 137, "killed"), 1), 3.0)
-    growth, death, back = made.incidents.kept
+    made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
+    made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 2.0)
+    made.step(MessageReceived(ChildExited("3", 1, 137, "killed"), 1), 3.0)
+    growth, death, back = made.incidents.records
     assert [growth.outcome, death.outcome, back.outcome] == [Outcome.ROLLED_BACK, Outcome.OPEN, Outcome.OPEN]
     assert growth.reason.endswith("as asked; worker:3 did not come: killed; the growth is taken back")
     assert growth.total_ms == 2000.0, "it had been waited for so long"
@@ -726,25 +745,25 @@ def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
 
 def test_a_growth_is_not_taken_back_where_everyone_who_had_the_state_has_died() -> None:
     made = cut_under_an_agent(2, together=0)
-    made.step(Heard(ScaleAsked(workers=3), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(workers=3), 9), 1.0)
     for name in ("0", "1"):
-        made.step(Heard(Exited(name, 1, 137, "killed"), 1), 1.0)
+        made.step(MessageReceived(ChildExited(name, 1, 137, "killed"), 1), 1.0)
     begin_lives(made)
-    for member in made.cluster.of(Role.WORKER):
-        made.step(Heard(Report(made.cluster.generation, None, needs_state=True), member.link), 1.0)
-    assert isinstance(_asked(made, ScaleAsked(roll_back=True)), Refused), "all begin anew, in the larger world"
-    made.step(Heard(Exited("2", 1, 137, "killed"), 1), 1.0)
-    assert (workers_of(made), made.incidents.kept[-1].strategy) == (["0", "1", "2"], "recover-in-place")
+    for member in made.cluster.members_in_role(Role.WORKER):
+        made.step(MessageReceived(SafePointReport(made.cluster.generation, None, needs_state=True), member.connection), 1.0)
+    assert isinstance(_asked(made, ScaleRequest(roll_back=True)), Refused), "all begin anew, in the larger world"
+    made.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 1), 1.0)
+    assert (workers_of(made), made.incidents.records[-1].strategy) == (["0", "1", "2"], "recover-in-place")
 
 
-def come_back(made: Machine, effects: Effects) -> Machine:
+def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
     """The next scheduler, with what was durable after these effects; everyone has called again."""
-    agents = [AgentRecord.of(agent) for agent in made.cluster.agents.values()]
-    members = {r.rank: r for r in (MemberRecord.of(m) for m in made.cluster.members.values())}
+    agents = [AgentRecord.from_agent(agent) for agent in made.cluster.agents.values()]
+    members = {r.rank: r for r in (MemberRecord.from_member(m) for m in made.cluster.members.values())}
     records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
-    again = Machine(made.cluster.settings, cluster_id="c2", job="job", now=0.0)
-    again.step(Restored((*records, *agents, *members.values())), 0.0)
-    again.step(Heard(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 0.0)
+    again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0)
+    again.step(JournalRead((*records, *agents, *members.values())), 0.0)
+    again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 0.0)
     begin_lives(again)
     return again
 
@@ -752,15 +771,15 @@ def come_back(made: Machine, effects: Effects) -> Machine:
 @pytest.mark.parametrize("what", ["all come", "one dies", "nobody comes"])
 def test_a_scheduler_that_comes_back_waits_for_the_newcomers_of_a_growth(what: str) -> None:
     made = cut_under_an_agent(3)
-    again = come_back(made, made.step(Heard(ScaleAsked(workers=5), 9), 1.0))
+    again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=5), 9), 1.0))
     assert (phase(again), outcomes(again)) == (Phase.HEALING, [Outcome.OPEN]), "they are here, and not in a step yet"
     if what == "all come":
         all_go_on(again)
         assert (phase(again), outcomes(again)) == (Phase.READY, [Outcome.RESUMED])
-        assert isinstance(_asked(again, ScaleAsked(roll_back=True)), Refused)
+        assert isinstance(_asked(again, ScaleRequest(roll_back=True)), Refused)
         return
     if what == "one dies":
-        again.step(Heard(Exited("4", 1, 137, "killed"), 1), 2.0)
+        again.step(MessageReceived(ChildExited("4", 1, 137, "killed"), 1), 2.0)
     else:
         tick(again, 302.0, beats=[1, 11, 12, 13, 14, 15], since=1.0)
     assert workers_of(again) == ["0", "1", "2"] and outcomes(again) == [Outcome.ROLLED_BACK, Outcome.OPEN]
@@ -768,75 +787,80 @@ def test_a_scheduler_that_comes_back_waits_for_the_newcomers_of_a_growth(what: s
     assert outcomes(again) == [Outcome.ROLLED_BACK, Outcome.RESUMED]
 
 
-def _asked(made: Machine, asked: ScaleAsked) -> Scaling | Agreed | Refused:
-    made.step(Heard(asked, 9), 1.0)
-    return made.answered
+def _asked(made: SchedulerMachine, asked: ScaleRequest) -> ScaleAccepted | RequestAccepted | Refused:
+    made.step(MessageReceived(asked, 9), 1.0)
+    return made.last_reply
 
 
 def test_an_agent_whose_workers_have_finished_may_go() -> None:
     made = ready_agents()
-    made.step(Heard(Exited("2", 1, 0), 2), 1.0)
-    assert made.step(LinkLost("closed", 2), 2.0) == []
+    made.step(MessageReceived(ChildExited("2", 1, 0), 2), 1.0)
+    assert made.step(ConnectionLost("closed", 2), 2.0) == []
     assert phase(made) is Phase.READY
 
 
 def test_an_agent_that_leaves_takes_its_workers_along_and_ends_them_itself() -> None:
     made = ready_agents()
-    made.step(Heard(register("2", incarnation=1), 3), 0.0)
-    effects = made.step(Heard(Leave(143, "SIGTERM"), 2), 1.0)
+    made.step(MessageReceived(register("2", incarnation=1), 3), 0.0)
+    effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
     end = ended(effects)
-    assert end is not None and end.code == 143 and sent(effects, Goodbye) == {2: Goodbye()} and set(sent(effects, Stop)) == {1}
+    assert (
+        end is not None
+        and end.code == 143
+        and sent(effects, LeaveAcknowledged) == {2: LeaveAcknowledged()}
+        and set(sent(effects, ClusterEnded)) == {1}
+    )
 
 
 def test_a_dead_server_without_an_agent_is_not_healed_by_restarting_workers() -> None:
     made = machine(1, server_num=1, max_restarts=3)
-    made.step(Heard(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
-    made.step(Heard(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
-    assert ended(made.step(LinkLost("reset", 2), 1.0)) is not None
+    made.step(MessageReceived(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
+    made.step(MessageReceived(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
+    assert ended(made.step(ConnectionLost("reset", 2), 1.0)) is not None
 
 
 def test_a_replacement_has_time_to_show_progress_while_all_others_still_wait_for_it() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=1.0)
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
     for rank, waits in enumerate(("5.0", "5.0", "")):
-        made.step(Heard(Beat(Progress(5, "train", waits=waits)), 10 + rank), 0.0)
+        made.step(MessageReceived(Heartbeat(Progress(5, "train", waiting_in=waits)), 10 + rank), 0.0)
     effects = tick(made, 2.0)
     assert "worker:2 died: stuck: all others wait for it in collective 5.0 for over 1 s" in told(effects)
-    assert sent(effects, Start)[2].assignments == [Assignment("2", 2, 2, 0)]
-    made.step(Heard(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
-    effects = made.step(Heard(Beat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
+    assert sent(effects, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)]
+    made.step(MessageReceived(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
+    effects = made.step(MessageReceived(Heartbeat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
     assert "worker:2 died" not in " ".join(told(effects)), "it restores"
-    made.step(Heard(Beat(Progress(5, "train", loop=True)), 20), 25.0)
+    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 20), 25.0)
     assert any("worker:2 died: stuck" in sentence for sentence in told(tick(made, 27.0, since=25.0))), "it had begun"
 
 
 def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
     made = ready_agents(strategies=("recover-in-place", "dump"), stuck_s=5.0)
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(MessageReceived(ChildExited("2", 1, 0), 2), 0.0)
     for rank in range(2):
-        made.step(Heard(Beat(Progress(5, "train", loop=True, waits="5.0")), 10 + rank), 0.0)
+        made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, waiting_in="5.0")), 10 + rank), 0.0)
     effects = tick(made, 6.0)
     assert told(effects)[-1].startswith(
         "cluster dump: worker:2 left before the work was done: all others wait in collective 5.0 for over 5 s"
     )
-    assert set(sent(effects, DumpAsked)) == {10, 11} and phase(made) is Phase.HEALING
-    made.step(Heard(Dumped(5, "dump-5"), 10), 6.0)
-    end = ended(made.step(Heard(Dumped(5, "dump-5"), 11), 6.0))
+    assert set(sent(effects, DumpRequest)) == {10, 11} and phase(made) is Phase.HEALING
+    made.step(MessageReceived(DumpWritten(5, "dump-5"), 10), 6.0)
+    end = ended(made.step(MessageReceived(DumpWritten(5, "dump-5"), 11), 6.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED and end.reason.endswith("; step 5 is in dump-5")
 
 
 def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> None:
     made = ready_agents(strategies=("recover-in-place",))
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-    made.step(Heard(Report(1, Number(-1, 6), finished=True), 12), 0.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(MessageReceived(SafePointReport(1, CollectiveNumber(-1, 6), finished=True), 12), 0.0)
     for rank, waits in enumerate(("-1.5", "-1.6")):  # a beat is older than what followed it
-        made.step(Heard(Beat(Progress(5, "train", waits=waits)), 10 + rank), 0.0)
+        made.step(MessageReceived(Heartbeat(Progress(5, "train", waiting_in=waits)), 10 + rank), 0.0)
     assert not ended(tick(made, 0.3))
-    made.step(Heard(Beat(Progress(5, "train", waits="-1.7")), 11), 0.4)
+    made.step(MessageReceived(Heartbeat(Progress(5, "train", waiting_in="-1.7")), 11), 0.4)
     end = ended(tick(made, 0.6, since=0.4))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == (
@@ -847,20 +871,22 @@ def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> Non
 
 @pytest.mark.parametrize("text", ["", "5", "5.-1", "a.b", "٣.٣", "1.2.3", "9" * 30 + ".0"])
 def test_what_is_no_number_of_a_collective_is_read_as_none(text: str) -> None:
-    assert Number.read(text) is None and Number.read(str(Number(-1, 7))) == Number(-1, 7)
+    assert CollectiveNumber.parse(text) is None and CollectiveNumber.parse(str(CollectiveNumber(-1, 7))) == CollectiveNumber(
+        -1, 7
+    )
 
 
 def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> None:
     """Without beats nobody would ever be found to wait."""
-    made = ready_agents(strategies=("recover-in-place",), beats=False, stuck_s=-1.0)
+    made = ready_agents(strategies=("recover-in-place",), heartbeats_enabled=False, stuck_s=-1.0)
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
-    made.step(Heard(Exited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
-    made.step(Heard(register("1", "second life", incarnation=2), 21), 1.0)
-    made.step(Heard(Report(2, completed=Number(5, 0), waits=Number(6, 0)), 10), 1.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(MessageReceived(ChildExited("2", 1, 0), 2), 0.0)
+    made.step(MessageReceived(ChildExited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
+    made.step(MessageReceived(register("1", "second life", incarnation=2), 21), 1.0)
+    made.step(MessageReceived(SafePointReport(2, completed=CollectiveNumber(5, 0), waiting_in=CollectiveNumber(6, 0)), 10), 1.0)
     assert not ended(tick(made, 1.5, since=1.0)), "the other has not said a word"
-    made.step(Heard(Report(2, needs_state=True), 21), 1.5)
+    made.step(MessageReceived(SafePointReport(2, needs_state=True), 21), 1.5)
     end = ended(tick(made, 2.0, since=1.5))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == "worker:2 left before the work was done: all others wait to go on"
@@ -869,21 +895,23 @@ def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> 
 @pytest.mark.parametrize("had", [False, True])
 def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(had: bool) -> None:
     """It had gone on if all others do, though nobody heard it say so; else they wait for it, and that is the end."""
-    made = ready_agents(strategies=("recover-in-place",), beats=False, stuck_s=5.0)
+    made = ready_agents(strategies=("recover-in-place",), heartbeats_enabled=False, stuck_s=5.0)
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-    made.step(Heard(Put("met", b"", 1), 10), 0.0)
-    made.step(Heard(Exited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
-    made.step(Heard(register("1", "second life", incarnation=2), 21), 1.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
+    made.step(MessageReceived(ChildExited("1", 1, 137, "killed by SIGKILL"), 1), 1.0)
+    made.step(MessageReceived(register("1", "second life", incarnation=2), 21), 1.0)
     for link in (10, 12):
-        made.step(Heard(Report(2, completed=Number(5, 0), waits=Number(6, 0)), link), 1.0)
-    assert set(sent(made.step(Heard(Report(2, needs_state=True), 21), 1.0), HealPlan)) == {10, 12, 21}
-    made.step(Heard(Exited("2", 1, 0), 2), 1.0)
-    made.step(Heard(Resumed(2, 6), 10), 1.0)
+        made.step(
+            MessageReceived(SafePointReport(2, completed=CollectiveNumber(5, 0), waiting_in=CollectiveNumber(6, 0)), link), 1.0
+        )
+    assert set(sent(made.step(MessageReceived(SafePointReport(2, needs_state=True), 21), 1.0), HealPlan)) == {10, 12, 21}
+    made.step(MessageReceived(ChildExited("2", 1, 0), 2), 1.0)
+    made.step(MessageReceived(RankResumed(2, 6), 10), 1.0)
     effects = tick(made, 6.0, since=0.5)
     assert not ended(effects) and phase(made) is Phase.HEALING, "the others have time to say so"
     if had:
-        made.step(Heard(Resumed(2, 6), 21), 6.0)
+        made.step(MessageReceived(RankResumed(2, 6), 21), 6.0)
         tick(made, 6.5, since=6.0)
         assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
         return
@@ -895,22 +923,25 @@ def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(
 def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:
     made = ready_agents(strategies=("recover-in-place",))
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-    made.step(Heard(Exited("2", 1, 0), 2), 0.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(MessageReceived(ChildExited("2", 1, 0), 2), 0.0)
     for rank in range(2):
-        assert not sent(made.step(Heard(Report(1, completed=Number(9, 0), finished=True), 10 + rank), 0.0), HealPlan)
+        assert not sent(
+            made.step(MessageReceived(SafePointReport(1, completed=CollectiveNumber(9, 0), finished=True), 10 + rank), 0.0),
+            HealPlan,
+        )
     assert sent(tick(made, 0.5), HealPlan) == dict.fromkeys((10, 11), HealPlan(1, done=True))
     assert not sent(tick(made, 1.0, since=0.5), HealPlan), "once"
-    assert not ended(made.step(Heard(Exited("0", 1, 0), 1), 0.4))
-    end = ended(made.step(Heard(Exited("1", 1, 1), 1), 0.4))
+    assert not ended(made.step(MessageReceived(ChildExited("0", 1, 0), 1), 0.4))
+    end = ended(made.step(MessageReceived(ChildExited("1", 1, 1), 1), 0.4))
     assert end is not None and end.code == 0, "all had come to their end: nothing is left to repeat"
 
 
 def test_a_replacement_that_never_calls_is_waited_for_as_long_as_for_any_other() -> None:
     made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0)
     for rank in range(3):
-        made.step(Heard(register(str(rank), incarnation=1), 10 + rank), 0.0)
-    made.step(Heard(Exited("2", 1, 137, "killed by SIGKILL"), 2), 1.0)
+        made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
+    made.step(MessageReceived(ChildExited("2", 1, 137, "killed by SIGKILL"), 2), 1.0)
     assert not ended(tick(made, 60.0, beats=[1, 2, 10, 11], since=1.0))
     end = ended(tick(made, 64.0, beats=[1, 2, 10, 11], since=60.0))
     assert end is not None and end.code == 137 and end.reason == "worker:2 did not come back within 60 s"
@@ -919,16 +950,18 @@ def test_a_replacement_that_never_calls_is_waited_for_as_long_as_for_any_other()
 # -- the scheduler's own death ---------------------------------------------------------------------------------------
 
 
-def restored(records: tuple[Record, ...], now: float = 100.0, **settings: Any) -> tuple[Machine, Effects]:
+def restored(records: tuple[Record, ...], now: float = 100.0, **settings: Any) -> tuple[SchedulerMachine, Effects]:
     cluster = next(r for r in records if isinstance(r, ClusterRecord))
-    made = Machine(ClusterSettings(cluster.worker_num, cluster.server_num, **settings), cluster_id="c2", job="job", now=now)
-    return made, made.step(Restored(records), now)
+    made = SchedulerMachine(
+        ClusterSettings(cluster.worker_num, cluster.server_num, **settings), cluster_id="c2", job="job", now=now
+    )
+    return made, made.step(JournalRead(records), now)
 
 
 def crashed(*names: str, **settings: Any) -> tuple[Record, ...]:
     """The journal of a cluster of raw workers that formed."""
     made = machine(len(names), **settings)
-    return journal(*(made.step(Heard(register(name), link), 0.0) for link, name in enumerate(names, start=1)))
+    return journal(*(made.step(MessageReceived(register(name), link), 0.0) for link, name in enumerate(names, start=1)))
 
 
 def test_members_re_attach_with_their_ranks_and_the_cluster_is_ready_again() -> None:
@@ -936,33 +969,33 @@ def test_members_re_attach_with_their_ranks_and_the_cluster_is_ready_again() -> 
     assert told(effects) == ["cluster restored: generation 1, 2 members"]
     assert phase(made) is Phase.RETURNING and made.cluster.cluster_id == "c1"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
-    one = made.step(Heard(register("a", rank=0, **held), 1), 100.1)
-    assert sent(one, Formed) == {1: Formed(1, 0, 2, 0, 2)} and not kept(one)
-    made.step(Heard(register("b", rank=1, **held), 2), 100.2)
+    one = made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
+    assert sent(one, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not kept(one)
+    made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
     assert phase(made) is Phase.READY and made.cluster.generation == 1
 
 
 def test_who_does_not_come_back_in_time_is_dead_and_its_place_is_healed() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True, node_timeout_s=10.0)
-    made.step(Heard(register("a"), 1), 100.0)
-    assert sent(made.step(Heard(register("b", "second life"), 2), 100.0), Refused)[2].retry_after_s > 0
+    made.step(MessageReceived(register("a"), 1), 100.0)
+    assert sent(made.step(MessageReceived(register("b", "second life"), 2), 100.0), Refused)[2].retry_after_s > 0
     effects = tick(made, 111.0, beats=[1], since=100.0)
-    assert sent(effects, Regrouped)[1].generation == 2 and phase(made) is Phase.HEALING
+    assert sent(effects, NewGeneration)[1].generation == 2 and phase(made) is Phase.HEALING
 
 
 def test_a_dead_member_in_the_journal_is_waited_for() -> None:
     before = ready("a", "b", recovery=True)
-    records = journal(tuple(Persist(r) for r in crashed("a", "b")), before.step(LinkLost("reset", 2), 1.0))  # type: ignore[arg-type]
+    records = journal(tuple(Persist(r) for r in crashed("a", "b")), before.step(ConnectionLost("reset", 2), 1.0))  # type: ignore[arg-type]
     made, _ = restored(records, recovery=True, topo_timeout_s=30.0)
-    effects = made.step(Heard(register("a"), 1), 100.0)
+    effects = made.step(MessageReceived(register("a"), 1), 100.0)
     assert phase(made) is Phase.HEALING
     assert told(effects)[-1] == "cluster healing: waiting for worker:b to be started again, with the same variables"
     assert ended(tick(made, 131.0, beats=[1], since=100.0))
 
 
 def test_without_beats_the_return_is_bounded_by_the_time_to_form() -> None:
-    made, _ = restored(crashed("a", "b"), recovery=True, beats=False, topo_timeout_s=30.0)
-    made.step(Heard(register("a"), 1), 100.0)
+    made, _ = restored(crashed("a", "b"), recovery=True, heartbeats_enabled=False, topo_timeout_s=30.0)
+    made.step(MessageReceived(register("a"), 1), 100.0)
     end = ended(tick(made, 131.0, since=100.0))
     assert end is not None and end.reason == "worker:b did not come back within 30 s"
 
@@ -972,53 +1005,55 @@ def test_a_crash_before_the_formation_was_complete_on_disk_forgets_it() -> None:
     forming = ClusterRecord("c1", "job", 2, 0, Phase.FORMING, 0)
     made, effects = restored((forming, *records[:-1]), recovery=True)
     assert phase(made) is Phase.FORMING and not made.cluster.members and effects == []
-    made.step(Heard(register("b"), 1), 100.0)
+    made.step(MessageReceived(register("b"), 1), 100.0)
     assert made.cluster.reason == "1 worker missing"
 
 
 def test_agents_speak_for_children_that_never_attached() -> None:
     made = machine(3, recovery=True)
-    first = made.step(Heard(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
-    records = journal(first, made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
+    first = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
+    records = journal(first, made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
     made, _ = restored(records, recovery=True)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
     assert phase(made) is Phase.RETURNING
-    made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 100.0)
+    made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 100.0)
     assert phase(made) is Phase.READY
     assert {m.state for m in made.cluster.members.values()} == {NodeState.ALIVE}
 
 
 def test_a_restart_while_one_agent_is_still_away_waits_for_it() -> None:
     made = machine(3, recovery=True)
-    first = made.step(Heard(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
-    records = journal(first, made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
+    first = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
+    records = journal(first, made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
     made, _ = restored(records, recovery=True, max_restarts=1)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
-    effects = made.step(Heard(Exited("0", 1, 1), 1), 100.0)
-    assert set(sent(effects, Start)) == {1} and phase(made) is Phase.RETURNING
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
+    effects = made.step(MessageReceived(ChildExited("0", 1, 1), 1), 100.0)
+    assert set(sent(effects, DesiredChildren)) == {1} and phase(made) is Phase.RETURNING
     assert {record.state for record in kept(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
-    late = made.step(Heard(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 101.0)
-    assert sent(late, Start)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
+    late = made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 101.0)
+    assert sent(late, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
 
 
 def test_a_scheduler_that_is_back_heals_a_death_it_hears_of_before_any_worker() -> None:
     made = machine(1)
-    formed = made.step(Heard(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
-    attached = made.step(Heard(register("0", incarnation=1), 2), 0.1)
-    assert kept(made.step(Heard(register("0", incarnation=1), 3), 0.2)) == [], "that the program heals is written once"
+    formed = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
+    attached = made.step(MessageReceived(register("0", incarnation=1), 2), 0.1)
+    assert kept(made.step(MessageReceived(register("0", incarnation=1), 3), 0.2)) == [], (
+        "that the program heals is written once"
+    )
     made, _ = restored(journal(formed, attached), strategies=("recover-in-place",))
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, cluster_id="c1"), 1), 100.0)
-    effects = made.step(Heard(Exited("0", 1, 137), 1), 100.0)
-    assert sent(effects, Start)[1].assignments == [Assignment("0", 0, 2, 0)]
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, cluster_id="c1"), 1), 100.0)
+    effects = made.step(MessageReceived(ChildExited("0", 1, 137), 1), 100.0)
+    assert sent(effects, DesiredChildren)[1].assignments == [Assignment("0", 0, 2, 0)]
 
 
 def test_everyone_had_left_but_the_end_was_not_written() -> None:
     before = ready("a", "b", recovery=True)
-    leaves = [before.step(Heard(Leave(), link), 1.0) for link in (1, 2)]
+    leaves = [before.step(MessageReceived(Leave(), link), 1.0) for link in (1, 2)]
     formed: Effects = [Persist(record) for record in crashed("a", "b")]
     records = [r for r in journal(formed, *leaves) if isinstance(r, MemberRecord)]
     _, effects = restored((*records, ClusterRecord("c1", "job", 2, 0, Phase.READY, 1)), recovery=True)
-    assert ended(effects) == End(0, "all 2 workers finished")
+    assert ended(effects) == EndCluster(0, "all 2 workers finished")
 
 
 # -- the board -------------------------------------------------------------------------------------------------------
@@ -1026,33 +1061,41 @@ def test_everyone_had_left_but_the_end_was_not_written() -> None:
 
 def test_values_meet_those_who_ask_in_their_generation_only() -> None:
     made = ready("0", "1", recovery=True)
-    assert made.step(Heard(Get("addr/1", 1), 1), 0.0) == []
-    assert sent(made.step(Heard(Put("addr/1", b"here", 1), 2), 0.0), Value) == {1: Value("addr/1", b"here", 1)}
-    assert sent(made.step(Heard(Get("addr/1", 1), 2), 0.0), Value) == {2: Value("addr/1", b"here", 1)}
-    made.step(LinkLost("reset", 2), 1.0)
-    assert made.step(Heard(Put("addr/0", b"late", 1), 1), 1.0) == made.step(Heard(Get("addr/1", 2), 1), 1.0) == []
+    assert made.step(MessageReceived(RendezvousGet("addr/1", 1), 1), 0.0) == []
+    assert sent(made.step(MessageReceived(RendezvousPut("addr/1", b"here", 1), 2), 0.0), RendezvousValue) == {
+        1: RendezvousValue("addr/1", b"here", 1)
+    }
+    assert sent(made.step(MessageReceived(RendezvousGet("addr/1", 1), 2), 0.0), RendezvousValue) == {
+        2: RendezvousValue("addr/1", b"here", 1)
+    }
+    made.step(ConnectionLost("reset", 2), 1.0)
+    assert (
+        made.step(MessageReceived(RendezvousPut("addr/0", b"late", 1), 1), 1.0)
+        == made.step(MessageReceived(RendezvousGet("addr/1", 2), 1), 1.0)
+        == []
+    )
 
 
 def test_nobody_who_is_not_registered_writes_or_reads_the_board() -> None:
     made = ready("0", "1")
-    assert made.step(Heard(Put("addr/0", b"forged", 1), 99), 0.0) == []
-    made.step(Heard(Put("addr/0", b"true", 1), 1), 0.0)
-    assert made.step(Heard(Get("addr/0", 1), 99), 0.0) == []
+    assert made.step(MessageReceived(RendezvousPut("addr/0", b"forged", 1), 99), 0.0) == []
+    made.step(MessageReceived(RendezvousPut("addr/0", b"true", 1), 1), 0.0)
+    assert made.step(MessageReceived(RendezvousGet("addr/0", 1), 99), 0.0) == []
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_every_phase_can_end_and_nothing_follows_the_end() -> None:
-    assert set(PHASES) == set(Phase)
-    assert PHASES[Phase.ENDED] == frozenset()
-    assert all(Phase.ENDED in PHASES[phase] for phase in Phase if phase is not Phase.ENDED)
+    assert set(PHASE_TRANSITIONS) == set(Phase)
+    assert PHASE_TRANSITIONS[Phase.ENDED] == frozenset()
+    assert all(Phase.ENDED in PHASE_TRANSITIONS[phase] for phase in Phase if phase is not Phase.ENDED)
 
 
 def test_a_move_that_does_not_exist_is_a_bug() -> None:
     made = ready("0", "1")
     with pytest.raises(AssertionError, match="no move from ready to forming"):
-        made._move(Phase.FORMING, "never")
+        made._set_phase(Phase.FORMING, "never")
 
 
 # -- a host that is said to be gone ----------------------------------------------------------------------------------
@@ -1060,25 +1103,27 @@ def test_a_move_that_does_not_exist_is_a_bug() -> None:
 POD, NEXT = Host("pod-1", "pod-1", "10.0.0.2", life="uid-1"), Host("pod-1", "pod-1", "10.0.0.3", life="uid-2")
 
 
-def pods(**settings: Any) -> Machine:
+def pods(**settings: Any) -> SchedulerMachine:
     """Two agents, one in a pod, whose workers have called covey.init(); the pod's link broke."""
-    made = machine(3, recovery=True, strategies=ladder(["recover"]), extra_ranks=0, **settings)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 2, first_rank=0), 1), 0.0)
-    made.step(Heard(RegisterAgent("b", "life of b", POD, 1, first_rank=2), 2), 0.0)
-    made.step(Heard(register("2", host=POD, incarnation=1), 3), 0.0)
-    made.step(LinkLost("reset", 3), 1.0)
-    made.step(LinkLost("reset", 2), 1.0)
+    made = machine(3, recovery=True, strategies=parse_strategies(["recover"]), extra_ranks=0, **settings)
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2, first_rank=0), 1), 0.0)
+    made.step(MessageReceived(RegisterAgent("b", "life of b", POD, 1, first_rank=2), 2), 0.0)
+    made.step(MessageReceived(register("2", host=POD, incarnation=1), 3), 0.0)
+    made.step(ConnectionLost("reset", 3), 1.0)
+    made.step(ConnectionLost("reset", 2), 1.0)
     return made
 
 
 def test_the_next_pod_is_let_in_when_the_last_is_said_to_be_gone_and_not_before() -> None:
     made = pods()
     again = RegisterAgent("c", "life of c", NEXT, 1, first_rank=2)
-    assert sent(made.step(Heard(again, 4), 2.0), Refused)[4].retry_after_s > 0, "an agent of its host alone proves nothing"
+    assert sent(made.step(MessageReceived(again, 4), 2.0), Refused)[4].retry_after_s > 0, (
+        "an agent of its host alone proves nothing"
+    )
     said = made.step(HostGone("uid-1", "the pod pod-1 is over"), 2.0)
     assert state(made, "2") is NodeState.DEAD and phase(made) is Phase.HEALING
     assert {record.gone for record in kept(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, "it is durable"
-    [start] = sent(made.step(Heard(again, 4), 2.5), Start).values()
+    [start] = sent(made.step(MessageReceived(again, 4), 2.5), DesiredChildren).values()
     assert [(a.node_id, a.incarnation) for a in start.assignments] == [("2", 2)], "its place, its rank, the next life"
 
 
@@ -1086,28 +1131,28 @@ def test_who_was_in_a_pod_that_is_gone_is_not_let_in_again_by_any_scheduler() ->
     made = pods()
     effects = [made.step(HostGone("uid-1", "it is over"), 2.0), made.step(HostGone("uid-1", "it is over"), 2.0)]
     assert effects[1] == [], "once is enough"
-    other = machine(3, recovery=True, strategies=ladder(["recover"]), extra_ranks=0)
-    other.step(Restored(journal(*effects)), 3.0)
+    other = machine(3, recovery=True, strategies=parse_strategies(["recover"]), extra_ranks=0)
+    other.step(JournalRead(journal(*effects)), 3.0)
     for each in (made, other):
         for wish in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
-            assert "is over" in sent(each.step(Heard(wish, 9), 3.0), Refused)[9].reason
+            assert "is over" in sent(each.step(MessageReceived(wish, 9), 3.0), Refused)[9].reason
 
 
 def test_a_raw_worker_of_a_lost_node_is_over_at_once_and_its_connection_closed() -> None:
     made = machine(2, recovery=True)
-    made.step(Heard(register("x"), 1), 0.0)
-    made.step(Heard(register("y", host=POD), 2), 0.0)
+    made.step(MessageReceived(register("x"), 1), 0.0)
+    made.step(MessageReceived(register("y", host=POD), 2), 0.0)
     said = made.step(HostGone("uid-1", "it is over"), 1.0)
     assert state(made, "y") is NodeState.DEAD and state(made, "x") is NodeState.ALIVE and Close(2) in said
     assert made.step(HostGone("uid-9", "nobody knows it"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
-    assert sent(made.step(Heard(register("y", "next", host=NEXT), 3), 1.5), Welcome)[3].incarnation == 2
+    assert sent(made.step(MessageReceived(register("y", "next", host=NEXT), 3), 1.5), Registered)[3].incarnation == 2
 
 
 def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() -> None:
     made = ready_agents()
-    made.step(Heard(Started("2", 1, 42), 2), 1.0)
-    effects = made.step(Heard(KillAsked("worker:2", "to see"), 9), 1.0)
-    assert sent(effects, Kill) == {2: Kill("2", 1)} and isinstance(made.answered, Agreed)
+    made.step(MessageReceived(ChildStarted("2", 1, 42), 2), 1.0)
+    effects = made.step(MessageReceived(KillRequest("worker:2", "to see"), 9), 1.0)
+    assert sent(effects, KillChild) == {2: KillChild("2", 1)} and isinstance(made.last_reply, RequestAccepted)
     assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in told(effects)
     assert state(made, "2") is NodeState.ALIVE and made.counters["kills"] == 1, "nothing is decided before it is dead"
 
@@ -1117,66 +1162,72 @@ def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() ->
 )
 def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made = machine(2)
-    made.step(Heard(register("0", pid=7), 1), 0.0)
-    made.step(Heard(register("1"), 2), 0.0)
-    effects = made.step(Heard(KillAsked(node), 9), 1.0)
-    assert not sent(effects, Kill) and isinstance(made.answered, Refused) and why in made.answered.reason
+    made.step(MessageReceived(register("0", pid=7), 1), 0.0)
+    made.step(MessageReceived(register("1"), 2), 0.0)
+    effects = made.step(MessageReceived(KillRequest(node), 9), 1.0)
+    assert not sent(effects, KillChild) and isinstance(made.last_reply, Refused) and why in made.last_reply.reason
 
 
 def test_a_worker_that_speaks_mindspores_protocol_ends_the_run() -> None:
     made = ready_agents(max_restarts=3)
-    effects = made.step(SpokeMindSpore("worker:1"), 1.0)
+    effects = made.step(MindSporeDetected("worker:1"), 1.0)
     reason = "worker:1 runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
-    assert set(sent(effects, Stop)) == {1, 2} and sent(effects, Stop)[1] == Stop(reason, ExitCode.BAD_SETTING)
-    assert phase(made) is Phase.ENDED and not made.step(SpokeMindSpore("worker:0"), 2.0)
+    assert set(sent(effects, ClusterEnded)) == {1, 2} and sent(effects, ClusterEnded)[1] == ClusterEnded(
+        reason, ExitCode.BAD_SETTING
+    )
+    assert phase(made) is Phase.ENDED and not made.step(MindSporeDetected("worker:0"), 2.0)
 
 
 def test_a_worker_that_called_init_may_speak_mindspores_protocol() -> None:
     made = ready_agents()
     made.cluster.heals = True
-    assert not made.step(SpokeMindSpore("worker:1"), 2.0) and phase(made) is Phase.READY
+    assert not made.step(MindSporeDetected("worker:1"), 2.0) and phase(made) is Phase.READY
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_counted() -> None:
     made = ready("0", "1")
-    assert told(made.step(Heard(Unsaved(10, "the disk is full"), 2), 1.0)) == ["worker:1 unsaved: the disk is full"]
+    assert told(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 2), 1.0)) == [
+        "worker:1 unsaved: the disk is full"
+    ]
     assert made.counters["unsaved"] == 1 and phase(made) is Phase.READY
-    assert not made.step(Heard(Unsaved(10, "the disk is full"), 7), 1.0), "a stranger's is not"
+    assert not made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 7), 1.0), "a stranger's is not"
 
 
 def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:
     made = ready("0", "1")
-    asked = Heard(StopAsked("enough", dump=True), 9)
-    assert not sent(made.step(asked, 1.0), DumpAsked) and isinstance(made.answered, Refused), "nobody is in a loop yet"
+    asked = MessageReceived(StopRequest("enough", dump=True), 9)
+    assert not sent(made.step(asked, 1.0), DumpRequest) and isinstance(made.last_reply, Refused), "nobody is in a loop yet"
     for link in (1, 2):
-        made.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
-    assert sent(made.step(asked, 1.0), DumpAsked) == {link: DumpAsked("enough") for link in (1, 2)}
-    assert isinstance(made.answered, Agreed)
+        made.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
+    assert sent(made.step(asked, 1.0), DumpRequest) == {link: DumpRequest("enough") for link in (1, 2)}
+    assert isinstance(made.last_reply, RequestAccepted)
     made.step(asked, 1.0)
-    assert isinstance(made.answered, Refused) and "already" in made.answered.reason
-    assert ended(made.step(Heard(Dumped(4, "here"), 1), 1.1)) is None
-    end = ended(made.step(Heard(Dumped(4, "here"), 2), 1.1))
+    assert isinstance(made.last_reply, Refused) and "already" in made.last_reply.reason
+    assert ended(made.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)) is None
+    end = ended(made.step(MessageReceived(DumpWritten(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
 
 
 def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> None:
     before = ready("0", "1", recovery=True)
     for link in (1, 2):
-        before.step(Heard(Beat(Progress(3, "train", loop=True)), link), 1.0)
-    asked = before.step(Heard(StopAsked("enough", dump=True), 9), 1.0)
-    before.step(Heard(Dumped(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
+        before.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
+    asked = before.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0)
+    before.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
     formed: Effects = [Persist(record) for record in crashed("0", "1")]
     made, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
     for link, rank in ((1, 0), (2, 1)):
-        back = made.step(Heard(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1)
-        assert sent(back, DumpAsked) == {link: DumpAsked("enough")}
-    assert ended(made.step(Heard(Dumped(4, "here"), 1), 100.2)) is None
-    end = ended(made.step(Heard(Dumped(5, "there"), 2), 100.3))
+        back = made.step(
+            MessageReceived(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1
+        )
+        assert sent(back, DumpRequest) == {link: DumpRequest("enough")}
+    assert ended(made.step(MessageReceived(DumpWritten(4, "here"), 1), 100.2)) is None
+    end = ended(made.step(MessageReceived(DumpWritten(5, "there"), 2), 100.3))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
     alone, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
-    alone.step(Heard(register("0"), 1), 100.1)
-    alone.step(Heard(Dumped(4, "here"), 1), 100.2)
+    alone.step(MessageReceived(register("0"), 1), 100.1)
+    alone.step(MessageReceived(DumpWritten(4, "here"), 1), 100.2)
     tick(alone, 119.0, beats=[1], since=100.0)
     assert alone.cluster.ended is None
     tick(alone, 121.0, beats=[1], since=119.0)
@@ -1184,22 +1235,22 @@ def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> No
     assert alone.cluster.ended.reason == "enough; step 4 is in here"
 
 
-def training(**settings: Any) -> Machine:
+def training(**settings: Any) -> SchedulerMachine:
     """Three ranks that have finished a step."""
     made = ready_agents(**settings)
     for rank in range(3):
-        made.step(Heard(register(str(rank), host=BOX if rank < 2 else OTHER, incarnation=1), 10 + rank), 0.0)
-        made.step(Heard(Beat(Progress(5, "train", loop=True)), 10 + rank), 0.0)
+        made.step(MessageReceived(register(str(rank), host=BOX if rank < 2 else OTHER, incarnation=1), 10 + rank), 0.0)
+        made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 10 + rank), 0.0)
     return made
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(left: bool) -> None:
     made = training(strategies=("recover-in-place", "elastic-training"), shrink_after_s=5.0, extra_ranks=0, agents_return=False)
-    made.step(LinkLost("closed", 2), 0.0)
+    made.step(ConnectionLost("closed", 2), 0.0)
     assert phase(made) is Phase.HEALING
     if left:
-        made.step(Heard(Exited("0", 1, 0), 1), 0.0)
+        made.step(MessageReceived(ChildExited("0", 1, 0), 1), 0.0)
     effects = tick(made, 5.0, beats=[1, 10, 11]) + tick(made, 6.0, beats=[1, 10, 11], since=5.0)
     limit = "no host came for worker:2 within 5 s"
     if left:
@@ -1211,9 +1262,9 @@ def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(lef
 
 def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> None:
     made = training(strategies=("recover", "dump"), extra_ranks=0)
-    made.step(Heard(Drain("asked to leave"), 2), 0.0)
-    effects = made.step(Heard(Exited("2", 1, 1), 2), 0.0)
-    assert set(sent(effects, DumpAsked)) == {10, 11}
+    made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
+    effects = made.step(MessageReceived(ChildExited("2", 1, 1), 2), 0.0)
+    assert set(sent(effects, DumpRequest)) == {10, 11}
     assert "cluster dump: other was asked to leave, and no host is left that could take worker:2 over" in " ".join(
         told(effects)
     )
@@ -1221,18 +1272,29 @@ def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> N
 
 def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
     made = ready_agents()
-    made.step(Heard(register("0", incarnation=1), 10), 0.0)
-    made._board = Board(bytes_max=3, keys_max=1)
-    assert not sent(made.step(Heard(Put("a", b"123", 1), 10), 0.0), Refused)
-    assert sent(made.step(Heard(Put("b", b"", 1), 10), 0.0), Refused)[10].reason == "the board is full: b cannot be pinned"
-    assert not sent(made.step(Heard(Get("c", 1), 10), 0.0), Refused)
-    refused = sent(made.step(Heard(Get("d", 1), 10), 0.0), Refused)[10]
+    made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
+    made._rendezvous = RendezvousStore(bytes_max=3, keys_max=1)
+    assert not sent(made.step(MessageReceived(RendezvousPut("a", b"123", 1), 10), 0.0), Refused)
+    assert (
+        sent(made.step(MessageReceived(RendezvousPut("b", b"", 1), 10), 0.0), Refused)[10].reason
+        == "the board is full: b cannot be pinned"
+    )
+    assert not sent(made.step(MessageReceived(RendezvousGet("c", 1), 10), 0.0), Refused)
+    refused = sent(made.step(MessageReceived(RendezvousGet("d", 1), 10), 0.0), Refused)[10]
     assert refused.reason == "the board is full: too many wait for values, d is one too many"
 
 
 def test_strangers_and_old_generations_pin_nothing() -> None:
     made = ready_agents()
-    made.step(Heard(register("0", incarnation=1), 10), 0.0)
-    assert made.step(Heard(Put("a", b"x", 1), 99), 0.0) == made.step(Heard(Put("a", b"x", 7), 10), 0.0) == []
-    assert made.step(Heard(Get("a", 1), 99), 0.0) == made.step(Heard(Get("a", 7), 10), 0.0) == []
-    assert not made._board.values and not made._board.waiting
+    made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
+    assert (
+        made.step(MessageReceived(RendezvousPut("a", b"x", 1), 99), 0.0)
+        == made.step(MessageReceived(RendezvousPut("a", b"x", 7), 10), 0.0)
+        == []
+    )
+    assert (
+        made.step(MessageReceived(RendezvousGet("a", 1), 99), 0.0)
+        == made.step(MessageReceived(RendezvousGet("a", 7), 10), 0.0)
+        == []
+    )
+    assert not made._rendezvous.values and not made._rendezvous.waiters_by_key

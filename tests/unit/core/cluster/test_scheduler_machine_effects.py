@@ -22,34 +22,34 @@ from tests.unit.core.cluster.test_scheduler_machine import (
     workers_of,
 )
 
-from covey.core.cluster.failure_detector import EXPLAIN_S, RETRIES_MAX
-from covey.core.cluster.recovery_strategy import ladder
-from covey.core.cluster.resize_plan import ARRIVE_S
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.effects import Level, Publish, SchedulerEffect
-from covey.core.events import Heard, Ticked
+from covey.core.cluster.failure_detector import COLLECTIVE_RETRIES_MAX, DEATH_REPORT_S
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.cluster.resize_plan import JOIN_TIMEOUT_S
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.effects import Level, PublishEvent, SchedulerEffect
+from covey.core.events import MessageReceived, Tick
 from covey.core.incidents import Outcome, Stage
 from covey.core.messages import (
-    Beat,
-    Broke,
-    Drain,
-    Exited,
-    Fetched,
-    Formed,
+    ChildExited,
+    ClusterEnded,
+    CollectiveFailed,
+    CollectiveNumber,
+    DesiredChildren,
+    Draining,
     HealPlan,
-    Number,
-    Put,
+    Heartbeat,
+    MemberIndexes,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
     Register,
     RegisterAgent,
-    Regrouped,
-    Report,
-    Resumed,
-    ScaleAsked,
-    Seating,
-    Settled,
-    Shared,
-    Start,
-    Stop,
+    RendezvousPut,
+    SafePointReport,
+    ScaleRequest,
+    ServerInSync,
+    ShardingAssigned,
+    StateFetched,
 )
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Role
 from covey.errors import ExitCode
@@ -58,11 +58,11 @@ SAID = "connection reset"
 
 
 def warnings(effects: list[SchedulerEffect]) -> list[str]:
-    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, Publish) and e.level is Level.WARNING]
+    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent) and e.level is Level.WARNING]
 
 
-def noted(made: Machine) -> list[tuple[str, str, str, Outcome]]:
-    return [(i.strategy, i.cause, i.reason, i.outcome) for i in made.incidents.kept]
+def noted(made: SchedulerMachine) -> list[tuple[str, str, str, Outcome]]:
+    return [(i.strategy, i.cause, i.reason, i.outcome) for i in made.incidents.records]
 
 
 # -- another size ----------------------------------------------------------------------------------------------------
@@ -71,44 +71,44 @@ def noted(made: Machine) -> list[tuple[str, str, str, Outcome]]:
 def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     made = cut_under_an_agent(3)
     tick(made, 1.0)
-    effects = made.step(Heard(ScaleAsked(workers=4), 9), 1.0)
+    effects = made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     reason = "the world grows from 3 to 4 workers, as asked"
     assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)]
     assert made.counters == {"scale_out": 1} and made.cluster.asked == 4
     assert f"cluster resized: {reason}; the world is now 4" in warnings(effects)
     assert made.cluster.reason == reason and made.cluster.resized == made.cluster.generation
-    assert [a.node_id for a in sent(effects, Start)[1].assignments] == ["0", "1", "2", "3"]
-    assert {f.world for f in sent(effects, Formed).values()} == {4} and set(sent(effects, Formed)) == {11, 12, 13}
+    assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2", "3"]
+    assert {f.world for f in sent(effects, RankAssigned).values()} == {4} and set(sent(effects, RankAssigned)) == {11, 12, 13}
     newcomer = made.cluster.members[(Role.WORKER, "3")]
     assert (newcomer.seat, newcomer.local_rank, newcomer.since, made.cluster.next_seat) == (3, 3, made.cluster.generation, 4)
     beats = [1, 11, 12, 13]
-    tick(made, 1.0 + ARRIVE_S, beats=beats, since=1.0)
+    tick(made, 1.0 + JOIN_TIMEOUT_S, beats=beats, since=1.0)
     assert len(workers_of(made)) == 4, "in its very last moment it may still come"
-    effects = tick(made, 1.5 + ARRIVE_S, beats=beats, since=1.0 + ARRIVE_S)
-    back = f"not all came within {ARRIVE_S:g} s; the growth is taken back"
+    effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
+    back = f"not all came within {JOIN_TIMEOUT_S:g} s; the growth is taken back"
     assert noted(made)[0][3] is Outcome.ROLLED_BACK and noted(made)[1] == ("scale-in", back, back, Outcome.OPEN)
     assert workers_of(made) == ["0", "1", "2"] and made.cluster.asked == 3
     assert f"cluster resized: {back}; the world is now 3" in warnings(effects)
     assert [r.slots for r in kept(effects) if isinstance(r, AgentRecord)] == [3], "its host offers no more than it has"
-    assert [a.node_id for a in sent(effects, Start)[1].assignments] == ["0", "1", "2"]
+    assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2"]
     all_go_on(made)
     assert (phase(made), noted(made)[1][3]) == (Phase.READY, Outcome.RESUMED)
 
 
 def test_a_smaller_world_is_counted_told_and_kept() -> None:
     made = cut_in_four(together=0)
-    effects = made.step(Heard(ScaleAsked(node_ids=["b"]), 9), 1.0)
+    effects = made.step(MessageReceived(ScaleRequest(node_ids=["b"]), 9), 1.0)
     reason = "the world shrinks from 4 to 3 workers, as asked"
     assert noted(made) == [("scale-in", "asked for", reason, Outcome.OPEN)] and made.counters == {"scale_in": 1}
-    assert sent(effects, Stop) == {2: Stop(f"worker:b leaves: {reason}")}
-    assert {link: formed.rank for link, formed in sent(effects, Formed).items()} == {1: 0, 3: 2, 4: 1}
+    assert sent(effects, ClusterEnded) == {2: ClusterEnded(f"worker:b leaves: {reason}")}
+    assert {link: formed.rank for link, formed in sent(effects, RankAssigned).items()} == {1: 0, 3: 2, 4: 1}
     assert {r.node_id for r in kept(effects) if isinstance(r, MemberRecord)} == {"d"}, "whose rank changes"
 
 
 def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
     made = cut_under_an_agent(3)
-    made.cluster.members[(Role.WORKER, "1")].fruitless = 3
-    effects = made.step(Heard(Exited("1", 1, 137, "killed"), 1), 1.0)
+    made.cluster.members[(Role.WORKER, "1")].deaths_without_progress = 3
+    effects = made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 1.0)
     assert made.counters.get("shrinks") == 1 and made.cluster.size(Role.WORKER) == 2
     assert [w for w in warnings(effects) if w.startswith("cluster resized: ") and w.endswith("; the world is now 2")]
 
@@ -116,50 +116,50 @@ def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
 # -- a collective that broke -----------------------------------------------------------------------------------------
 
 
-def broken(made: Machine, now: float, reason: str = SAID) -> list[SchedulerEffect]:
+def broken(made: SchedulerMachine, now: float, reason: str = SAID) -> list[SchedulerEffect]:
     """One rank says so, and nobody died."""
-    made.step(Ticked(), now)
-    made.step(Heard(Broke(made.cluster.generation, reason), 10), now)
+    made.step(Tick(), now)
+    made.step(MessageReceived(CollectiveFailed(made.cluster.generation, reason), 10), now)
     assert phase(made) is Phase.READY, "a death may still explain it"
-    assert sent(made.step(Ticked(), now + 0.9 * EXPLAIN_S), Regrouped) == {}
-    return made.step(Ticked(), now + 1.1 * EXPLAIN_S)
+    assert sent(made.step(Tick(), now + 0.9 * DEATH_REPORT_S), NewGeneration) == {}
+    return made.step(Tick(), now + 1.1 * DEATH_REPORT_S)
 
 
 def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
-    made = training(strategies=ladder(("retry",)))
-    made.step(Heard(Broke(made.cluster.generation - 1, SAID), 10), 0.5)
-    made.step(Heard(Broke(made.cluster.generation, SAID), 99), 0.5)
-    assert sent(made.step(Ticked(), 1.0), Regrouped) == {}, "an old one, and a stranger's"
+    made = training(strategies=parse_strategies(("retry",)))
+    made.step(MessageReceived(CollectiveFailed(made.cluster.generation - 1, SAID), 10), 0.5)
+    made.step(MessageReceived(CollectiveFailed(made.cluster.generation, SAID), 99), 0.5)
+    assert sent(made.step(Tick(), 1.0), NewGeneration) == {}, "an old one, and a stranger's"
     effects = broken(made, 1.0)
     reason = f"a collective broke ({SAID}) and every process lives"
     assert f"cluster retry: {reason}: the step is tried again" in warnings(effects)
     assert noted(made) == [("retry", SAID, "every process lives", Outcome.OPEN)] and made.counters["retries"] == 1
-    assert set(sent(effects, Regrouped)) == {10, 11, 12}
-    assert made.incidents.kept[0].ms[Stage.DETECTED] == 0.0 and made.incidents.kept[0].ms[Stage.DECIDED] > 100
-    made.step(Heard(Fetched(made.cluster.generation - 1), 10), 2.0)
-    made.step(Heard(Fetched(made.cluster.generation), 99), 2.0)
-    assert Stage.RESTORED not in made.incidents._clocks[1].marks
-    made.step(Heard(Fetched(made.cluster.generation), 10), 2.0)
-    assert made.incidents._clocks[1].marks[Stage.RESTORED] == 2.0
+    assert set(sent(effects, NewGeneration)) == {10, 11, 12}
+    assert made.incidents.records[0].ms[Stage.DETECTED] == 0.0 and made.incidents.records[0].ms[Stage.DECIDED] > 100
+    made.step(MessageReceived(StateFetched(made.cluster.generation - 1), 10), 2.0)
+    made.step(MessageReceived(StateFetched(made.cluster.generation), 99), 2.0)
+    assert Stage.RESTORED not in made.incidents._open_times[1].stage_times
+    made.step(MessageReceived(StateFetched(made.cluster.generation), 10), 2.0)
+    assert made.incidents._open_times[1].stage_times[Stage.RESTORED] == 2.0
     for link in (10, 11, 12):
-        made.step(Heard(Resumed(made.cluster.generation, 5), link), 2.0)
+        made.step(MessageReceived(RankResumed(made.cluster.generation, 5), link), 2.0)
     assert (phase(made), noted(made)[0][3]) == (Phase.READY, Outcome.RESUMED)
 
 
 def test_one_that_breaks_again_and_again_is_the_end() -> None:
-    made = training(strategies=ladder(("retry",)))
+    made = training(strategies=parse_strategies(("retry",)))
     now = 1.0
-    for number in range(RETRIES_MAX):
-        assert sent(broken(made, now), Regrouped), number
+    for number in range(COLLECTIVE_RETRIES_MAX):
+        assert sent(broken(made, now), NewGeneration), number
         made.cluster.phase, now = Phase.READY, now + 1.0
-        made._gathering.broke_at = float("inf")
+        made._heal_barrier.failed_at = float("inf")
     end = ended(broken(made, now))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == f"a collective broke ({SAID}) and every process lives, 5 times in a row without a step in between"
 
 
 def test_one_that_breaks_where_nothing_is_tried_again_is_the_end() -> None:
-    end = ended(broken(training(strategies=ladder(("recover-in-place",))), 1.0))
+    end = ended(broken(training(strategies=parse_strategies(("recover-in-place",))), 1.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == f"a collective broke ({SAID}) and every process lives, but retry is not among the strategies"
 
@@ -167,22 +167,25 @@ def test_one_that_breaks_where_nothing_is_tried_again_is_the_end() -> None:
 # -- parameter servers -----------------------------------------------------------------------------------------------
 
 
-def served(**settings: Any) -> Machine:
+def served(**settings: Any) -> SchedulerMachine:
     """A worker and two servers of one agent over link 1; theirs are links 11, 20 and 21. All is in its place."""
     made = machine(1, server_num=2, copies=1, **settings)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1, servers=2), 1), 0.0)
-    made.step(Heard(register("0", incarnation=1), 11), 0.0)
-    made.step(Heard(Put("met", b"", 1), 11), 0.0)
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=2), 1), 0.0)
+    made.step(MessageReceived(register("0", incarnation=1), 11), 0.0)
+    made.step(MessageReceived(RendezvousPut("met", b"", 1), 11), 0.0)
     for number in range(2):
         serve(made, number)
-        made.step(Heard(Settled(0), 20 + number), 0.0)
+        made.step(MessageReceived(ServerInSync(0), 20 + number), 0.0)
     return made
 
 
-def serve(made: Machine, number: int) -> None:
+def serve(made: SchedulerMachine, number: int) -> None:
     """A server comes that its agent was told to start."""
     incarnation = made.cluster.members[(Role.PSERVER, str(number))].incarnation
-    made.step(Heard(Register(Role.PSERVER, str(number), f"life of s{number}", BOX, incarnation=incarnation), 20 + number), 1.0)
+    made.step(
+        MessageReceived(Register(Role.PSERVER, str(number), f"life of s{number}", BOX, incarnation=incarnation), 20 + number),
+        1.0,
+    )
 
 
 def records(effects: list[SchedulerEffect]) -> list[ClusterRecord]:
@@ -191,21 +194,21 @@ def records(effects: list[SchedulerEffect]) -> list[ClusterRecord]:
 
 def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     made = served()
-    effects = made.step(Heard(ScaleAsked(servers=3), 9), 1.0)
+    effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     reason = "the parameter servers become more, from 2 to 3, as asked"
-    assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)] and made.incidents.kept[0].node == "servers"
+    assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)] and made.incidents.records[0].node == "servers"
     assert made.counters == {"server_scale_out": 1} and f"servers scale-out: {reason}" in told(effects)
     assert records(effects)[-1].coming == (2,), "it is durable"
     assert [(r.role, r.rank) for r in kept(effects) if isinstance(r, MemberRecord)] == [(Role.PSERVER, 2)]
-    assert [a.node_id for a in sent(effects, Start)[1].assignments] == ["0", "0", "1", "2"]
+    assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1", "2"]
     newcomer = made.cluster.members[(Role.PSERVER, "2")]
     assert (newcomer.rank, newcomer.local_rank, newcomer.agent, made.cluster.next_server) == (2, 2, "a", 3)
     serve(made, 2)
-    assert sent(made.step(Heard(Settled(0), 20), 2.0), Shared) == {}, "not all are settled"
-    made.step(Heard(Settled(0), 21), 2.0)
-    effects = made.step(Heard(Settled(0), 22), 2.0)
-    (sharing,) = {told.sharing for told in sent(effects, Shared).values()}
-    assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0, 1, 2), ()) and set(sent(effects, Shared)) == {
+    assert sent(made.step(MessageReceived(ServerInSync(0), 20), 2.0), ShardingAssigned) == {}, "not all are settled"
+    made.step(MessageReceived(ServerInSync(0), 21), 2.0)
+    effects = made.step(MessageReceived(ServerInSync(0), 22), 2.0)
+    (sharing,) = {told.sharding for told in sent(effects, ShardingAssigned).values()}
+    assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0, 1, 2), ()) and set(sent(effects, ShardingAssigned)) == {
         11,
         20,
         21,
@@ -215,43 +218,43 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     assert sorted(sharing.owners.count(number) for number in range(3)) == [85, 85, 86]
     assert "servers shared anew: 85 of 256 slots move" in told(effects)
     for link in (20, 21):
-        made.step(Heard(Settled(1), link), 3.0)
-    made.step(Heard(Settled(0), 22), 3.0)
+        made.step(MessageReceived(ServerInSync(1), link), 3.0)
+    made.step(MessageReceived(ServerInSync(0), 22), 3.0)
     assert noted(made)[0][3] is Outcome.OPEN, "what it says is of the sharing before"
-    effects = made.step(Heard(Settled(1), 22), 3.0)
+    effects = made.step(MessageReceived(ServerInSync(1), 22), 3.0)
     assert "servers settled: all rows are shared by 3 parameter servers" in told(effects)
     assert (noted(made)[0][3], made.cluster.moved, made.cluster.copied) == (Outcome.RESUMED, True, True)
 
 
 def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
     made = served()
-    effects = made.step(Heard(ScaleAsked(node_ids=["pserver:1"]), 9), 1.0)
+    effects = made.step(MessageReceived(ScaleRequest(node_ids=["pserver:1"]), 9), 1.0)
     reason = "the parameter servers become fewer, from 2 to 1, as asked"
     assert noted(made) == [("scale-in", "asked for", reason, Outcome.OPEN)] and made.counters == {"server_scale_in": 1}
     assert f"servers scale-in: {reason}" in told(effects) and "servers shared anew: 128 of 256 slots move" in told(effects)
-    (sharing,) = {told.sharing for told in sent(effects, Shared).values()}
+    (sharing,) = {told.sharding for told in sent(effects, ShardingAssigned).values()}
     assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0,), (1,)) and not made.cluster.copied
     assert set(sharing.owners) == {0}
-    made.step(Heard(Settled(1), 20), 2.0)
-    effects = made.step(Heard(Settled(1), 21), 2.0)
-    assert sent(effects, Stop) == {21: Stop("pserver:1 leaves: its rows are with others")}
-    assert set(sent(effects, Shared)) == {11, 20} and made.cluster.size(Role.PSERVER) == 1
+    made.step(MessageReceived(ServerInSync(1), 20), 2.0)
+    effects = made.step(MessageReceived(ServerInSync(1), 21), 2.0)
+    assert sent(effects, ClusterEnded) == {21: ClusterEnded("pserver:1 leaves: its rows are with others")}
+    assert set(sent(effects, ShardingAssigned)) == {11, 20} and made.cluster.size(Role.PSERVER) == 1
     assert made.cluster.sharing is not None and made.cluster.sharing.leaving == () and noted(made)[0][3] is Outcome.RESUMED
 
 
 def test_servers_that_do_not_come_are_not_counted_on() -> None:
     made = served()
     tick(made, 1.0)
-    made.step(Heard(ScaleAsked(more_servers=1), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.0)
     beats = [1, 11, 20, 21]
-    tick(made, 1.0 + ARRIVE_S, beats=beats, since=1.0)
+    tick(made, 1.0 + JOIN_TIMEOUT_S, beats=beats, since=1.0)
     assert made.cluster.coming == (2,), "in its very last moment it may still come"
-    effects = tick(made, 1.5 + ARRIVE_S, beats=beats, since=1.0 + ARRIVE_S)
-    assert f"servers rolled back: not all came within {ARRIVE_S:g} s; the growth is taken back" in warnings(effects)
+    effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
+    assert f"servers rolled back: not all came within {JOIN_TIMEOUT_S:g} s; the growth is taken back" in warnings(effects)
     assert noted(made)[0][3] is Outcome.ROLLED_BACK and made.cluster.size(Role.PSERVER) == 2
     assert records(effects)[-1].coming == () and made.cluster.sharing is None
-    assert [a.node_id for a in sent(effects, Start)[1].assignments] == ["0", "0", "1"]
-    made.step(Heard(ScaleAsked(more_servers=1), 9), 1.5 + ARRIVE_S)
+    assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1"]
+    made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.5 + JOIN_TIMEOUT_S)
     assert made.cluster.coming == (3,), "no number is given twice"
 
 
@@ -260,25 +263,25 @@ def test_servers_that_do_not_come_are_not_counted_on() -> None:
 
 def test_who_leaves_comes_back_or_stands_by_is_told_of() -> None:
     made = training(recovery=True)
-    assert "agent:b leaving: asked to leave" in warnings(made.step(Heard(Drain("asked to leave"), 2), 1.0))
+    assert "agent:b leaving: asked to leave" in warnings(made.step(MessageReceived(Draining("asked to leave"), 2), 1.0))
     made = ready("a", "b", node_timeout_s=10.0)
     suspected = tick(made, 6.0, beats=[2])
     assert [w for w in warnings(suspected) if w.startswith("worker:a suspect: no beat for ")]
-    assert "worker:a heard again: its beat came late" in told(made.step(Heard(Beat(), 1), 6.1))
+    assert "worker:a heard again: its beat came late" in told(made.step(MessageReceived(Heartbeat(), 1), 6.1))
 
 
 def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:
     """A rank whose report knows an older world gets the new one with its plan; who knows it gets none."""
     made = cut_under_an_agent(3)
-    made.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+    made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     generation = made.cluster.generation
     for old, expected in ((made.cluster.resized, False), (made.cluster.resized - 1, True)):
         again = cut_under_an_agent(3)
-        again.step(Heard(ScaleAsked(workers=2), 9), 1.0)
+        again.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
         effects: list[SchedulerEffect] = []
-        for member in again.cluster.of(Role.WORKER):
-            report = Report(generation, Number(5, 0), seated=old, slots=2, holds=b"\x03")
-            effects += again.step(Heard(report, member.link), 1.0)
+        for member in again.cluster.members_in_role(Role.WORKER):
+            report = SafePointReport(generation, CollectiveNumber(5, 0), indexes_version=old, slot_count=2, held_slots=b"\x03")
+            effects += again.step(MessageReceived(report, member.connection), 1.0)
         plans = sent(effects, HealPlan)
-        seating = Seating(again.cluster.resized, [0, 1]) if expected else None
-        assert {link: plan.seating for link, plan in plans.items()} == {11: seating, 12: seating}
+        seating = MemberIndexes(again.cluster.resized, [0, 1]) if expected else None
+        assert {link: plan.member_indexes for link, plan in plans.items()} == {11: seating, 12: seating}

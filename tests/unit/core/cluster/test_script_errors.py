@@ -8,22 +8,30 @@ from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, Effects, 
 from tests.unit.core.cluster.test_scheduler_machine_effects import noted, warnings
 
 from covey.core.cluster import recovery_strategy
-from covey.core.cluster.recovery_strategy import ladder
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.cluster.state import Cluster
-from covey.core.events import Heard
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.state import ClusterState
+from covey.core.events import MessageReceived
 from covey.core.incidents import Outcome
-from covey.core.messages import Beat, Exited, Number, Put, RegisterAgent, Report, Resumed
+from covey.core.messages import (
+    ChildExited,
+    CollectiveNumber,
+    Heartbeat,
+    RankResumed,
+    RegisterAgent,
+    RendezvousPut,
+    SafePointReport,
+)
 from covey.core.types import ClusterSettings, FullRestart, Member, NodeState, Phase, Progress, Role, ScriptError
 
-IN_PLACE = ladder(("recover-in-place",))
+IN_PLACE = parse_strategies(("recover-in-place",))
 ERROR = ScriptError("NameError", "name 'los' is not defined", "train.py:4", "Traceback ...", step=5, loop=True)
 
 
-def raises(made: Machine, node_id: str, error: ScriptError | None = ERROR) -> Effects:
+def raises(made: SchedulerMachine, node_id: str, error: ScriptError | None = ERROR) -> Effects:
     member = made.cluster.members[(Role.WORKER, node_id)]
-    link = made.cluster.agents[member.agent].link
-    return made.step(Heard(Exited(node_id, member.incarnation, 1, "exit code 1", error=error), link), 1.0)
+    link = made.cluster.agents[member.agent].connection
+    return made.step(MessageReceived(ChildExited(node_id, member.incarnation, 1, "exit code 1", error=error), link), 1.0)
 
 
 def changed(error: ScriptError, **fields: object) -> ScriptError:
@@ -57,17 +65,17 @@ def test_replacement_that_repeats_earlier_steps_makes_no_progress_by_them() -> N
     made = training(strategies=IN_PLACE)
     raises(made, "1", changed(ERROR, loop=False))
     resume(made)
-    link = made.cluster.members[(Role.WORKER, "1")].link
-    made.step(Heard(Beat(Progress(3, steps=3)), link), 3.0)
+    link = made.cluster.members[(Role.WORKER, "1")].connection
+    made.step(MessageReceived(Heartbeat(Progress(3, steps_completed=3)), link), 3.0)
     end = ended(raises(made, "1", changed(ERROR, completed=5, loop=False)))
     assert end is not None and "NameError at train.py:4, last reported step 5: " in end.reason
 
 
 def test_error_of_a_parameter_server_is_none_of_the_script() -> None:
-    made = Cluster("c", ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
+    made = ClusterState("c", ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
     server = Member(Role.PSERVER, "0", "life", BOX, rank=0, agent="a", state=NodeState.DEAD, error=ERROR)
     made.add(server)
-    assert "correct the script" not in recovery_strategy.decide(made, server, 1, ERROR)[1]
+    assert "correct the script" not in recovery_strategy.choose_action(made, server, 1, ERROR)[1]
 
 
 def test_exception_of_all_ranks_ends_the_run() -> None:
@@ -84,7 +92,7 @@ def test_exceptions_of_all_ranks_in_different_steps_are_recovered() -> None:
 
 
 def test_elastic_training_does_not_shrink_for_an_error_of_the_script() -> None:
-    made = training(strategies=ladder(("recover-in-place", "elastic-training")))
+    made = training(strategies=parse_strategies(("recover-in-place", "elastic-training")))
     raises(made, "1")
     assert ended(raises(made, "1"))
 
@@ -97,20 +105,20 @@ def test_script_that_never_joined_is_restarted_as_often_as_max_restarts_allows()
     assert ended(raises(made, "1"))
 
 
-def replaced(made: Machine) -> None:
+def replaced(made: SchedulerMachine) -> None:
     """The processes that were started again register."""
-    for member in [m for m in made.cluster.of(Role.WORKER) if not m.link]:
+    for member in [m for m in made.cluster.members_in_role(Role.WORKER) if not m.connection]:
         host = BOX if member.agent == made.cluster.members[(Role.WORKER, "0")].agent else OTHER
         wish = register(member.node_id, f"{member.node_id}.{member.incarnation}", host=host, incarnation=member.incarnation)
-        made.step(Heard(wish, 20 + int(member.node_id)), 1.0)
+        made.step(MessageReceived(wish, 20 + int(member.node_id)), 1.0)
 
 
-def resume(made: Machine) -> None:
+def resume(made: SchedulerMachine) -> None:
     """All ranks complete a collective of the newest generation."""
     replaced(made)
-    for member in made.cluster.of(Role.WORKER):
-        made.step(Heard(Put("address", b"", made.cluster.generation), member.link), 2.0)
-        made.step(Heard(Resumed(made.cluster.generation, 5), member.link), 2.0)
+    for member in made.cluster.members_in_role(Role.WORKER):
+        made.step(MessageReceived(RendezvousPut("address", b"", made.cluster.generation), member.connection), 2.0)
+        made.step(MessageReceived(RankResumed(made.cluster.generation, 5), member.connection), 2.0)
 
 
 def test_recovery_from_an_exception_is_resumed_when_the_rank_has_completed_a_step() -> None:
@@ -118,10 +126,10 @@ def test_recovery_from_an_exception_is_resumed_when_the_rank_has_completed_a_ste
     raises(made, "1")
     resume(made)
     assert made.cluster.phase is Phase.READY and noted(made)[0][-1] is Outcome.OPEN, "it may be raised again"
-    link = made.cluster.members[(Role.WORKER, "1")].link
-    made.step(Heard(Beat(Progress(5, "train")), link), 3.0)
+    link = made.cluster.members[(Role.WORKER, "1")].connection
+    made.step(MessageReceived(Heartbeat(Progress(5, "train")), link), 3.0)
     assert noted(made)[0][-1] is Outcome.OPEN
-    made.step(Heard(Beat(Progress(6, "train", loop=True, steps=1)), link), 3.0)
+    made.step(MessageReceived(Heartbeat(Progress(6, "train", in_loop=True, steps_completed=1)), link), 3.0)
     assert noted(made)[0][-1] is Outcome.RESUMED
     assert not ended(raises(made, "1")), "a step was completed since"
 
@@ -139,31 +147,36 @@ def test_script_without_steps_makes_progress_by_collectives() -> None:
 
 def test_full_restart_reports_cause_and_step_and_is_part_of_the_end() -> None:
     made = training(strategies=IN_PLACE)
-    made.step(Heard(Put("address", b"", 1), 10), 0.0)
+    made.step(MessageReceived(RendezvousPut("address", b"", 1), 10), 0.0)
     for rank in "012":
-        made.step(Heard(Exited(rank, 1, 137, "killed"), 2 if rank == "2" else 1), 1.0)
+        made.step(MessageReceived(ChildExited(rank, 1, 137, "killed"), 2 if rank == "2" else 1), 1.0)
     replaced(made)
     generation, effects = made.cluster.generation, []
-    for member in made.cluster.of(Role.WORKER):
-        effects += made.step(Heard(Report(generation, None, needs_state=True), member.link), 2.0)
+    for member in made.cluster.members_in_role(Role.WORKER):
+        effects += made.step(MessageReceived(SafePointReport(generation, None, needs_state=True), member.connection), 2.0)
     assert made.cluster.full_restart == FullRestart(1, "no rank holds the training state any more")
     assert [outcome for *_, outcome in noted(made)] == [Outcome.RESTARTED] * 3, "not resumed"
     resume(made)
-    effects = made.step(Heard(Beat(Progress(30, "train", first=30)), made.cluster.of(Role.WORKER)[0].link), 3.0)
+    effects = made.step(
+        MessageReceived(
+            Heartbeat(Progress(30, "train", first_step=30)), made.cluster.members_in_role(Role.WORKER)[0].connection
+        ),
+        3.0,
+    )
     started = "all ranks started from step 30, the newest checkpoint"
     told = f"full restart 1: {started}; cause: no rank holds the training state any more"
     assert warnings(effects) == [f"cluster restarted: {told}"]
     for rank in "012":
-        effects = made.step(Heard(Exited(rank, 2, 0), 2 if rank == "2" else 1), 4.0)
+        effects = made.step(MessageReceived(ChildExited(rank, 2, 0), 2 if rank == "2" else 1), 4.0)
     end = ended(effects)
     assert end is not None and end.reason == f"all 3 workers finished; {told}"
 
 
 def test_death_of_the_only_rank_is_a_full_restart() -> None:
     made = machine(workers=1, strategies=IN_PLACE)
-    made.step(Heard(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
-    made.step(Heard(register("0", incarnation=1), 10), 0.0)
-    made.step(Heard(Exited("0", 1, 137, "killed"), 1), 1.0)
+    made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
+    made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
+    made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert made.cluster.full_restart == FullRestart(1, "worker:0 died: killed")
     assert noted(made)[0][-1] is Outcome.RESTARTED
 
@@ -171,10 +184,15 @@ def test_death_of_the_only_rank_is_a_full_restart() -> None:
 def test_death_during_a_full_restart_is_not_another_one() -> None:
     made = training(max_restarts=2)
     made.cluster.heals = False
-    made.step(Heard(Exited("1", 1, 137, "killed"), 1), 1.0)
+    made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 1.0)
     replaced(made)
-    for member in made.cluster.of(Role.WORKER):
-        made.step(Heard(Report(made.cluster.generation, Number(0, 0), needs_state=True), member.link), 2.0)
+    for member in made.cluster.members_in_role(Role.WORKER):
+        made.step(
+            MessageReceived(
+                SafePointReport(made.cluster.generation, CollectiveNumber(0, 0), needs_state=True), member.connection
+            ),
+            2.0,
+        )
     assert made.cluster.full_restart is not None and made.cluster.full_restart.count == 1
     started = "all ranks started from step 0, because no checkpoint could be used"
     assert str(FullRestart(2, "x", 0)) == f"full restart 2: {started}; cause: x"

@@ -6,22 +6,22 @@ from typing import Any
 
 from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, journal, kept, phase, restored, sent, told
 
-from covey.core.cluster.scheduler_machine import Machine
-from covey.core.effects import Close, Level, Persist, Publish, Send
-from covey.core.events import Heard, LinkLost, Restored, Ticked
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.effects import Close, Level, Persist, PublishEvent, Send
+from covey.core.events import ConnectionLost, JournalRead, MessageReceived, Tick
 from covey.core.messages import (
     Assignment,
-    Beat,
-    Drain,
-    Exited,
-    Formed,
+    ChildExited,
+    DesiredChildren,
+    Draining,
     HealPlan,
+    Heartbeat,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
     Register,
     RegisterAgent,
-    Regrouped,
-    Report,
-    Resumed,
-    Start,
+    SafePointReport,
 )
 from covey.core.types import AgentRecord, ClusterSettings, MemberRecord, NodeState, Phase, Progress, Record, Role
 
@@ -33,9 +33,9 @@ class Bench:
     """A machine with ranks 0 and 1 on one agent (link 1) and rank 2 on another (link 2), all training, and their spares."""
 
     def __init__(self, here: int = 1, there: int = 0, **settings: Any) -> None:
-        self.machine = Machine(ClusterSettings(3, strategies=LADDER, **settings), cluster_id="c1", job="j", now=0.0)
+        self.machine = SchedulerMachine(ClusterSettings(3, strategies=LADDER, **settings), cluster_id="c1", job="j", now=0.0)
         self.effects: list[Any] = []
-        self.tell(Restored())
+        self.tell(JournalRead())
         self.hear(RegisterAgent("a", "life of a", BOX, 2, spares=here), 1)
         self.hear(RegisterAgent("b", "life of b", OTHER, 1, spares=there), 2)
         for rank in range(3):
@@ -48,22 +48,22 @@ class Bench:
         return found
 
     def hear(self, message: Any, link: int) -> list[Any]:
-        return self.tell(Heard(message, link))
+        return self.tell(MessageReceived(message, link))
 
     def begin(self) -> Bench:
         """The first step is done: spares are started."""
-        self.hear(Beat(Progress(1, loop=True)), 10)
-        self.tell(Ticked())
+        self.hear(Heartbeat(Progress(1, in_loop=True)), 10)
+        self.tell(Tick())
         return self
 
     def stand_by(self, number: int = 0, host: Any = BOX, incarnation: int = 1) -> Bench:
         life = f"spare {number}.{incarnation}"
         self.hear(Register(Role.SPARE, str(number), life, host, incarnation=incarnation), SPARE + number)
-        self.hear(Beat(Progress(phase="train.py:7", stands_by=True)), SPARE + number)
+        self.hear(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE + number)
         return self
 
     def die(self, rank: int, link: int = 1, incarnation: int = 1, role: Role = Role.WORKER, code: int = 137) -> list[Any]:
-        return self.hear(Exited(str(rank), incarnation, code, "killed", role=role), link)
+        return self.hear(ChildExited(str(rank), incarnation, code, "killed", role=role), link)
 
     def spare(self, number: int = 0) -> Any:
         return self.machine.cluster.members[(Role.SPARE, str(number))]
@@ -71,36 +71,36 @@ class Bench:
 
 def test_spares_are_started_when_the_first_step_is_done_and_never_count() -> None:
     bench = Bench(here=2, there=1)
-    assert not bench.tell(Ticked())
-    bench.hear(Beat(Progress(1, loop=True)), 10)
-    starts = sent(bench.tell(Ticked()), Start)
+    assert not bench.tell(Tick())
+    bench.hear(Heartbeat(Progress(1, in_loop=True)), 10)
+    starts = sent(bench.tell(Tick()), DesiredChildren)
     assert [a.name for a in starts[1].assignments] == ["worker:0", "worker:1", "spare:0", "spare:1"]
     assert [a.name for a in starts[2].assignments] == ["worker:2", "spare:2"]
     assert starts[1].world == 3 and bench.machine.cluster.generation == 1
-    assert not bench.tell(Ticked()), "and once"
-    assert sent(bench.hear(Register(Role.SPARE, "0", "l", BOX, incarnation=1), SPARE), Formed) == {
-        SPARE: Formed(1, -1, 3, -1, 2)
+    assert not bench.tell(Tick()), "and once"
+    assert sent(bench.hear(Register(Role.SPARE, "0", "l", BOX, incarnation=1), SPARE), RankAssigned) == {
+        SPARE: RankAssigned(1, -1, 3, -1, 2)
     }
 
 
 def test_a_spare_that_stands_by_takes_the_place_and_everyone_is_told_once_it_is_durable() -> None:
     bench = Bench().begin().stand_by()
     effects = bench.die(1)
-    formed = sent(effects, Formed)
-    assert formed == {SPARE: Formed(2, 1, 3, 1, 2, restarts=1, node_id="1", incarnation=2)}
-    assert set(sent(effects, Regrouped)) == {10, 12}
-    [start] = sent(effects, Start).values()
-    assert start.assignments[1] == Assignment("1", 1, 2, 1, process="spare:0.1")
+    formed = sent(effects, RankAssigned)
+    assert formed == {SPARE: RankAssigned(2, 1, 3, 1, 2, restarts=1, node_id="1", incarnation=2)}
+    assert set(sent(effects, NewGeneration)) == {10, 12}
+    [start] = sent(effects, DesiredChildren).values()
+    assert start.assignments[1] == Assignment("1", 1, 2, 1, promoted_from="spare:0.1")
     assert [a.name for a in start.assignments] == ["worker:0", "worker:1"], "its own place is free, and is not filled now"
     member = next(record for record in kept(effects) if isinstance(record, MemberRecord) and record.role is Role.WORKER)
     assert (member.life, member.incarnation, member.process) == ("spare 0.1", 2, "spare:0.1")
     last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
     assert all(n > last_write for n, effect in enumerate(effects) if isinstance(effect, Send))
-    assert bench.machine.incidents.kept[-1].strategy == "recover"
+    assert bench.machine.incidents.records[-1].strategy == "recover"
     for link in (10, SPARE, 12):
-        bench.hear(Resumed(2, 3), link)
+        bench.hear(RankResumed(2, 3), link)
     assert phase(bench.machine) is Phase.READY
-    [again] = sent(bench.tell(Ticked()), Start).values()
+    [again] = sent(bench.tell(Tick()), DesiredChildren).values()
     assert [(a.name, a.incarnation) for a in again.assignments][2:] == [("spare:0", 2)]
 
 
@@ -109,12 +109,12 @@ def test_the_place_of_one_that_fell_silent_is_the_spares_from_then_on() -> None:
     while bench.machine.cluster.generation == 1:
         now += 0.5
         for link in (1, 2, 10, 12):
-            bench.tell(Heard(Beat(Progress(1, loop=True)), link), now)
-        bench.tell(Heard(Beat(Progress(phase="train.py:7", stands_by=True)), SPARE), now)
-        effects = bench.tell(Ticked(), now)
-    assert Close(11) in effects and sent(effects, Formed)[SPARE].rank == 1
+            bench.tell(MessageReceived(Heartbeat(Progress(1, in_loop=True)), link), now)
+        bench.tell(MessageReceived(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE), now)
+        effects = bench.tell(Tick(), now)
+    assert Close(11) in effects and sent(effects, RankAssigned)[SPARE].rank == 1
     for rank, link in enumerate((10, SPARE, 12)):
-        plans = sent(bench.tell(Heard(Report(2, None, needs_state=rank == 1), link), now), HealPlan)
+        plans = sent(bench.tell(MessageReceived(SafePointReport(2, None, needs_state=rank == 1), link), now), HealPlan)
     assert set(plans) == {10, SPARE, 12}, "nobody else is told what the spare is to do"
 
 
@@ -135,11 +135,11 @@ def test_a_spare_of_the_same_host_goes_before_one_of_another() -> None:
 
 def test_a_spare_on_another_host_stands_in_for_a_lost_one_within_the_limit() -> None:
     bench = Bench().begin().stand_by()
-    effects = bench.tell(LinkLost("cut", 2))
-    assert sent(effects, Formed)[SPARE].rank == 2 and sent(effects, Formed)[SPARE].local_rank == 2
-    assert set(sent(effects, Start)) == {1}
+    effects = bench.tell(ConnectionLost("cut", 2))
+    assert sent(effects, RankAssigned)[SPARE].rank == 2 and sent(effects, RankAssigned)[SPARE].local_rank == 2
+    assert set(sent(effects, DesiredChildren)) == {1}
     none = Bench(extra_ranks=0).begin().stand_by()
-    assert not any("promote" in line for line in told(none.tell(LinkLost("cut", 2))))
+    assert not any("promote" in line for line in told(none.tell(ConnectionLost("cut", 2))))
 
 
 def test_a_spares_own_death_is_no_incident_and_is_given_up_after_three_on_the_way() -> None:
@@ -148,26 +148,26 @@ def test_a_spares_own_death_is_no_incident_and_is_given_up_after_three_on_the_wa
         effects = bench.die(0, incarnation=life, role=Role.SPARE)
         assert (phase(bench.machine), bench.machine.cluster.generation) == (Phase.READY, 1)
         assert any("given up" in line for line in told(effects)) == (life == 4), "the first had stood by"
-        assert bool(sent(bench.tell(Ticked()), Start)) == (life < 4)
-    assert not bench.machine.incidents.kept and bench.spare().state is NodeState.LEFT
+        assert bool(sent(bench.tell(Tick()), DesiredChildren)) == (life < 4)
+    assert not bench.machine.incidents.records and bench.spare().state is NodeState.LEFT
 
 
 def test_one_whose_program_ends_by_itself_is_not_started_again() -> None:
     bench = Bench().begin()
     assert any("its program ended before it needed a rank" in line for line in told(bench.die(0, role=Role.SPARE, code=0)))
-    assert not bench.tell(Ticked())
+    assert not bench.tell(Tick())
 
 
 def test_spares_use_up_the_budget_of_their_host_by_their_deaths_alone() -> None:
     bench = Bench(replacements_max=2).begin().stand_by()
     bench.die(1)  # the first replacement
     for link in (10, SPARE, 12):
-        bench.hear(Resumed(2, 3), link)
-    assert sent(bench.tell(Ticked()), Start), "the spare after a promotion is none"
+        bench.hear(RankResumed(2, 3), link)
+    assert sent(bench.tell(Tick()), DesiredChildren), "the spare after a promotion is none"
     bench.die(0, incarnation=2, role=Role.SPARE)
-    assert sent(bench.tell(Ticked()), Start)
+    assert sent(bench.tell(Tick()), DesiredChildren)
     bench.die(0, incarnation=3, role=Role.SPARE)
-    assert not bench.tell(Ticked())
+    assert not bench.tell(Tick())
 
 
 def test_a_spare_that_did_not_hear_of_its_promotion_is_told_by_the_next_scheduler() -> None:
@@ -176,21 +176,21 @@ def test_a_spare_that_did_not_hear_of_its_promotion_is_told_by_the_next_schedule
     records: tuple[Record, ...] = journal(bench.effects)
     made, _ = restored(records, recovery=True, strategies=LADDER)
     wish = Register(Role.SPARE, "0", "spare 0.1", BOX, incarnation=1, generation=1, cluster_id="c1")
-    effects = made.step(Heard(wish, SPARE), 100.0)
-    assert sent(effects, Formed)[SPARE].node_id == "1"
+    effects = made.step(MessageReceived(wish, SPARE), 100.0)
+    assert sent(effects, RankAssigned)[SPARE].node_id == "1"
     other = Register(Role.SPARE, "0", "another life", BOX, incarnation=1, generation=1, cluster_id="c1")
-    assert not sent(made.step(Heard(other, SPARE + 1), 100.0), Formed)
+    assert not sent(made.step(MessageReceived(other, SPARE + 1), 100.0), RankAssigned)
 
 
 def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
     bench = Bench(here=0, recovery=True).begin()
     effects = bench.hear(RegisterAgent("c", "life of c", OTHER, 0, spares=1), 3)
     assert [record.id for record in kept(effects) if isinstance(record, AgentRecord)] == ["c"]
-    [start] = sent(bench.tell(Ticked()), Start).values()
+    [start] = sent(bench.tell(Tick()), DesiredChildren).values()
     assert [a.name for a in start.assignments] == ["spare:0"]
     bench.stand_by(0, OTHER)
     assert any("spare:0 on other takes the place of worker:1" in line for line in told(bench.die(1)))
-    bench.tell(LinkLost("gone", 3))
+    bench.tell(ConnectionLost("gone", 3))
     made, _ = restored(journal(bench.effects), recovery=True, strategies=LADDER)
     assert "c" in made.cluster.agents
 
@@ -200,11 +200,11 @@ def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
     bench.spare().handovers = 3
     effects = bench.die(1)
     assert "spare:0 promoted: it is worker:1 now" in told(effects) and bench.machine.counters["promotions"] == 1
-    assert bench.spare().handovers == 4 and bench.machine.heard_by() == [1, 2, 10, 12, SPARE]
+    assert bench.spare().handovers == 4 and bench.machine.list_connections() == [1, 2, 10, 12, SPARE]
     assert (bench.spare().life, bench.spare().pid, bench.spare().state) == ("", 0, NodeState.LEFT)
     for link in (10, SPARE, 12):
-        bench.hear(Resumed(2, 3), link)
-    again = [record for record in kept(bench.tell(Ticked())) if isinstance(record, MemberRecord)]
+        bench.hear(RankResumed(2, 3), link)
+    again = [record for record in kept(bench.tell(Tick())) if isinstance(record, MemberRecord)]
     assert [(r.role, r.rank, r.incarnation) for r in again] == [(Role.SPARE, 0, 2)], "durable before it is started"
     gone = kept(bench.die(0, incarnation=2, role=Role.SPARE))
     assert [(r.role, r.state) for r in gone if isinstance(r, MemberRecord)] == [(Role.SPARE, NodeState.LEFT)]
@@ -214,7 +214,7 @@ def test_a_spare_that_is_given_up_is_a_warning_with_why() -> None:
     bench = Bench().begin()
     for life in (1, 2, 3):
         effects = bench.die(0, incarnation=life, role=Role.SPARE)
-        bench.tell(Ticked())
+        bench.tell(Tick())
     assert warned(effects) == ["spare:0 died: killed", "spare:0 given up: it died 3 times on its way, see its log"]
     ended = Bench().begin().die(0, role=Role.SPARE, code=0)
     assert told(ended)[0] == "spare:0 left: killed"
@@ -222,18 +222,21 @@ def test_a_spare_that_is_given_up_is_a_warning_with_why() -> None:
 
 
 def warned(effects: list[Any]) -> list[str]:
-    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, Publish) and e.level is Level.WARNING]
+    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent) and e.level is Level.WARNING]
 
 
 def test_a_host_that_leaves_or_is_out_of_reach_gets_no_spares() -> None:
     leaving, away, none = Bench(), Bench(recovery=True), Bench(here=0)
-    leaving.hear(Drain("asked to leave"), 1)
-    away.tell(LinkLost("reset", 1))
+    leaving.hear(Draining("asked to leave"), 1)
+    away.tell(ConnectionLost("reset", 1))
     for bench in (leaving, away, none):
         bench.begin()
-        assert not bench.machine.cluster.of(Role.SPARE)
+        assert not bench.machine.cluster.members_in_role(Role.SPARE)
 
 
 def test_a_spare_has_its_number_for_life() -> None:
     bench = Bench(here=2).begin()
-    assert [(s.node_id, s.rank, s.seat) for s in bench.machine.cluster.of(Role.SPARE)] == [("0", 0, 0), ("1", 1, 1)]
+    assert [(s.node_id, s.rank, s.seat) for s in bench.machine.cluster.members_in_role(Role.SPARE)] == [
+        ("0", 0, 0),
+        ("1", 1, 1),
+    ]

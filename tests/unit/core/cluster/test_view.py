@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from covey.core.cluster.state import Cluster
-from covey.core.cluster.view import RECENT, ClusterView, NodeView, show, straggles, usual_step
+from covey.core.cluster.state import ClusterState
+from covey.core.cluster.view import (
+    RECOVERIES_SHOWN_MAX,
+    ClusterView,
+    NodeView,
+    make_cluster_view,
+    median_step_s,
+    straggler_ratio,
+)
 from covey.core.incidents import Incidents, Outcome
-from covey.core.parameter_server.settings import Mode, parse_mode
-from covey.core.types import Agent, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
+from covey.core.parameter_server.settings import ConsistencyMode, parse_mode
+from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
 
 SCHEDULER = NodeView(Role.SCHEDULER, "0", 0, "host", "127.0.0.1", "alive", True)
 
@@ -16,12 +23,12 @@ def worker(busy_s: float, state: NodeState = NodeState.ALIVE) -> Member:
 
 
 def test_the_usual_step_is_the_median_of_those_who_live_and_have_said_it() -> None:
-    assert usual_step([worker(0.1), worker(0.2), worker(0.9), worker(0.0), worker(5.0, NodeState.DEAD)]) == 0.2
+    assert median_step_s([worker(0.1), worker(0.2), worker(0.9), worker(0.0), worker(5.0, NodeState.DEAD)]) == 0.2
 
 
 def test_of_two_nobody_can_say_who_is_slow() -> None:
-    assert usual_step([worker(0.1), worker(0.9)]) == 0.0
-    assert straggles(0.9, 0.0) == 0.0
+    assert median_step_s([worker(0.1), worker(0.9)]) == 0.0
+    assert straggler_ratio(0.9, 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -33,13 +40,14 @@ def test_of_two_nobody_can_say_who_is_slow() -> None:
     ],
 )
 def test_a_straggler_takes_notably_longer_than_the_usual(busy_s: float, usual_s: float, times: float) -> None:
-    assert straggles(busy_s, usual_s) == pytest.approx(times)
+    assert straggler_ratio(busy_s, usual_s) == pytest.approx(times)
 
 
 @pytest.mark.parametrize(
-    ("text", "mode"), [("sync", (Mode.SYNC, 0)), (" async ", (Mode.ASYNC, 0)), ("bounded:3", (Mode.BOUNDED, 3))]
+    ("text", "mode"),
+    [("sync", (ConsistencyMode.SYNC, 0)), (" async ", (ConsistencyMode.ASYNC, 0)), ("bounded:3", (ConsistencyMode.BOUNDED, 3))],
 )
-def test_how_rows_are_served(text: str, mode: tuple[Mode, int]) -> None:
+def test_how_rows_are_served(text: str, mode: tuple[ConsistencyMode, int]) -> None:
     assert parse_mode(text) == mode
 
 
@@ -51,11 +59,11 @@ def test_what_is_no_way_to_serve_rows(text: str) -> None:
 
 def test_what_is_shown_of_a_node_and_its_log() -> None:
     host = Host("h", "host", "127.0.0.1")
-    cluster = Cluster("c", ClusterSettings(1), phase=Phase.READY, generation=1)
-    cluster.agents["a"] = Agent("a", "life of a", host, 1, logs="logs/{rank}.log", beat_at=7.0)
+    cluster = ClusterState("c", ClusterSettings(1), phase=Phase.READY, generation=1)
+    cluster.agents["a"] = AgentInfo("a", "life of a", host, 1, logs="logs/{rank}.log", last_heartbeat_at=7.0)
     cluster.add(Member(Role.WORKER, "0", "", host, rank=0, agent="a", state=NodeState.ALIVE, pid=42))
-    cluster.add(Member(Role.SPARE, "s", "life", host, rank=0, agent="a", state=NodeState.ALIVE, beat_at=9.0))
-    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
+    cluster.add(Member(Role.SPARE, "s", "life", host, rank=0, agent="a", state=NodeState.ALIVE, last_heartbeat_at=9.0))
+    seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert [(node.role, node.log, node.beat_age_s) for node in seen.nodes[1:]] == [
         (Role.SPARE, "", 1.0),
         (Role.WORKER, "logs/0.log", 3.0),
@@ -64,14 +72,14 @@ def test_what_is_shown_of_a_node_and_its_log() -> None:
 
 def test_all_that_is_known_of_a_node_is_shown() -> None:
     box = Host("id", "box", "10.0.0.1", life="uid")
-    cluster = Cluster("c", ClusterSettings(3), phase=Phase.READY, generation=1)
-    cluster.agents["a"] = Agent("a", "life of a", box, 3, logs="logs/{rank}.log")
+    cluster = ClusterState("c", ClusterSettings(3), phase=Phase.READY, generation=1)
+    cluster.agents["a"] = AgentInfo("a", "life of a", box, 3, logs="logs/{rank}.log")
     for rank, busy_s in enumerate((0.1, 0.1, 0.4)):
         progress = Progress(7, "backward", busy_s=busy_s, loss=0.5)
         member = Member(Role.WORKER, str(rank), "life", box, rank=rank, state=NodeState.ALIVE, progress=progress)
-        member.restarts, member.incarnation, member.pid, member.agent, member.beat_at = 2, 3, 42, "a", 8.0
+        member.restarts, member.incarnation, member.pid, member.agent, member.last_heartbeat_at = 2, 3, 42, "a", 8.0
         cluster.add(member)
-    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
+    seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert seen.nodes[0] == SCHEDULER and seen.nodes[3] == NodeView(
         role=Role.WORKER,
         node_id="2",
@@ -99,13 +107,15 @@ def test_all_that_is_known_of_a_node_is_shown() -> None:
 
 def test_all_that_is_known_of_a_cluster_is_shown() -> None:
     settings = ClusterSettings(2, 3, job="named", worker_max=4)
-    cluster = Cluster("c", settings, reason="all are here", generation=5, restarts=2, heals=True, trains=True)
+    cluster = ClusterState("c", settings, reason="all are here", generation=5, restarts=2, heals=True, trains=True)
     incidents = Incidents(0.0)
-    for number in range(RECENT + 1):
+    for number in range(RECOVERIES_SHOWN_MAX + 1):
         incidents.open(1.0, since=1.0, known=1.0, node="n", rank=number, cause="", strategy="recover", reason="")
         incidents.close(Outcome.RESUMED, 2.0)
     cluster.phase = Phase.READY
-    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0, incidents=incidents, log_dir="logs")
+    seen = make_cluster_view(
+        cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0, incidents=incidents, log_dir="logs"
+    )
     assert (
         seen
         == ClusterView(
@@ -120,7 +130,7 @@ def test_all_that_is_known_of_a_cluster_is_shown() -> None:
             nodes=[SCHEDULER],
             restarts=2,
             log_dir="logs",
-            recoveries=incidents.kept[1:],
+            recoveries=incidents.records[1:],
             recovery_totals=list(incidents.totals.values()),
             resizable=True,
             goal=4,
@@ -130,22 +140,24 @@ def test_all_that_is_known_of_a_cluster_is_shown() -> None:
         )
     )
     cluster.generation, cluster.trains = 0, False
-    early = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
+    early = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert early.server_num == 3, "before it has formed, who are to come"
     assert not early.resizable and early.recoveries == []
 
 
 def test_nodes_are_shown_by_role_and_rank_and_who_was_never_heard_has_no_age() -> None:
-    cluster = Cluster("c", ClusterSettings(2))
+    cluster = ClusterState("c", ClusterSettings(2))
     for name, rank in (("b", -1), ("a", -1), ("z", 0)):
-        cluster.add(Member(Role.WORKER, name, "life", Host("h", "h", "h"), rank=rank, beat_at=0.0 if name == "a" else 11.0))
+        cluster.add(
+            Member(Role.WORKER, name, "life", Host("h", "h", "h"), rank=rank, last_heartbeat_at=0.0 if name == "a" else 11.0)
+        )
     cluster.add(Member(Role.WORKER, "child", "", Host("h", "h", "h"), rank=1, agent="gone"))
-    seen = show(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
+    seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
     assert [node.node_id for node in seen] == ["a", "b", "z", "child"]
     assert [node.beat_age_s for node in seen] == [-1.0, 0.0, 0.0, -1.0]
     assert [node.log for node in seen] == [""] * 4
 
 
 def test_who_is_just_as_slow_as_is_usual_is_no_straggler() -> None:
-    assert straggles(1.5, 1.0) == 0.0 and straggles(0.010, 0.005) == 0.0
-    assert usual_step([worker(1.0), worker(2.0), worker(3.0)]) == 2.0
+    assert straggler_ratio(1.5, 1.0) == 0.0 and straggler_ratio(0.010, 0.005) == 0.0
+    assert median_step_s([worker(1.0), worker(2.0), worker(3.0)]) == 2.0

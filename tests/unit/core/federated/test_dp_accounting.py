@@ -14,7 +14,7 @@ from tests.unit.core.federated.test_rounds import PLAN, Bench
 
 from covey.core.federated import dp_accounting as dp
 from covey.core.federated.dp_accounting import Noise
-from covey.core.federated.messages import Instance, Numbers
+from covey.core.federated.messages import InstanceState, RoundTotals
 from covey.errors import UsageError
 from covey.federated.privacy import dp_noise
 
@@ -23,14 +23,14 @@ def test_epsilon_is_what_a_peer_says() -> None:
     """`dp-accounting`: its numeric accountant agrees, and its RDP bound is above."""
     for z, rounds, delta in ((1.0, 1, 1e-5), (4.0, 50, 1e-5), (5.0, 10, 1e-2)):
         event = peer.SelfComposedDpEvent(peer.GaussianDpEvent(z), rounds)
-        ours = dp.epsilon(math.sqrt(rounds) / z, delta)
+        ours = dp.compute_epsilon(math.sqrt(rounds) / z, delta)
         numeric = peer.pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(delta)
         assert ours == pytest.approx(numeric, rel=2e-3, abs=2e-3)
     for z in (0.3, 1.0, 20.0):
         for rounds in (1, 1000):
             event = peer.SelfComposedDpEvent(peer.GaussianDpEvent(z), rounds)
             bound = peer.rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
-            assert 0.75 * bound < dp.epsilon(math.sqrt(rounds) / z, 1e-5) <= bound
+            assert 0.75 * bound < dp.compute_epsilon(math.sqrt(rounds) / z, 1e-5) <= bound
 
 
 @pytest.mark.parametrize(("eps", "mu"), [(0.0, 0.5), (1.0, 1.0), (0.5, 2.0), (3.0, 1.0), (2.0, 4.0)])
@@ -39,31 +39,31 @@ def test_delta_is_what_its_definition_says(eps: float, mu: float) -> None:
     seen = np.arange(-30.0, 30.0, 1e-4)
     with_it, without = (np.exp(-((seen - mean) ** 2) / 2) / math.sqrt(2 * math.pi) for mean in (mu, 0.0))
     integral = float(np.maximum(0.0, with_it - math.exp(eps) * without).sum() * 1e-4)
-    assert dp.delta(eps, mu) == pytest.approx(integral, rel=1e-6)
-    assert dp.epsilon(mu, integral) == pytest.approx(eps, abs=1e-5)
+    assert dp.compute_delta(eps, mu) == pytest.approx(integral, rel=1e-6)
+    assert dp.compute_epsilon(mu, integral) == pytest.approx(eps, abs=1e-5)
 
 
 def test_far_tails_are_as_small_as_they_are() -> None:
     """Where the series takes over from the function of the library, which still knows these."""
     for x in (-37.0, -20.0, -10.0, -8.5, -8.0, -7.9, -3.0, -0.5, 0.0, 1.0):
-        assert dp._log_below(x) == pytest.approx(math.log(math.erfc(-x / math.sqrt(2)) / 2), abs=1e-6)
-    assert math.exp(dp._log_below(-10.0)) == pytest.approx(7.61985302e-24, rel=1e-6)
-    assert dp._log_below(-1000.0) == pytest.approx(-500007.826694, abs=1e-5), "no logarithm of zero"
-    assert dp.delta(0.0, 0.0) == 0.0 and dp.epsilon(1e-3, 0.5) == 0.0
+        assert dp._log_normal_cdf(x) == pytest.approx(math.log(math.erfc(-x / math.sqrt(2)) / 2), abs=1e-6)
+    assert math.exp(dp._log_normal_cdf(-10.0)) == pytest.approx(7.61985302e-24, rel=1e-6)
+    assert dp._log_normal_cdf(-1000.0) == pytest.approx(-500007.826694, abs=1e-5), "no logarithm of zero"
+    assert dp.compute_delta(0.0, 0.0) == 0.0 and dp.compute_epsilon(1e-3, 0.5) == 0.0
 
 
 @given(st.floats(0.05, 1000), st.floats(1e-9, 0.5))
 def test_the_noise_for_an_epsilon_keeps_to_it_and_no_less_does(eps: float, delta: float) -> None:
-    z = dp.multiplier(eps, delta)
-    assert dp.delta(eps, 1 / z) <= delta
-    assert dp.delta(eps, 1 / (0.99 * z)) > delta
-    assert dp.epsilon(1 / z, delta) <= eps * (1 + 1e-6)
+    z = dp.compute_noise_multiplier(eps, delta)
+    assert dp.compute_delta(eps, 1 / z) <= delta
+    assert dp.compute_delta(eps, 1 / (0.99 * z)) > delta
+    assert dp.compute_epsilon(1 / z, delta) <= eps * (1 + 1e-6)
 
 
 def test_rounds_add_up_by_their_squares() -> None:
     plan = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5)
-    assert plan.epsilon(9 * plan.spends) == pytest.approx(dp.epsilon(1.5, 1e-5))
-    assert plan.epsilon(0.0) == 0.0
+    assert plan.epsilon_after(9 * plan.mu_squared_per_round) == pytest.approx(dp.compute_epsilon(1.5, 1e-5))
+    assert plan.epsilon_after(0.0) == 0.0
 
 
 @given(st.integers(1, 300), st.floats(0.01, 100), st.floats(0.01, 10))
@@ -89,19 +89,19 @@ def test_noise_is_normal_and_of_the_size_it_says() -> None:
 
 
 def test_no_round_begins_that_would_go_past_the_budget() -> None:
-    noisy = Noise(local=False, clip=1.0, multiplier=1.0, delta=1e-5, budget=dp.epsilon(math.sqrt(2.5), 1e-5))
+    noisy = Noise(local=False, clip=1.0, multiplier=1.0, delta=1e-5, budget=dp.compute_epsilon(math.sqrt(2.5), 1e-5))
     plan = msgspec.structs.replace(PLAN, iterations=9, noise=noisy)
     bench = Bench(1, plan=plan).form(1)
     for number in (1, 2):
-        assert bench.machine.instance is Instance.RUNNING
-        bench.stand(1, round=number, numbers=Numbers(2, 2))
+        assert bench.machine.instance is InstanceState.RUNNING
+        bench.stand(1, round=number, totals=RoundTotals(2, 2))
         bench.stand(1, sealed=True)
-        bench.stand(1, model=number, digest=f"m{number}")
-    assert bench.machine.instance is Instance.FINISHED
+        bench.stand(1, model_round=number, digest=f"m{number}")
+    assert bench.machine.instance is InstanceState.FINISHED
     assert bench.machine.spent == pytest.approx(2.0)
     (sentence,) = bench.said("finished")
     assert "another round would spend epsilon" in sentence and "the budget is" in sentence
     with pytest.raises(UsageError, match="the budget is"):
-        bench.machine.new_instance(plan, bench.now)
-    kept = bench.machine.orders()
-    assert kept.instance is Instance.FINISHED
+        bench.machine.request_new_instance(plan, bench.now)
+    kept = bench.machine.make_instructions()
+    assert kept.instance is InstanceState.FINISHED

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.core.federated.test_rounds import PLAN, Bench
 from tests.unit.core.federated.test_rounds_effects import told
 
-from covey.core.federated.messages import SERVERS_MAX, Instance
+from covey.core.federated.messages import SERVERS_MAX, InstanceState
 from covey.errors import UsageError
 
 
@@ -30,9 +30,9 @@ def test_fewer_servers_are_told_of_by_name() -> None:
 def test_rest_and_work_are_told_and_hold() -> None:
     machine = Bench().form().machine
     assert told(machine.set_enabled(False, 0.0)) == ["cluster disabled: asked for"]
-    assert (machine.instance, machine.state) == (Instance.DISABLED, "CLUSTER_DISABLE_FLS")
+    assert (machine.instance, machine.state) == (InstanceState.DISABLED, "CLUSTER_DISABLE_FLS")
     assert told(machine.set_enabled(True, 0.0)) == ["cluster enabled: asked for"]
-    assert (machine.instance, machine.state) == (Instance.RUNNING, "CLUSTER_READY")
+    assert (machine.instance, machine.state) == (InstanceState.RUNNING, "CLUSTER_READY")
 
 
 def test_what_cannot_be_is_one_sentence() -> None:
@@ -45,7 +45,7 @@ def test_what_cannot_be_is_one_sentence() -> None:
         (lambda: formed.scale_in(["0", "1"], 0.0), "The cluster has 2 servers, and one has to stay."),
         (lambda: formed.roll_back(0.0), "The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back."),
         (lambda: forming.set_enabled(True, 0.0), "The cluster is not ready."),
-        (lambda: forming.new_instance(PLAN, 0.0), "The cluster is not ready: it is in CLUSTER_STARTING."),
+        (lambda: forming.request_new_instance(PLAN, 0.0), "The cluster is not ready: it is in CLUSTER_STARTING."),
     )
     for ask, sentence in refusals:
         with pytest.raises(UsageError) as refused:

@@ -7,73 +7,73 @@ from typing import Any
 import msgspec
 from tests.unit.core.federated.test_rounds import HERE, PLAN, Bench, record_of
 
-from covey.core.effects import Close, End, Level, Publish, Send
-from covey.core.events import Heard, LinkLost, Ticked
+from covey.core.effects import Close, EndCluster, Level, PublishEvent, Send
+from covey.core.events import ConnectionLost, MessageReceived, Tick
 from covey.core.federated.dp_accounting import Noise
-from covey.core.federated.federation_machine import Managed
+from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import (
-    Admitted,
-    Enlist,
-    Instance,
-    Joined,
-    Joining,
-    Numbers,
-    Orders,
-    Peer,
-    Plan,
-    Stage,
-    Standing,
+    AdmitDevices,
+    DevicesAdmitted,
+    InstanceState,
+    RegisterServer,
+    RoundPlan,
+    RoundStage,
+    RoundTotals,
+    ServerInfo,
+    ServerInstructions,
+    ServerRegistered,
+    ServerStatus,
 )
-from covey.core.federated.rounds import ADOPT_AGAIN_S, over_budget
-from covey.core.federated.server_membership import Effect, Limits
-from covey.core.messages import Goodbye, Stop, StopAsked
+from covey.core.federated.rounds import ADOPTION_RETRY_S, privacy_budget_blocker
+from covey.core.federated.server_membership import FederationEffect, ServerTimeouts
+from covey.core.messages import ClusterEnded, LeaveAcknowledged, StopRequest
 from covey.core.types import Host
 
 FAR = Host("far", "far", "10.0.0.2")
-FIRST = Orders(
+FIRST = ServerInstructions(
     generation=1,
-    members=(Peer("0", 0, "p:0", "h:0", "h"), Peer("1", 1, "p:1", "h:1", "h")),
+    members=(ServerInfo("0", 0, "p:0", "h:0", "h"), ServerInfo("1", 1, "p:1", "h:1", "h")),
     round=1,
     base=0,
-    stage=Stage.OPEN,
-    instance=Instance.RUNNING,
+    stage=RoundStage.OPEN,
+    instance=InstanceState.RUNNING,
     plan=PLAN,
     digest="m0",
     source="0",
 )
 
 
-def replaced(orders: Orders, **changed: Any) -> Orders:
+def replaced(orders: ServerInstructions, **changed: Any) -> ServerInstructions:
     return msgspec.structs.replace(orders, **changed)
 
 
-def sent(effects: list[Effect], kind: type) -> list[tuple[int, Any]]:
-    return [(e.link, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+def sent(effects: list[FederationEffect], kind: type) -> list[tuple[int, Any]]:
+    return [(e.connection, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
-def told(effects: list[Effect], level: Level = Level.NOTE) -> list[str]:
-    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, Publish) and e.level is level]
+def told(effects: list[FederationEffect], level: Level = Level.NOTE) -> list[str]:
+    return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent) and e.level is level]
 
 
-def lose(bench: Bench, link: int, reason: str = "closed") -> list[Effect]:
-    bench.out += (found := bench.machine.step(LinkLost(reason, link), bench.now))
+def lose(bench: Bench, link: int, reason: str = "closed") -> list[FederationEffect]:
+    bench.out += (found := bench.machine.step(ConnectionLost(reason, link), bench.now))
     return found
 
 
 def seal(bench: Bench, number: int = 1, count: int = 1) -> Bench:
     """Both servers have counted so many updates each, and fixed their parts."""
     for link in (1, 2):
-        bench.stand(link, round=number, numbers=Numbers(count), sealed=False)
+        bench.stand(link, round=number, totals=RoundTotals(count), sealed=False)
     for link in (1, 2):
         bench.stand(link, sealed=True)
-    assert bench.stage() is Stage.SUMMING
+    assert bench.stage() is RoundStage.SUMMING
     return bench
 
 
-def finish(bench: Bench, **more: Any) -> list[Effect]:
+def finish(bench: Bench, **more: Any) -> list[FederationEffect]:
     """The one that adds the parts has made the model."""
     number = bench.machine.round
-    return bench.stand(int(bench.orders().summer) + 1, model=number, digest=f"m{number}", **more)
+    return bench.stand(int(bench.orders().aggregator) + 1, model_round=number, digest=f"m{number}", **more)
 
 
 # -- what servers are told -------------------------------------------------------------------------------------------
@@ -82,14 +82,14 @@ def finish(bench: Bench, **more: Any) -> list[Effect]:
 def test_servers_hear_nothing_until_all_are_here_and_then_all_of_it_once() -> None:
     bench = Bench()
     assert bench.machine.reason == "waiting for servers"
-    assert sent(bench.come(1, "0"), Admitted) == [(1, Admitted("0", "c", b"k"))]
-    assert sent(bench.stand(1), Orders) == []
+    assert sent(bench.come(1, "0"), ServerRegistered) == [(1, ServerRegistered("0", "c", b"k"))]
+    assert sent(bench.stand(1), ServerInstructions) == []
     bench.come(2, "1")
-    assert sent(bench.stand(2), Orders) == [(1, FIRST), (2, FIRST)]
+    assert sent(bench.stand(2), ServerInstructions) == [(1, FIRST), (2, FIRST)]
     assert bench.machine.reason == "2 servers are here"
-    assert sent(bench.stand(2), Orders) == [], "nothing has changed"
+    assert sent(bench.stand(2), ServerInstructions) == [], "nothing has changed"
     bench.come(2, "1")
-    assert sent(bench.stand(2), Orders) == [(2, FIRST)], "over its new connection it has heard nothing"
+    assert sent(bench.stand(2), ServerInstructions) == [(2, FIRST)], "over its new connection it has heard nothing"
 
 
 def test_one_server_is_a_cluster_too() -> None:
@@ -98,18 +98,20 @@ def test_one_server_is_a_cluster_too() -> None:
 
 def test_every_step_of_a_round_is_told_to_every_server() -> None:
     bench = Bench().form()
-    full = bench.hear(1, Joining(1, ("a", "b", "c", "d")))
-    assert sent(full, Orders) == [(link, replaced(FIRST, full=True)) for link in (1, 2)]
-    bench.stand(1, round=1, numbers=Numbers(1, 10))
-    sealing = bench.stand(2, round=1, numbers=Numbers(1, 20))
-    assert sent(sealing, Orders) == [(link, replaced(FIRST, full=True, stage=Stage.SEALING)) for link in (1, 2)]
+    full = bench.hear(1, AdmitDevices(1, ("a", "b", "c", "d")))
+    assert sent(full, ServerInstructions) == [(link, replaced(FIRST, is_full=True)) for link in (1, 2)]
+    bench.stand(1, round=1, totals=RoundTotals(1, 10))
+    sealing = bench.stand(2, round=1, totals=RoundTotals(1, 20))
+    assert sent(sealing, ServerInstructions) == [
+        (link, replaced(FIRST, is_full=True, stage=RoundStage.SEALING)) for link in (1, 2)
+    ]
     assert bench.machine.reason == "2 updates of 2 needed"
     bench.stand(1, sealed=True)
-    parts = (("0", Numbers(1, 10)), ("1", Numbers(1, 20)))
-    summing = replaced(FIRST, full=True, stage=Stage.SUMMING, summer="1", parts=parts)
-    assert sent(bench.stand(2, sealed=True), Orders) == [(link, summing) for link in (1, 2)]
-    done = bench.stand(2, model=1, digest="m1", metrics={"loss": 0.5})
-    assert sent(done, Orders) == [
+    parts = (("0", RoundTotals(1, 10)), ("1", RoundTotals(1, 20)))
+    summing = replaced(FIRST, is_full=True, stage=RoundStage.SUMMING, aggregator="1", expected_totals=parts)
+    assert sent(bench.stand(2, sealed=True), ServerInstructions) == [(link, summing) for link in (1, 2)]
+    done = bench.stand(2, model_round=1, digest="m1", metrics={"loss": 0.5})
+    assert sent(done, ServerInstructions) == [
         (link, replaced(FIRST, round=2, digest="m1", source="1", metrics={"loss": 0.5})) for link in (1, 2)
     ]
     assert told(done) == ["round done: iteration 1 with 2 updates"]
@@ -122,24 +124,24 @@ def test_who_has_fetched_the_newest_model_gives_it_where_its_maker_is_gone() -> 
     lose(bench, 2)
     bench.stand(1, round=2)
     assert bench.orders().source == "1", "the other has the model before it, and whoever asks must wait"
-    bench.stand(1, model=1, digest="something else")
+    bench.stand(1, model_round=1, digest="something else")
     assert bench.orders().source == "1", "what it has is not that model"
-    bench.stand(1, model=1, digest="m1")
+    bench.stand(1, model_round=1, digest="m1")
     assert bench.orders().source == "0"
 
 
 def test_a_model_that_was_not_asked_for_ends_no_round() -> None:
     bench = seal(Bench().form())
-    assert bench.orders().summer == "1"
-    bench.stand(1, model=1, digest="mine")
-    assert (bench.stage(), bench.machine.round, bench.machine.digest) == (Stage.SUMMING, 1, "m0")
+    assert bench.orders().aggregator == "1"
+    bench.stand(1, model_round=1, digest="mine")
+    assert (bench.stage(), bench.machine.round, bench.machine.digest) == (RoundStage.SUMMING, 1, "m0")
 
 
 def test_the_newest_model_of_all_is_the_one_to_begin_with() -> None:
     bench = Bench()
     for link, model in ((1, 4), (2, 6)):
         bench.come(link, str(link - 1))
-        bench.stand(link, model=model, digest=f"m{model}")
+        bench.stand(link, model_round=model, digest=f"m{model}")
     assert (bench.orders().round, bench.orders().source, bench.orders().digest) == (7, "1", "m6")
 
 
@@ -149,20 +151,20 @@ def test_the_newest_model_of_all_is_the_one_to_begin_with() -> None:
 def test_a_server_is_told_of_when_it_is_lost_and_when_it_takes_a_place() -> None:
     bench = Bench().form()
     assert told(lose(bench, 2, "connection reset"), Level.WARNING) == ["server:1 gone: connection reset"]
-    bench.stand(1, adopted=("1",))
+    bench.stand(1, adopted_instances=("1",))
     bench.come(3, "1", life="1b")
     assert told(bench.stand(3)) == ["server:1 joined: the cluster has a place for it"]
 
 
 def test_silence_counts_after_its_limit_and_not_in_its_last_moment() -> None:
     bench = Bench().form()
-    limit = bench.machine.limits.silence_s
+    limit = bench.machine.timeouts.heartbeat_timeout_s
     bench.now = 1.0
     bench.stand(1)
     assert not bench.tick(limit - 1.0)
     silent = bench.tick(0.5)
     assert told(silent, Level.WARNING) == ["server:1 gone: silent for 10 s"]
-    assert [e.link for e in silent if isinstance(e, Close)] == [2]
+    assert [e.connection for e in silent if isinstance(e, Close)] == [2]
 
 
 def test_who_comes_back_in_another_life_begins_one_generation_when_it_has_read_its_log() -> None:
@@ -188,8 +190,8 @@ def test_who_leaves_takes_part_until_it_has_let_go_and_then_its_part_is_waited_f
     bench.stand(1, drained=True)
     assert [a.node_id for a in bench.orders().adoptions] == ["0"]
     finish(bench)
-    assert (bench.stage(), bench.machine.round) == (Stage.SUMMING, 1), "who takes its log over must say so first"
-    assert "cluster scaled in: 1 server" in told(bench.stand(2, numbers=Numbers(2), adopted=("0",)))
+    assert (bench.stage(), bench.machine.round) == (RoundStage.SUMMING, 1), "who takes its log over must say so first"
+    assert "cluster scaled in: 1 server" in told(bench.stand(2, totals=RoundTotals(2), adopted_instances=("0",)))
     assert bench.machine.operation == "" and bench.machine.state == "CLUSTER_READY"
 
 
@@ -208,13 +210,13 @@ def test_only_who_was_asked_can_say_that_it_could_not_take_a_log_over() -> None:
     bench = Bench(3).form(3)
     lose(bench, 1)
     (adoption,) = bench.orders().adoptions
-    assert (adoption.node_id, adoption.by) == ("0", "1")
-    bench.stand(3, unable=("0", "nobody"))
+    assert (adoption.node_id, adoption.adopter) == ("0", "1")
+    bench.stand(3, failed_adoptions=("0", "nobody"))
     assert bench.orders().adoptions == (adoption,)
-    bench.stand(2, unable=("0",))
+    bench.stand(2, failed_adoptions=("0",))
     assert bench.orders().adoptions == ()
-    bench.stand(2, unable=())
-    bench.tick(ADOPT_AGAIN_S)
+    bench.stand(2, failed_adoptions=())
+    bench.tick(ADOPTION_RETRY_S)
     assert bench.orders().adoptions == (adoption,)
 
 
@@ -229,40 +231,49 @@ def test_whose_settings_do_not_hold_is_told_by_name_and_the_job_has_the_first_on
 
 
 def test_a_job_that_was_named_keeps_its_name_where_servers_have_none() -> None:
-    machine = Managed(cluster_id="c", key=b"k", server_num=1, plan=PLAN, limits=Limits(), now=0.0, job="named")
-    machine.step(Heard(Enlist("0", "0", HERE, "h:0", "p:0"), 1), 0.0)
-    machine.step(Heard(Standing(model=0), 1), 0.0)
-    assert (machine.stage, machine.job) == (Stage.OPEN, "named")
-    assert Managed(cluster_id="c", key=b"k", server_num=1, plan=PLAN, limits=Limits(), now=0.0).job == ""
+    machine = FederationMachine(
+        cluster_id="c", key=b"k", server_num=1, plan=PLAN, timeouts=ServerTimeouts(), now=0.0, job="named"
+    )
+    machine.step(MessageReceived(RegisterServer("0", "0", HERE, "h:0", "p:0"), 1), 0.0)
+    machine.step(MessageReceived(ServerStatus(model_round=0), 1), 0.0)
+    assert (machine.stage, machine.job) == (RoundStage.OPEN, "named")
+    assert FederationMachine(cluster_id="c", key=b"k", server_num=1, plan=PLAN, timeouts=ServerTimeouts(), now=0.0).job == ""
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_limit_for_forming_counts_from_the_start_and_for_forming_alone() -> None:
-    machine = Managed(cluster_id="c", key=b"k", server_num=1, plan=PLAN, limits=Limits(form_s=60.0), now=100.0)
-    assert machine.step(Ticked(), 160.0) == [], "in its very last moment they may still come"
-    assert machine.step(Ticked(), 160.5) == [End(20, "0 of 1 servers came within 60 s")]
+    machine = FederationMachine(
+        cluster_id="c", key=b"k", server_num=1, plan=PLAN, timeouts=ServerTimeouts(formation_timeout_s=60.0), now=100.0
+    )
+    assert machine.step(Tick(), 160.0) == [], "in its very last moment they may still come"
+    assert machine.step(Tick(), 160.5) == [EndCluster(20, "0 of 1 servers came within 60 s")]
     bench = Bench(1).form(1)
-    bench.now = 2 * bench.machine.limits.form_s
+    bench.now = 2 * bench.machine.timeouts.formation_timeout_s
     bench.stand(1)
     assert bench.tick(0.0) == [], "it has formed"
 
 
 def test_the_end_is_told_with_its_reason_and_no_code_and_who_asked_hears_goodbye() -> None:
     bench = Bench().form()
-    effects = bench.hear(9, StopAsked("enough"))
-    assert effects == [Send(Goodbye(), 9), Send(Stop("enough", 0), 1), Send(Stop("enough", 0), 2), End(0, "enough")]
+    effects = bench.hear(9, StopRequest("enough"))
+    assert effects == [
+        Send(LeaveAcknowledged(), 9),
+        Send(ClusterEnded("enough", 0), 1),
+        Send(ClusterEnded("enough", 0), 2),
+        EndCluster(0, "enough"),
+    ]
 
 
 def test_nobody_asked_for_an_end_that_comes_by_itself() -> None:
     bench = Bench()
     bench.come(1, "0")
     bench.stand(1)
-    bench.now = bench.machine.limits.form_s + 1.0
-    bench.machine.servers["0"].beat_at = bench.now
+    bench.now = bench.machine.timeouts.formation_timeout_s + 1.0
+    bench.machine.servers["0"].last_heartbeat_at = bench.now
     reason = "1 of 2 servers came within 900 s"
-    assert bench.tick(0.0) == [Send(Stop(reason, 20), 1), End(20, reason)]
+    assert bench.tick(0.0) == [Send(ClusterEnded(reason, 20), 1), EndCluster(20, reason)]
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------
@@ -271,29 +282,31 @@ def test_nobody_asked_for_an_end_that_comes_by_itself() -> None:
 def test_devices_are_answered_by_name_over_the_connection_that_asked() -> None:
     bench = Bench().form()
     reason = "iteration 1 has reached the threshold of 4 devices"
-    assert bench.hear(2, Joining(1, ("a", "b", "c", "d", "e")))[0] == Send(Joined(1, ("a", "b", "c", "d"), ("e",), reason), 2)
-    assert bench.hear(1, Joining(2, ("a",))) == [Send(Joined(2, (), ("a",), "the round is not open"), 1)]
+    assert bench.hear(2, AdmitDevices(1, ("a", "b", "c", "d", "e")))[0] == Send(
+        DevicesAdmitted(1, ("a", "b", "c", "d"), ("e",), reason), 2
+    )
+    assert bench.hear(1, AdmitDevices(2, ("a",))) == [Send(DevicesAdmitted(2, (), ("a",), "the round is not open"), 1)]
 
 
 def test_a_sample_answers_every_device() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
     everyone = tuple(f"d{n}" for n in range(20))
-    answer = bench.machine._join(Joining(1, everyone))
+    answer = bench.machine._admit_devices(AdmitDevices(1, everyone))
     assert answer.admitted and answer.refused and sorted(answer.admitted + answer.refused) == sorted(everyone)
 
 
 def test_a_restarted_scheduler_takes_the_servers_word_for_whom_it_admitted() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=2)).form()
     after = Bench(record=record_of(bench.machine))
-    after.come(1, "0", round=0, joined=("of another round",))
-    after.come(7, "1", cluster_id="another", round=1, joined=("of another cluster",))
+    after.come(1, "0", round=0, admitted_devices=("of another round",))
+    after.come(7, "1", cluster_id="another", round=1, admitted_devices=("of another cluster",))
     assert not after.machine.window.admitted
-    after.come(1, "0", round=1, joined=("a",))
-    after.come(2, "1", round=1, joined=("b",))
-    answer = after.machine._join(Joining(1, ("c", "a", "b")))
+    after.come(1, "0", round=1, admitted_devices=("a",))
+    after.come(2, "1", round=1, admitted_devices=("b",))
+    answer = after.machine._admit_devices(AdmitDevices(1, ("c", "a", "b")))
     assert (answer.admitted, answer.refused) == (("a", "b"), ("c",))
     forming = Bench()
-    forming.come(1, "0", round=0, joined=("a",))
+    forming.come(1, "0", round=0, admitted_devices=("a",))
     assert not forming.machine.window.admitted, "a cluster that forms has no round"
 
 
@@ -302,14 +315,14 @@ def test_a_restarted_scheduler_takes_the_servers_word_for_whom_it_admitted() -> 
 
 def test_a_missed_window_is_a_warning_and_the_reason_for_waiting() -> None:
     bench = Bench().form()
-    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.stand(1, round=1, totals=RoundTotals(1))
     why = "1 of 2 updates came within 2 s"
     assert told(bench.tick(2.5), Level.WARNING) == [f"round missed: iteration 1 stays open: {why}"]
     assert bench.machine.reason == f"missed: {why}"
 
 
 def test_a_round_says_whose_parts_it_goes_without_and_how_many_updates_are_in_the_sum() -> None:
-    bench = Bench(3, Plan(threshold=9, ratio=0.2))
+    bench = Bench(3, RoundPlan(threshold=9, ratio=0.2))
     bench.come(1, "0")
     for link, name in ((2, "1"), (3, "2")):
         bench.come(link, name, durability="none", host=FAR)
@@ -317,9 +330,9 @@ def test_a_round_says_whose_parts_it_goes_without_and_how_many_updates_are_in_th
         bench.stand(link)
     for link in (2, 3):
         lose(bench, link)
-    bench.tick(bench.machine.limits.return_s)
+    bench.tick(bench.machine.timeouts.return_timeout_s)
     assert bench.orders().missing == ("1", "2")
-    bench.stand(1, round=1, numbers=Numbers(2))
+    bench.stand(1, round=1, totals=RoundTotals(2))
     bench.stand(1, sealed=True)
     effects = finish(bench, metrics={"updates": 5.0})
     assert told(effects) == ["round done: iteration 1 with 5 updates, without the part of server 1, 2"]
@@ -332,69 +345,69 @@ def test_the_last_iteration_is_the_last_and_not_the_one_before() -> None:
     finish(seal(bench))
     after_one = bench.machine.instance
     effects = finish(seal(bench, 2))
-    assert (after_one, bench.machine.instance) == (Instance.RUNNING, Instance.FINISHED)
+    assert (after_one, bench.machine.instance) == (InstanceState.RUNNING, InstanceState.FINISHED)
     assert told(effects)[-1] == "cluster finished: all 2 iterations are done; the model is still served"
 
 
 def test_a_new_instance_that_was_asked_for_in_a_round_begins_after_it_with_nothing_of_the_last() -> None:
     bench = Bench().form()
-    bench.stand(1, round=1, numbers=Numbers(1))
+    bench.stand(1, round=1, totals=RoundTotals(1))
     bench.tick(2.5)
-    bench.stand(2, round=1, numbers=Numbers(1))
+    bench.stand(2, round=1, totals=RoundTotals(1))
     plan = msgspec.structs.replace(PLAN, iterations=9)
-    bench.machine.new_instance(plan, bench.now)
+    bench.machine.request_new_instance(plan, bench.now)
     seal(bench)
     effects = finish(bench, metrics={"loss": 0.5})
     assert told(effects)[-1] == "cluster new instance: 9 iterations from the newest model"
     machine = bench.machine
     assert (machine.plan, machine.next_plan, machine.base, machine.iteration) == (plan, None, 1, 1)
-    assert (machine.missed, machine.best, machine.instance) == (0, (-1, 0.0), Instance.RUNNING)
+    assert (machine.missed_count, machine.best, machine.instance) == (0, (-1, 0.0), InstanceState.RUNNING)
 
 
-def losses(plan: Plan, *metrics: dict[str, float]) -> Bench:
+def losses(plan: RoundPlan, *metrics: dict[str, float]) -> Bench:
     """So many rounds of one server, each with these."""
     bench = Bench(1, plan).form(1)
     for number, found in enumerate(metrics, start=1):
-        bench.stand(1, round=number, numbers=Numbers(1), sealed=False)
+        bench.stand(1, round=number, totals=RoundTotals(1), sealed=False)
         bench.stand(1, sealed=True)
-        bench.stand(1, model=number, digest=f"m{number}", metrics=found)
+        bench.stand(1, model_round=number, digest=f"m{number}", metrics=found)
         assert bench.machine.round == number + 1
     return bench
 
 
-PATIENT = Plan(threshold=1, iterations=100, patience=2)
+PATIENT = RoundPlan(threshold=1, iterations=100, patience=2)
 
 
 def test_patience_is_counted_from_the_best_round_and_an_equal_loss_is_no_better_one() -> None:
     same = {"loss": 5.0}
-    assert losses(PATIENT, same, same).machine.instance is Instance.RUNNING
+    assert losses(PATIENT, same, same).machine.instance is InstanceState.RUNNING
     bench = losses(PATIENT, same, same, same)
-    assert bench.machine.instance is Instance.FINISHED and bench.machine.best == (1, 5.0)
+    assert bench.machine.instance is InstanceState.FINISHED and bench.machine.best == (1, 5.0)
     assert "cluster stopped early: no better loss than 5 for 2 iterations" in told(bench.out)
     assert losses(PATIENT, same, same, {"loss": 4.0}, same).machine.best == (3, 4.0)
 
 
 def test_without_patience_nothing_stops_early_and_without_a_loss_nothing_is_judged() -> None:
     rising = [{"loss": float(number)} for number in range(1, 5)]
-    assert losses(Plan(threshold=1, iterations=100), *rising).machine.instance is Instance.RUNNING
+    assert losses(RoundPlan(threshold=1, iterations=100), *rising).machine.instance is InstanceState.RUNNING
     assert losses(PATIENT, {}, {}, {}, {}).machine.best == (-1, 0.0)
 
 
 def test_a_loss_that_the_servers_measured_goes_before_what_devices_say() -> None:
     devices_improve = [{"loss": 1 / number, "central_loss": float(number)} for number in range(1, 4)]
     bench = losses(PATIENT, *devices_improve)
-    assert bench.machine.instance is Instance.FINISHED and bench.machine.best == (1, 1.0)
+    assert bench.machine.instance is InstanceState.FINISHED and bench.machine.best == (1, 1.0)
 
 
 def test_a_budget_that_suffices_to_the_last_is_enough_and_what_does_not_is_a_warning() -> None:
     once = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5)
-    exact = msgspec.structs.replace(once, budget=once.epsilon(once.spends))
+    exact = msgspec.structs.replace(once, budget=once.epsilon_after(once.mu_squared_per_round))
     plan = msgspec.structs.replace(PLAN, noise=exact)
-    assert over_budget(plan, 0.0) == ""
+    assert privacy_budget_blocker(plan, 0.0) == ""
     bench = Bench(plan=plan).form()
     effects = finish(seal(bench))
-    assert bench.machine.spent == once.spends and bench.machine.instance is Instance.FINISHED
-    assert told(effects, Level.WARNING) == [f"cluster finished: {over_budget(plan, once.spends)}"]
+    assert bench.machine.spent == once.mu_squared_per_round and bench.machine.instance is InstanceState.FINISHED
+    assert told(effects, Level.WARNING) == [f"cluster finished: {privacy_budget_blocker(plan, once.mu_squared_per_round)}"]
 
 
 # -- the next scheduler ----------------------------------------------------------------------------------------------
@@ -404,10 +417,10 @@ def test_a_round_that_was_closed_goes_straight_to_its_sum_under_the_next_schedul
     bench = Bench(1).form(1)
     after = Bench(1, record=record_of(bench.machine))
     after.come(1, "0")
-    effects = after.stand(1, round=1, numbers=Numbers(2), sealed=True)
+    effects = after.stand(1, round=1, totals=RoundTotals(2), sealed=True)
     assert after.machine.reason == "it was closed before the scheduler came back"
-    assert (after.stage(), after.machine.generation) == (Stage.SUMMING, 1)
-    assert [orders.stage for _, orders in sent(effects, Orders)] == [Stage.SUMMING]
+    assert (after.stage(), after.machine.generation) == (RoundStage.SUMMING, 1)
+    assert [orders.stage for _, orders in sent(effects, ServerInstructions)] == [RoundStage.SUMMING]
 
 
 def test_a_round_whose_part_was_forgotten_while_it_was_made_takes_no_more_updates() -> None:
@@ -415,11 +428,11 @@ def test_a_round_whose_part_was_forgotten_while_it_was_made_takes_no_more_update
     after = Bench(1, record=record)
     after.come(1, "0")
     after.stand(1)
-    assert after.stage() is Stage.SEALING, "some that began in it may be in its model"
+    assert after.stage() is RoundStage.SEALING, "some that began in it may be in its model"
     after = Bench(1, record=msgspec.structs.replace(record, forgotten=0))
     after.come(1, "0")
     after.stand(1)
-    assert after.stage() is Stage.OPEN
+    assert after.stage() is RoundStage.OPEN
 
 
 def test_what_a_server_can_lose_is_known_to_the_next_scheduler() -> None:

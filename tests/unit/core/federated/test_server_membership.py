@@ -7,15 +7,15 @@ from tests.unit.core.federated.test_rounds import HERE, PLAN, Bench
 from tests.unit.core.federated.test_rounds_effects import FAR, lose, sent, told
 
 from covey.core.effects import Close, Level, Send
-from covey.core.federated.messages import Adoption, Enlist, Numbers, Plan
+from covey.core.federated.messages import LogAdoption, RegisterServer, RoundPlan, RoundTotals
 from covey.core.messages import Refused
 from covey.core.types import Host
 
 
 def enlist(bench: Bench, link: int, life: str, http: str = "", wish: int = -1, host: Host = HERE) -> str:
     """A server without an id; returns the one it was given."""
-    bench.hear(link, Enlist("", life, host, http or f"h:{life}", f"p:{life}", wish=wish))
-    return next(server.node_id for server in bench.machine.servers.values() if server.link == link)
+    bench.hear(link, RegisterServer("", life, host, http or f"h:{life}", f"p:{life}", preferred_number=wish))
+    return next(server.node_id for server in bench.machine.servers.values() if server.connection == link)
 
 
 # -- ids and ranks ---------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_coming_returning_and_leaving_are_told() -> None:
         bench.stand(1)
     assert bench.orders().leaving == () and not bench.machine.servers["0"].leaving, "who returns is here to stay"
     lose(bench, 1)
-    assert "server:0 left: server 1 took over its log" in told(bench.stand(2, adopted=("02",)))
+    assert "server:0 left: server 1 took over its log" in told(bench.stand(2, adopted_instances=("02",)))
 
 
 def test_an_id_that_lives_and_another_clusters_server_are_refused_and_hung_up_on() -> None:
@@ -82,7 +82,7 @@ def test_who_never_had_a_place_is_forgotten_and_who_had_one_is_not() -> None:
     lose(bench, 3)
     assert "waits" not in bench.machine.servers
     lose(bench, 1)
-    bench.stand(2, adopted=("0",))
+    bench.stand(2, adopted_instances=("0",))
     bench.come(4, "0", life="0b")
     lose(bench, 4)
     assert bench.machine.servers["0"].rank == 0, "its place is kept for it"
@@ -94,54 +94,54 @@ def test_who_never_had_a_place_is_forgotten_and_who_had_one_is_not() -> None:
 def test_who_comes_back_in_the_same_life_reads_its_own_log() -> None:
     bench = Bench().form()
     lose(bench, 1)
-    assert bench.orders().adoptions == (Adoption("0", "0", "0", "1"),)
+    assert bench.orders().adoptions == (LogAdoption("0", "0", "0", "1"),)
     bench.come(1, "0")
     bench.stand(1)
     assert bench.orders().adoptions == () and bench.machine.generation == 1
 
 
 def test_a_log_stays_with_who_was_asked_until_that_one_is_known_not_to_read_it() -> None:
-    bench = Bench(4, Plan(threshold=9)).form(4)
+    bench = Bench(4, RoundPlan(threshold=9)).form(4)
     lose(bench, 1)
-    assert bench.orders().adoptions[0].by == "1"
+    assert bench.orders().adoptions[0].adopter == "1"
     bench.tick(1.0)
     lose(bench, 2)
-    assert [(a.node_id, a.by) for a in bench.orders().adoptions] == [("0", "1"), ("1", "2")], "it may have read it already"
-    bench.stand(3, adopted=("1",))
-    assert [(a.node_id, a.by) for a in bench.orders().adoptions] == [("0", "2")]
+    assert [(a.node_id, a.adopter) for a in bench.orders().adoptions] == [("0", "1"), ("1", "2")], "it may have read it already"
+    bench.stand(3, adopted_instances=("1",))
+    assert [(a.node_id, a.adopter) for a in bench.orders().adoptions] == [("0", "2")]
 
 
 def test_neither_who_leaves_nor_who_only_waits_is_asked_for_a_log() -> None:
-    bench = Bench(4, Plan(threshold=9)).form(4)
+    bench = Bench(4, RoundPlan(threshold=9)).form(4)
     bench.come(5, "waits")
     bench.stand(5)
     bench.machine.scale_in(["1"], bench.now)
     lose(bench, 1)
-    assert [(a.node_id, a.by) for a in bench.orders().adoptions] == [("0", "2")]
+    assert [(a.node_id, a.adopter) for a in bench.orders().adoptions] == [("0", "2")]
 
 
 def test_a_copy_is_taken_up_by_the_one_that_has_it() -> None:
-    bench = Bench(3, Plan(threshold=9))
+    bench = Bench(3, RoundPlan(threshold=9))
     for link in (1, 2, 3):
         bench.come(link, str(link - 1), host=Host(f"h{link}", f"h{link}", "10.0.0.1"), durability="host")
     for link in (1, 2, 3):
         bench.stand(link)
     lose(bench, 2)
-    assert bench.orders().adoptions == (Adoption("1", "1", "1", "2", copies=True),), "the next in the ring"
+    assert bench.orders().adoptions == (LogAdoption("1", "1", "1", "2", from_replica=True),), "the next in the ring"
 
 
 def test_one_that_leaves_and_holds_nothing_needs_nobody() -> None:
-    bench = Bench(plan=Plan(threshold=9))
+    bench = Bench(plan=RoundPlan(threshold=9))
     bench.come(1, "0")
     bench.come(2, "1", host=FAR)
     bench.stand(1)
-    bench.stand(2, round=1, numbers=Numbers(1))
+    bench.stand(2, round=1, totals=RoundTotals(1))
     bench.machine.scale_in(["1"], bench.now)
     bench.stand(2, drained=True)
     assert [peer.node_id for peer in bench.orders().members] == ["0", "1"], "its update is in no other log"
-    left = bench.stand(2, numbers=Numbers(0))
+    left = bench.stand(2, totals=RoundTotals(0))
     assert "server:1 left: it held nothing of this round" in told(left)
-    assert (bench.machine.servers["1"].member, bench.machine.servers["1"].rank) == (False, -1)
+    assert (bench.machine.servers["1"].is_member, bench.machine.servers["1"].rank) == (False, -1)
 
 
 def test_a_log_that_nobody_can_read_is_given_up_once_and_said_so() -> None:
@@ -150,7 +150,7 @@ def test_a_log_that_nobody_can_read_is_given_up_once_and_said_so() -> None:
     bench.come(2, "1", host=FAR)
     bench.stand(1)
     bench.stand(2)
-    bench.stand(2, round=1, numbers=Numbers(3))
+    bench.stand(2, round=1, totals=RoundTotals(3))
     lose(bench, 2)
     bench.tick(4.9)
     bench.stand(1)
@@ -163,7 +163,7 @@ def test_a_log_that_nobody_can_read_is_given_up_once_and_said_so() -> None:
 
 
 def test_nobody_is_given_up_while_nobody_is_here() -> None:
-    bench = Bench(plan=Plan(threshold=9)).form()
+    bench = Bench(plan=RoundPlan(threshold=9)).form()
     for link in (1, 2):
         lose(bench, link)
     bench.tick(100.0)
@@ -171,7 +171,7 @@ def test_nobody_is_given_up_while_nobody_is_here() -> None:
 
 
 def test_whose_part_is_missed_is_named_once() -> None:
-    bench = Bench(plan=Plan(threshold=9))
+    bench = Bench(plan=RoundPlan(threshold=9))
     for link, durability in ((1, "process"), (2, "none")):
         bench.come(link, str(link - 1), durability=durability)
         bench.stand(link)

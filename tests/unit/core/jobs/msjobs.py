@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from covey.core.jobs import Observed, Plan, plan
-from covey.core.jobs.actions import Adopt, CreatePod, CreateService, DeletePod, DeleteService, EndPod, Label
-from covey.core.jobs.scheduler_status import Live
+from covey.core.jobs import Observed, ReconcilePlan, plan
+from covey.core.jobs.actions import AdoptOrphan, CreatePod, CreateService, DeletePod, DeleteService, SetLabel, TerminatePod
+from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.core.jobs.spec import pod_name
-from covey.core.jobs.timestamps import stamp
+from covey.core.jobs.timestamps import format_timestamp
 
 NOW = 1_800_000_000.0
 UID = "job-uid"
@@ -41,7 +41,7 @@ def job(
             "name": "train",
             "namespace": "default",
             "uid": UID,
-            "creationTimestamp": stamp(NOW),
+            "creationTimestamp": format_timestamp(NOW),
             "labels": dict(labels or {}),
             "annotations": dict(annotations or {}),
         },
@@ -57,7 +57,7 @@ def pod(name: str, *, phase: str = "Running", uid: str = "", owner: str = UID, c
             "name": name,
             "namespace": "default",
             "uid": uid or f"{name}-1",
-            "creationTimestamp": stamp(created),
+            "creationTimestamp": format_timestamp(created),
             "labels": {
                 "training.kubeflow.org/job-name": "train",
                 "training.kubeflow.org/replica-type": kind,
@@ -76,7 +76,7 @@ def service(name: str, *, owner: str = UID) -> Thing:
 
 
 def node(name: str, *, ready: str = "True", since: float = NOW) -> Thing:
-    condition = {"type": "Ready", "status": ready, "lastTransitionTime": stamp(since)}
+    condition = {"type": "Ready", "status": ready, "lastTransitionTime": format_timestamp(since)}
     return {"metadata": {"name": name}, "status": {"conditions": [condition]}}
 
 
@@ -93,7 +93,7 @@ class World:
         self.pods: dict[str, Thing] = {}
         self.services: dict[str, Thing] = {}
         self.nodes: dict[str, Thing] | None = None
-        self.live: Live | None = None
+        self.live: SchedulerStatus | None = None
         self.now = NOW
         self._lives = itertools.count(2)
 
@@ -114,7 +114,7 @@ class World:
         self.look()
         return self
 
-    def look(self) -> Plan:
+    def look(self) -> ReconcilePlan:
         """Plan, and carry out all but what is about pods. The plan's status is the job's afterwards, changed or not."""
         made = self._plan()
         if made.status is not None:
@@ -125,13 +125,13 @@ class World:
                 self.services[name] = service(name)
             elif isinstance(action, DeleteService):
                 self.services.pop(action.name, None)
-            elif isinstance(action, Label):
+            elif isinstance(action, SetLabel):
                 self.job["metadata"].setdefault("labels", {})[action.key] = action.value
         return made if made.status is not None else msgspec.structs.replace(made, status=self.status)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> ReconcilePlan:
         pods, services = list(self.pods.values()), list(self.services.values())
-        observed = Observed(pods=pods, services=services, nodes=self.nodes, live=self.live)
+        observed = Observed(pods=pods, services=services, nodes=self.nodes, scheduler_status=self.live)
         return plan(copy.deepcopy(self.job), observed, self.now)
 
     def crash_after(self, effects: int) -> None:
@@ -141,7 +141,7 @@ class World:
             self.job["status"] = copy.deepcopy(made.status)
         self.carry_out(msgspec.structs.replace(made, actions=made.actions[: max(0, effects - 1)]))
 
-    def carry_out(self, made: Plan) -> None:
+    def carry_out(self, made: ReconcilePlan) -> None:
         for action in made.actions:
             if isinstance(action, CreatePod):
                 name = pod_name("train", action.role, action.index)
@@ -149,9 +149,9 @@ class World:
                 self.pods.setdefault(name, pod(name, uid=uid, phase="Pending", created=self.now))
             elif isinstance(action, DeletePod) and self.pods.get(action.name, {}).get("metadata", {}).get("uid") == action.uid:
                 del self.pods[action.name]
-            elif isinstance(action, EndPod) and action.name in self.pods:
+            elif isinstance(action, TerminatePod) and action.name in self.pods:
                 self.pods[action.name]["spec"]["activeDeadlineSeconds"] = 1
-            elif isinstance(action, Adopt):
+            elif isinstance(action, AdoptOrphan):
                 things = self.pods if action.kind == "Pod" else self.services
                 things[action.name]["metadata"]["ownerReferences"] = [{"uid": UID, "controller": True}]
 

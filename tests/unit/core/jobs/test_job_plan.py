@@ -7,42 +7,42 @@ from typing import Any
 import pytest
 from tests.unit.core.jobs.msjobs import NOW, World, container, job, node, pod, service
 
-from covey.core.jobs import Observed, Plan, plan
+from covey.core.jobs import Observed, ReconcilePlan, plan
 from covey.core.jobs.actions import (
-    Adopt,
-    CreateGang,
+    AdoptOrphan,
     CreatePod,
+    CreatePodGroup,
     CreateSecret,
     CreateService,
     DeleteJob,
     DeletePod,
     DeleteService,
-    EndPod,
-    Label,
-    SayGone,
-    Tell,
+    RecordEvent,
+    ReportPodGone,
+    SetLabel,
+    TerminatePod,
 )
-from covey.core.jobs.scheduler_status import Live
-from covey.core.jobs.timestamps import stamp
+from covey.core.jobs.scheduler_status import SchedulerStatus
+from covey.core.jobs.timestamps import format_timestamp
 from covey.core.types import Phase
 
 
-def states(made: Plan) -> dict[str, str]:
+def states(made: ReconcilePlan) -> dict[str, str]:
     assert made.status is not None
     return {c["type"]: c["status"] for c in made.status["conditions"]}
 
 
-def reasons(made: Plan) -> dict[str, str]:
+def reasons(made: ReconcilePlan) -> dict[str, str]:
     assert made.status is not None
     return {c["type"]: c["reason"] for c in made.status["conditions"]}
 
 
-def of(made: Plan, kind: type) -> list[Any]:
+def of(made: ReconcilePlan, kind: type) -> list[Any]:
     return [action for action in made.actions if isinstance(action, kind)]
 
 
-def told(made: Plan) -> dict[str, str]:
-    return {action.reason: action.message for action in of(made, Tell)}
+def told(made: ReconcilePlan) -> dict[str, str]:
+    return {action.reason: action.message for action in of(made, RecordEvent)}
 
 
 def test_first_the_service_then_everyone() -> None:
@@ -227,17 +227,17 @@ def test_clean_pod_policy(policy: str, deleted: set[str]) -> None:
     made = world.look()
     assert {a.name for a in of(made, DeletePod)} == deleted
     assert bool(of(made, DeleteService)) == (policy != "None")
-    assert not of(made, EndPod)
+    assert not of(made, TerminatePod)
 
 
 def test_under_none_the_pods_of_a_failed_job_are_ended_and_kept() -> None:
     world = World(job(runPolicy={"cleanPodPolicy": "None"})).start()
     world.ends("train-worker-0", 1)
     made = world.look()
-    assert {a.name for a in of(made, EndPod)} == {"train-scheduler-0", "train-worker-1"} and not of(made, DeletePod)
+    assert {a.name for a in of(made, TerminatePod)} == {"train-scheduler-0", "train-worker-1"} and not of(made, DeletePod)
     for name in ("train-scheduler-0", "train-worker-1"):
         world.pods[name]["spec"]["activeDeadlineSeconds"] = 1
-    assert not of(world.look(), EndPod)
+    assert not of(world.look(), TerminatePod)
 
 
 def test_ttl_is_a_timer() -> None:
@@ -316,7 +316,7 @@ def test_a_pod_on_a_lost_node_is_replaced_by_force() -> None:
     assert not of(made, DeletePod) and made.requeue_after == pytest.approx(60, abs=1)
     world.now += 61
     made = world.look()
-    assert [(a.name, a.grace) for a in of(made, DeletePod)] == [("train-worker-0", 0)]
+    assert [(a.name, a.grace_period_s) for a in of(made, DeletePod)] == [("train-worker-0", 0)]
     assert world.status["restarts"] == 1
 
 
@@ -327,7 +327,7 @@ def test_a_deletion_that_hangs_on_a_lost_node_is_forced() -> None:
         world.pods[name]["spec"].pop("nodeName", None)
     world.pods["train-worker-1"]["spec"]["nodeName"] = "n0"
     world.pods["train-worker-1"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert ("train-worker-1", 0) in [(a.name, a.grace) for a in of(world.look(), DeletePod)]
+    assert ("train-worker-1", 0) in [(a.name, a.grace_period_s) for a in of(world.look(), DeletePod)]
 
 
 # -- recovery --------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ GRACE = {"fault-scheduling": "grace"}
 def test_recover_moves_the_one_pod_to_another_node() -> None:
     world = World(job(labels=GRACE, annotations={"recover-strategy": "recover"})).start()
     assert (
-        Label("process-recover-enable", "on")
+        SetLabel("process-recover-enable", "on")
         in plan(job(labels=GRACE, annotations={"recover-strategy": "recover"}), Observed(), NOW).actions
     )
     world.pods["train-worker-0"]["spec"]["nodeName"] = "bad"
@@ -347,14 +347,14 @@ def test_recover_moves_the_one_pod_to_another_node() -> None:
     assert [a.name for a in of(made, DeletePod)] == ["train-worker-0"]
     del world.pods["train-worker-0"]
     [created] = of(world.look(), CreatePod)
-    assert (created.role, created.index, created.excluded) == ("Worker", 0, ("bad",))
+    assert (created.role, created.index, created.excluded_nodes) == ("Worker", 0, ("bad",))
     world.runs("train-worker-0")
     world.pods["train-worker-0"]["spec"]["nodeName"] = "worse"
     world.look()
     world.ends("train-worker-0", 1)
     world.look()
     del world.pods["train-worker-0"]
-    assert [a.excluded for a in of(world.look(), CreatePod)] == [("worse",)]  # or soon no node would be left
+    assert [a.excluded_nodes for a in of(world.look(), CreatePod)] == [("worse",)]  # or soon no node would be left
 
 
 def covey_run(**more: Any) -> World:
@@ -364,9 +364,9 @@ def covey_run(**more: Any) -> World:
     return World(asked).start()
 
 
-def heals(*lives: str) -> Live:
+def heals(*lives: str) -> SchedulerStatus:
     """A cluster inside that waits for who is replaced, with members in these pods."""
-    return Live(phase=Phase.READY, generation=1, heals=True, lives=frozenset(lives))
+    return SchedulerStatus(phase=Phase.READY, generation=1, supports_healing=True, pod_uids=frozenset(lives))
 
 
 def test_a_pod_of_covey_run_is_replaced_alone_and_the_scheduler_inside_is_told_until_it_knows() -> None:
@@ -376,12 +376,12 @@ def test_a_pod_of_covey_run_is_replaced_alone_and_the_scheduler_inside_is_told_u
     world.ends("train-worker-1", 137)
     made = world.look()
     assert [a.name for a in of(made, DeletePod)] == ["train-worker-1"]
-    assert of(made, SayGone) == of(world.look(), SayGone) == [SayGone("train-worker-1", uid)]
+    assert of(made, ReportPodGone) == of(world.look(), ReportPodGone) == [ReportPodGone("train-worker-1", uid)]
     del world.pods["train-worker-1"]
     made = world.look()
-    assert of(made, SayGone) and [a.index for a in of(made, CreatePod)] == [1]
+    assert of(made, ReportPodGone) and [a.index for a in of(made, CreatePod)] == [1]
     world.live = heals("another")
-    assert not of(world.look(), SayGone)
+    assert not of(world.look(), ReportPodGone)
 
 
 def test_a_pod_that_is_asked_to_go_and_still_runs_is_not_said_to_be_gone() -> None:
@@ -392,9 +392,9 @@ def test_a_pod_that_is_asked_to_go_and_still_runs_is_not_said_to_be_gone() -> No
     world.pods["train-worker-1"]["spec"]["nodeName"], world.nodes = "n", {"n": ill}
     world.live = heals(world.pods["train-worker-1"]["metadata"]["uid"])
     made = world.look()
-    assert of(made, DeletePod) and not of(made, SayGone)
+    assert of(made, DeletePod) and not of(made, ReportPodGone)
     del world.pods["train-worker-1"]
-    assert of(world.look(), SayGone)
+    assert of(world.look(), ReportPodGone)
 
 
 @pytest.mark.parametrize(
@@ -413,22 +413,22 @@ def test_where_nobody_would_wait_all_start_anew_and_that_counts_once(
     world.ends(name, code)
     made = world.look()
     assert len(of(made, DeletePod)) == len(world.pods) and world.status["restarts"] == 1
-    assert why in told(made)["MSJobRestarting"] and not of(made, SayGone)
+    assert why in told(made)["MSJobRestarting"] and not of(made, ReportPodGone)
 
 
 def test_elastic_training_goes_on_without_a_pod_that_has_no_place_and_grows_back() -> None:
     notes = {"recover-strategy": "elastic-training", "wait-reschedule-timeout": "30"}
     world = World(job(labels=GRACE, annotations=notes, runPolicy={"pendingTimeoutSeconds": 60})).start()
     both = {"0": "train-worker-0", "1": "train-worker-1"}
-    world.live = Live(phase=Phase.READY, trains=True, workers=both)
+    world.live = SchedulerStatus(phase=Phase.READY, has_finished_step=True, workers=both)
     world.ends("train-worker-1", 137)
     made = world.look()
     assert [a.name for a in of(made, DeletePod)] == ["train-worker-1"] and "without it" in told(made)["MSJobRestarting"]
     del world.pods["train-worker-1"]
     made = world.look()
-    assert [a.excluded for a in of(made, CreatePod)] == [()], "any node will do"
+    assert [a.excluded_nodes for a in of(made, CreatePod)] == [()], "any node will do"
     world.carry_out(made)
-    world.live = Live(phase=Phase.READY, trains=True, workers={"0": "train-worker-0"})
+    world.live = SchedulerStatus(phase=Phase.READY, has_finished_step=True, workers={"0": "train-worker-0"})
     made = world.look()
     assert "without train-worker-1" in told(made)["MSJobShrunk"] and "Running" in world.conditions()
     world.now += 1000
@@ -440,7 +440,7 @@ def test_elastic_training_goes_on_without_a_pod_that_has_no_place_and_grows_back
 
 def test_elastic_training_needs_a_loop_that_has_finished_a_step() -> None:
     world = World(job(labels=GRACE, annotations={"recover-strategy": "elastic-training"})).start()
-    world.live = Live(phase=Phase.READY, workers={"0": "train-worker-0", "1": "train-worker-1"})
+    world.live = SchedulerStatus(phase=Phase.READY, workers={"0": "train-worker-0", "1": "train-worker-1"})
     world.ends("train-worker-1", 137)
     assert "Failed" in states(world.look())
 
@@ -448,7 +448,7 @@ def test_elastic_training_needs_a_loop_that_has_finished_a_step() -> None:
 def test_elastic_training_does_not_wait_for_ever_for_a_world_that_does_not_go_on() -> None:
     notes = {"recover-strategy": "recover,elastic-training", "wait-reschedule-timeout": "30"}
     world = World(job(labels=GRACE, annotations=notes)).start()
-    world.live = Live(phase=Phase.HEALING, trains=True, workers={"0": "train-worker-0"})
+    world.live = SchedulerStatus(phase=Phase.HEALING, has_finished_step=True, workers={"0": "train-worker-0"})
     world.ends("train-worker-1", 137)
     world.look()
     del world.pods["train-worker-1"]
@@ -498,7 +498,7 @@ def test_pod_rescheduling_replaces_one() -> None:
 def test_force_does_not_wait() -> None:
     world = World(job(labels={"fault-scheduling": "force", "fault-retry-times": "2", "pod-rescheduling": "on"})).start()
     world.ends("train-worker-1", 1)
-    assert [a.grace for a in of(world.look(), DeletePod)] == [0]
+    assert [a.grace_period_s for a in of(world.look(), DeletePod)] == [0]
 
 
 def test_a_replacement_that_does_not_come_escalates_once_then_fails() -> None:
@@ -536,7 +536,7 @@ def test_suspend_takes_pods_away_and_resume_brings_them_back() -> None:
 
 def goes(world: World, name: str, code: int) -> None:
     """A pod that was told to go has ended, and is still to be seen."""
-    world.pods[name]["metadata"]["deletionTimestamp"] = stamp(world.now + 30)
+    world.pods[name]["metadata"]["deletionTimestamp"] = format_timestamp(world.now + 30)
     world.ends(name, code)
 
 
@@ -598,14 +598,14 @@ def test_orphans_are_adopted_and_strangers_left_alone() -> None:
     orphan, stranger = pod("train-worker-0", owner=""), pod("train-worker-1", owner="another")
     observed = Observed(pods=[orphan, stranger], services=[service("train-scheduler-0", owner="")])
     made = plan(job(), observed, NOW)
-    assert {a.name for a in of(made, Adopt)} == {"train-worker-0", "train-scheduler-0"}
+    assert {a.name for a in of(made, AdoptOrphan)} == {"train-worker-0", "train-scheduler-0"}
     assert [a.role for a in of(made, CreatePod)] == ["Scheduler"] and "NameTaken" in told(made)
     assert not of(made, DeletePod)
 
 
 def test_a_gang_is_made_when_asked() -> None:
-    made = plan(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(gang=True), NOW)
-    assert of(made, CreateGang) == [CreateGang(3, {"queue": "big"})]
+    made = plan(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(uses_pod_groups=True), NOW)
+    assert of(made, CreatePodGroup) == [CreatePodGroup(3, {"queue": "big"})]
 
 
 def test_a_gang_of_an_earlier_job_of_this_name_is_not_this_ones_and_goes_with_it() -> None:
@@ -613,8 +613,8 @@ def test_a_gang_of_an_earlier_job_of_this_name_is_not_this_ones_and_goes_with_it
     there = [pod(name, phase="Pending") for name in ("train-scheduler-0", "train-worker-0", "train-worker-1")]
     service_there = [service("train-scheduler-0")]
     for group, wanted in ((None, 1), (service("train", owner="another"), 1), (service("train"), 0)):
-        made = plan(job(), Observed(gang=True, pods=there, services=service_there, pod_group=group), NOW)
-        assert len(of(made, CreateGang)) == wanted and not of(made, CreatePod)
+        made = plan(job(), Observed(uses_pod_groups=True, pods=there, services=service_there, pod_group=group), NOW)
+        assert len(of(made, CreatePodGroup)) == wanted and not of(made, CreatePod)
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------
@@ -661,19 +661,19 @@ def test_a_node_that_is_not_well_is_ignored_by_default() -> None:
 def test_pods_leave_a_node_that_is_not_well() -> None:
     world = on_ill_node("graceExit", annotations={"recover-strategy": "recover"})
     made = world.look()
-    assert [(a.name, a.grace) for a in of(made, DeletePod)] == [("train-worker-1", None)]
+    assert [(a.name, a.grace_period_s) for a in of(made, DeletePod)] == [("train-worker-1", None)]
     assert "not well (KernelDeadlock)" in told(made)["MSJobRestarting"]
     world.carry_out(made)
-    assert [a.excluded for a in of(world.look(), CreatePod)] == [("ill",)]
+    assert [a.excluded_nodes for a in of(world.look(), CreatePod)] == [("ill",)]
     assert "faults" not in world.status, "the program did not fail"
 
 
 def test_force_exit_waits_for_nobody_and_all_start_anew_elsewhere() -> None:
     world = on_ill_node("forceExit")
     made = world.look()
-    assert {(a.name, a.grace) for a in of(made, DeletePod)} == {(name, 0) for name in world.pods}
+    assert {(a.name, a.grace_period_s) for a in of(made, DeletePod)} == {(name, 0) for name in world.pods}
     world.carry_out(made)
-    assert {a.excluded for a in of(world.look(), CreatePod)} == {("ill",)}
+    assert {a.excluded_nodes for a in of(world.look(), CreatePod)} == {("ill",)}
 
 
 def test_hot_switch_is_done_as_grace_exit_and_says_so() -> None:

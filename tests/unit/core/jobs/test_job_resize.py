@@ -11,23 +11,23 @@ from tests.unit.core.jobs.test_job_plan import of, told
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome, Stage
 from covey.core.jobs import scheduler_status as lives
-from covey.core.jobs.actions import CreatePod, DeletePod, Expect, LetGo
-from covey.core.jobs.resize import ASK_S, PATIENCE_S, STRANGE_S
-from covey.core.jobs.scheduler_status import Live
+from covey.core.jobs.actions import AnnounceWorkers, CreatePod, DeletePod, ReleaseWorkers
+from covey.core.jobs.resize import NO_SCHEDULER_AFTER_S, REQUEST_RETRY_S, RESIZABLE_TIMEOUT_S
+from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.core.types import Phase, Role
 
 
-def cluster(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 0) -> Live:
+def cluster(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 0) -> SchedulerStatus:
     """A world with the workers of these pods, `processes` in each."""
     names = [f"train-worker-{index}" for index in pods]
     if processes == 1:
         workers = {name: name for name in names}
     else:
         workers = {str(n): name for n, name in enumerate(name for name in names for _ in range(processes))}
-    return Live(phase=Phase.READY, generation=1, step=7, resizable=resizable, workers=workers, goal=goal)
+    return SchedulerStatus(phase=Phase.READY, generation=1, step=7, resizable=resizable, workers=workers, target_workers=goal)
 
 
-def running(*, live: Live | None, **more: Any) -> World:
+def running(*, live: SchedulerStatus | None, **more: Any) -> World:
     world = World(job(roles={"Scheduler": 1, "Worker": 3}, **more)).start()
     world.live = live
     world.look()
@@ -59,21 +59,21 @@ def test_the_scheduler_is_told_whom_to_let_in_until_it_knows() -> None:
     world = running(live=cluster(0, 1, 2, goal=3))
     scale(world, 5)
     made = world.look()
-    assert of(made, Expect) == [Expect(2)] and len(of(made, CreatePod)) == 2
+    assert of(made, AnnounceWorkers) == [AnnounceWorkers(2)] and len(of(made, CreatePod)) == 2
     world.carry_out(made)
-    assert not of(world.look(), Expect)
-    world.now += ASK_S
-    assert of(world.look(), Expect) == [Expect(2)], "said again where nothing came of it"
+    assert not of(world.look(), AnnounceWorkers)
+    world.now += REQUEST_RETRY_S
+    assert of(world.look(), AnnounceWorkers) == [AnnounceWorkers(2)], "said again where nothing came of it"
     world.live = cluster(0, 1, 2, goal=5)
-    assert not of(world.look(), Expect)
+    assert not of(world.look(), AnnounceWorkers)
     world.runs("train-worker-3")
     world.ends("train-worker-3", 1)
     world.carry_out(world.look())
     world.look()
-    world.now += ASK_S
-    assert of(world.look(), Expect) == [Expect(0)], "who was taken back is not expected any more"
+    world.now += REQUEST_RETRY_S
+    assert of(world.look(), AnnounceWorkers) == [AnnounceWorkers(0)], "who was taken back is not expected any more"
     world.live = cluster(0, 1, 2, goal=3)
-    assert not of(world.look(), Expect)
+    assert not of(world.look(), AnnounceWorkers)
 
 
 def test_a_newcomer_that_fails_takes_the_growth_back_and_harms_nobody() -> None:
@@ -108,10 +108,10 @@ def test_shrinking_lets_workers_leave_before_their_pods_go(processes: int) -> No
     scale(world, 1)
     made = world.look()
     leaving = ["train-worker-1", "train-worker-2"] if processes == 1 else ["2", "3", "4", "5"]
-    assert of(made, LetGo) == [LetGo(tuple(leaving))] and not of(made, DeletePod)
-    assert not of(world.look(), LetGo), "asked once"
-    world.now += ASK_S
-    assert of(world.look(), LetGo), "and again where nothing came of it"
+    assert of(made, ReleaseWorkers) == [ReleaseWorkers(tuple(leaving))] and not of(made, DeletePod)
+    assert not of(world.look(), ReleaseWorkers), "asked once"
+    world.now += REQUEST_RETRY_S
+    assert of(world.look(), ReleaseWorkers), "and again where nothing came of it"
     world.ends("train-worker-2", 0)
     world.ends("train-worker-1", 137)  # however it ends, its work is no longer missed
     assert "Failed" not in world.conditions() and not of(world.look(), CreatePod)
@@ -149,7 +149,7 @@ def test_after_a_growth_a_replacement_is_told_the_number_of_the_formation() -> N
 
 def test_a_job_whose_scheduler_is_no_covey_stays_and_says_so() -> None:
     world = running(live=None)
-    world.now += STRANGE_S
+    world.now += NO_SCHEDULER_AFTER_S
     scale(world, 4)
     made = world.look()
     assert "no scheduler of covey" in told(made)["ScaleUnsupported"] and not of(made, CreatePod)
@@ -158,7 +158,7 @@ def test_a_job_whose_scheduler_is_no_covey_stays_and_says_so() -> None:
 
 def test_where_restarts_are_allowed_all_start_anew_with_the_new_number() -> None:
     world = running(live=None, restart="OnFailure", runPolicy={"backoffLimit": 0})
-    world.now += STRANGE_S
+    world.now += NO_SCHEDULER_AFTER_S
     scale(world, 4)
     made = world.look()
     assert len(of(made, DeletePod)) == 4 and "start anew" in told(made)["MSJobScaled"]
@@ -176,7 +176,7 @@ def test_where_restarts_are_allowed_all_start_anew_with_the_new_number() -> None
 
 def test_anew_with_fewer_waits_for_nobody_who_is_not_to_come() -> None:
     world = running(live=None, restart="OnFailure", labels={"fault-scheduling": "grace"})
-    world.now += STRANGE_S
+    world.now += NO_SCHEDULER_AFTER_S
     scale(world, 2)
     for _ in range(3):
         world.carry_out(world.look())
@@ -190,10 +190,10 @@ def test_a_young_scheduler_has_time_to_answer() -> None:
     world = running(live=None)
     scale(world, 4)
     made = world.look()
-    assert not told(made) and made.requeue_after is not None and made.requeue_after <= STRANGE_S
+    assert not told(made) and made.requeue_after is not None and made.requeue_after <= NO_SCHEDULER_AFTER_S
     world.live = cluster(0, 1, 2, resizable=False)
     world.look()
-    world.now += PATIENCE_S - 1
+    world.now += RESIZABLE_TIMEOUT_S - 1
     assert not told(world.look())
     world.now += 1
     assert "covey.Loop" in told(world.look())["ScaleUnsupported"]
@@ -216,7 +216,7 @@ def test_progress_is_shown_and_written_only_when_it_changed() -> None:
     waterfall = {Stage.DETECTED: 3.0, Stage.DECIDED: 0.5, Stage.RESUMED: 90.0}
     done = Incident(1, 0.0, "worker:1", 1, "killed", "recover", "why", Outcome.RESUMED, waterfall, 93.5)
     view = ClusterView("id", Phase.READY, "", 3, 2, 0, 0.0, 0.0, nodes, recoveries=[done, Incident(2, 0, "", 0, "", "", "")])
-    world = running(live=lives.read(view))
+    world = running(live=lives.scheduler_status_from_view(view))
     shown = world.status["progress"]
     assert {**shown, "updated": "", "recovery": ""} == {
         "phase": "ready",

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.core.jobs.msjobs import NOW, Thing, World, container, job, node, pod
 
-from covey.core.jobs.actions import CreatePod, DeleteJob, Tell
+from covey.core.jobs.actions import CreatePod, DeleteJob, RecordEvent
 
 TURNS = 12  # more than any state needs
 NAMES = ["train-scheduler-0", *(f"train-worker-{n}" for n in range(4)), "train-ps-0"]
@@ -129,7 +129,7 @@ def test_overdue_replacement_whose_name_is_taken_is_reported_once_and_then_fails
     for _ in range(TURNS):
         world.now += 100.0
         before = world.look()
-        timeouts += sum(isinstance(action, Tell) and action.reason == "RescheduleTimeout" for action in before.actions)
+        timeouts += sum(isinstance(action, RecordEvent) and action.reason == "RescheduleTimeout" for action in before.actions)
         world.carry_out(before)
     assert timeouts == 2 and world.conditions() & {"Failed"}
 
@@ -150,7 +150,7 @@ def test_it_comes_to_rest(asked: Thing, there: list[Thing], story: list[tuple[st
         if any(isinstance(action, DeleteJob) for action in world.look().actions):
             return  # the job itself is gone next
     last = world.look()
-    told = [action for action in last.actions if isinstance(action, Tell)]
+    told = [action for action in last.actions if isinstance(action, RecordEvent)]
     raise AssertionError(f"it does not come to rest: {last.reason}, {last.actions}, {told}")
 
 

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core.parameter_server.sharding import SLOTS, Owners, count, first, form, holder, rescale, slot_of, span
+from covey.core.parameter_server.sharding import (
+    SLOTS,
+    SlotOwners,
+    assign_initial_slots,
+    count_slot_rows,
+    initial_sharding,
+    rebalance_slots,
+    replica_holder,
+    slot_of,
+    slot_row_range,
+)
 
 SERVERS = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
 ROWS = st.integers(1, 5000)
@@ -15,36 +25,38 @@ ROWS = st.integers(1, 5000)
 @given(ROWS, st.booleans())
 def test_every_row_lies_in_exactly_one_slot(rows: int, striped: bool) -> None:
     found = [slot_of(row, rows, striped) for row in range(rows)]
-    assert [found.count(slot) for slot in range(SLOTS)] == [count(slot, rows, striped) for slot in range(SLOTS)]
+    assert [found.count(slot) for slot in range(SLOTS)] == [count_slot_rows(slot, rows, striped) for slot in range(SLOTS)]
     if not striped:
-        assert all(first <= row < last for row, slot in enumerate(found) for first, last in [span(slot, rows)])
+        assert all(first <= row < last for row, slot in enumerate(found) for first, last in [slot_row_range(slot, rows)])
 
 
 @given(st.lists(SERVERS, min_size=1, max_size=8))
 def test_through_any_scaling_every_slot_has_one_owner_and_shares_are_even(sequence: list[list[int]]) -> None:
-    owners = form(sequence[0])
+    owners = assign_initial_slots(sequence[0])
     check(owners, sequence[0])
     for servers in sequence[1:]:
         before = owners
-        owners, moves = rescale(before, servers)
+        owners, moves = rebalance_slots(before, servers)
         check(owners, servers)
         moved = {move.slot: move for move in moves}
         assert len(moved) == len(moves), "a slot moves once"
         for slot in range(SLOTS):
             if slot in moved:
-                assert (moved[slot].giver, moved[slot].taker) == (before[slot], owners[slot]) and before[slot] != owners[slot]
+                assert (moved[slot].old_owner, moved[slot].new_owner) == (before[slot], owners[slot]) and before[
+                    slot
+                ] != owners[slot]
             else:
                 assert before[slot] == owners[slot]
         assert len(moves) == fewest(before, servers)
 
 
-def check(owners: Owners, servers: list[int]) -> None:
+def check(owners: SlotOwners, servers: list[int]) -> None:
     shares = [owners.count(server) for server in servers]
     assert len(owners) == SLOTS == sum(shares), "no other owner, none missing"
     assert max(shares) - min(shares) <= 1
 
 
-def fewest(before: Owners, servers: list[int]) -> int:
+def fewest(before: SlotOwners, servers: list[int]) -> int:
     """What cannot stay where it is if shares are to be even."""
     least, over = divmod(SLOTS, len(servers))
     held = sorted((before.count(server) for server in servers), reverse=True)
@@ -53,7 +65,7 @@ def fewest(before: Owners, servers: list[int]) -> int:
 
 @given(SERVERS)
 def test_a_copy_lies_on_another_server_and_each_holds_one(servers: list[int]) -> None:
-    holders = [holder(server, servers) for server in servers]
+    holders = [replica_holder(server, servers) for server in servers]
     if len(servers) == 1:
         assert holders == [None]
     else:
@@ -62,18 +74,22 @@ def test_a_copy_lies_on_another_server_and_each_holds_one(servers: list[int]) ->
 
 
 def test_a_cluster_begins_with_even_runs_and_copies_at_the_next_in_the_ring() -> None:
-    begun = first(3)
+    begun = initial_sharding(3)
     assert (begun.version, begun.ring, begun.leaving) == (0, (0, 1, 2), ())
-    assert begun.owners == form([0, 1, 2]) and [begun.owners.count(server) for server in range(3)] == [86, 85, 85]
+    assert begun.owners == assign_initial_slots([0, 1, 2]) and [begun.owners.count(server) for server in range(3)] == [
+        86,
+        85,
+        85,
+    ]
     assert list(begun.owners) == sorted(begun.owners)
-    assert [holder(server, begun.ring) for server in range(3)] == [1, 2, 0]
+    assert [replica_holder(server, begun.ring) for server in range(3)] == [1, 2, 0]
 
 
 @pytest.mark.parametrize("wrong", [[], [1, 1], list(range(SLOTS + 1))])
 def test_nobody_twice_one_and_more_servers_than_slots_are_a_bug(wrong: list[int]) -> None:
     with pytest.raises(AssertionError):
-        form(wrong)
+        assign_initial_slots(wrong)
     with pytest.raises(AssertionError):
-        rescale(form([0]), wrong)
+        rebalance_slots(assign_initial_slots([0]), wrong)
     most = list(range(SLOTS))
-    assert form(most) == tuple(most) and sorted(rescale(form([0]), most)[0]) == most
+    assert assign_initial_slots(most) == tuple(most) and sorted(rebalance_slots(assign_initial_slots([0]), most)[0]) == most

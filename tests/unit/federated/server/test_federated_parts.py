@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.federated.claims import Claims
-from covey.core.federated.messages import Copy, Numbers, Plan, evaluates
+from covey.core.federated.messages import ReplicateUpdate, RoundPlan, RoundTotals, should_evaluate
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, fit, strategies, update_compression
 from covey.federated.model_codec import Floats, Layout, Small, take
@@ -41,8 +41,8 @@ def values(seed: int, size: int = 40_000) -> Floats:
     return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 
 
-def said(number: int) -> Numbers:
-    return Numbers(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9, judged=10, eval_judged=11)
+def said(number: int) -> RoundTotals:
+    return RoundTotals(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9, judged=10, eval_judged=11)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
     shuffled = list(updates)
     draw.shuffle(shuffled)  # type: ignore[attr-defined]
     for place, (seed, weight) in enumerate(shuffled):
-        parts[place % servers].add(values(seed, 200), weight, Numbers(loss=weighed(weight, 0.5)[1], told=weight))
+        parts[place % servers].add(values(seed, 200), weight, RoundTotals(loss=weighed(weight, 0.5)[1], told=weight))
     whole = Accumulator(200)
     for part in parts:
         whole.merge(part.total(), part.numbers)
@@ -70,18 +70,18 @@ def test_what_devices_tell_of_a_model() -> None:
     assert weighed(4, float("nan")) == (0, 0), "a loss that ran away is no number of zero"
     with pytest.raises(ValueError, match="too large"):
         weighed(4, 1e30)
-    one = Numbers(2, 4, loss=2**24, told=4, accuracy=2**23, judged=1)
+    one = RoundTotals(2, 4, loss=2**24, told=4, accuracy=2**23, judged=1)
     assert metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, "by those who told it"
-    assert "accuracy" not in metrics(Numbers(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
-    assert "eval_accuracy" not in metrics(Numbers(1, 4, loss=1, told=4, eval_size=4))
+    assert "accuracy" not in metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
+    assert "eval_accuracy" not in metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4))
 
 
 def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:
-    plan = Plan(eval_every=3, eval_share=0.25)
-    asked = {n: sum(evaluates(plan, "c", n, f"d{device}") for device in range(4000)) for n in range(1, 7)}
+    plan = RoundPlan(eval_every=3, eval_share=0.25)
+    asked = {n: sum(should_evaluate(plan, "c", n, f"d{device}") for device in range(4000)) for n in range(1, 7)}
     assert [n for n, count in asked.items() if count] == [3, 6]
     assert all(900 < asked[n] < 1100 for n in (3, 6))
-    assert not evaluates(Plan(), "c", 3, "d")
+    assert not should_evaluate(RoundPlan(), "c", 3, "d")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
@@ -125,8 +125,8 @@ def test_copies_are_whole_whatever_was_cut_off_before_them(tmp_path: Path) -> No
     folder = Folder(tmp_path)
     records = [b"".join(bytes(p) for p in pack(Update(f"d{n}", n), values(n, 100), checksum=False)) for n in range(4)]
 
-    def copy(number: int, round_number: int = 7) -> Copy:
-        return Copy("life", round_number, number, records[number])
+    def copy(number: int, round_number: int = 7) -> ReplicateUpdate:
+        return ReplicateUpdate("life", round_number, number, records[number])
 
     Copies().keep(folder, copy(0, 6))
     Copies().keep(folder, copy(0))
@@ -152,9 +152,9 @@ def test_no_copies_are_kept_of_a_round_that_is_over(tmp_path: Path) -> None:
     holdings.open(tmp_path, -1)
     holdings.begin(7)
     record = b"".join(bytes(piece) for piece in pack(Update("d", 1), values(1, 100), checksum=False))
-    holdings.keep_copy("b", Copy("b1", 7, 1, record))
+    holdings.keep_copy("b", ReplicateUpdate("b1", 7, 1, record))
     with pytest.raises(PeerError, match="of a round that is over"):
-        holdings.keep_copy("b", Copy("b2", 6, 1, record))
+        holdings.keep_copy("b", ReplicateUpdate("b2", 6, 1, record))
     assert [path.name for path in tmp_path.glob("copies_*")] == ["copies_b1"]
 
 

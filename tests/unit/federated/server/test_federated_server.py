@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from covey.core.federated.claims import Claims
-from covey.core.federated.messages import Instance, Made, Numbers, Orders, Peer, Plan, Stage
+from covey.core.federated.messages import (
+    InstanceState,
+    RoundModel,
+    RoundPlan,
+    RoundStage,
+    RoundTotals,
+    ServerInfo,
+    ServerInstructions,
+)
 from covey.core.types import Host
 from covey.errors import PeerError
 from covey.federated.model_codec import digest, take
@@ -48,31 +56,31 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
     async def play() -> None:
         server, begun, ended = a_server(tmp_path), asyncio.Queue[bool](), asyncio.Queue[bool]()
 
-        async def make(me: str, orders: Orders, part: Any, spool: Path) -> bool:
-            begun.put_nowait(orders.void)
+        async def make(me: str, orders: ServerInstructions, part: Any, spool: Path) -> bool:
+            begun.put_nowait(orders.is_abandoned)
             try:
                 return await asyncio.Future()
             finally:
-                ended.put_nowait(orders.void)
+                ended.put_nowait(orders.is_abandoned)
 
         monkeypatch.setattr(server.models, "make", make)
-        orders = Orders(
+        orders = ServerInstructions(
             generation=1,
-            members=(Peer("0", 0),),
+            members=(ServerInfo("0", 0),),
             round=1,
             base=0,
-            stage=Stage.SUMMING,
-            instance=Instance.RUNNING,
-            plan=Plan(),
+            stage=RoundStage.SUMMING,
+            instance=InstanceState.RUNNING,
+            plan=RoundPlan(),
             digest=server.models.digest,
-            summer="0",
-            parts=(("0", Numbers(1)),),
+            aggregator="0",
+            expected_totals=(("0", RoundTotals(1)),),
         )
         async with asyncio.timeout(WAIT_S):
             server._follow(orders)
             assert await begun.get() is False
             server._follow(orders)
-            server._follow(msgspec.structs.replace(orders, parts=(), void=True))
+            server._follow(msgspec.structs.replace(orders, expected_totals=(), is_abandoned=True))
             assert await ended.get() is False
             while begun.empty():
                 server._begin_work(server.orders or orders)  # as its tick does
@@ -94,18 +102,18 @@ def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it
                 return bytearray(content[what])
 
         server.models._peers = cast(Peers, Maker())
-        orders = Orders(
+        orders = ServerInstructions(
             generation=1,
-            members=(Peer("0", 0), Peer("1", 1)),
+            members=(ServerInfo("0", 0), ServerInfo("1", 1)),
             round=1,
             base=0,
-            stage=Stage.SUMMING,
-            instance=Instance.RUNNING,
-            plan=Plan(),
+            stage=RoundStage.SUMMING,
+            instance=InstanceState.RUNNING,
+            plan=RoundPlan(),
             digest=server.models.digest,
             source="0",
-            summer="1",
-            made=Made("1", digest(made), {"loss": 0.5}),
+            aggregator="1",
+            new_model=RoundModel("1", digest(made), {"loss": 0.5}),
         )
         server._follow(orders)
         async with asyncio.timeout(WAIT_S):
@@ -157,7 +165,7 @@ def test_no_copies_are_sent_of_a_part_that_is_over(tmp_path: Path) -> None:
             raise PeerError("the copies of server a have been taken over")
 
     claims = Claims("a")
-    claims.members = (Peer("a", 0, host="h"), Peer("b", 1, host="i"))
+    claims.members = (ServerInfo("a", 0, host_id="h"), ServerInfo("b", 1, host_id="i"))
     update, values = Update("d", 1), np.zeros(4, np.float32)
     part.append(update, values)
 

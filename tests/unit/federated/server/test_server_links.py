@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from covey.core.federated.messages import Alive, Copy, FromServer, Peer
-from covey.core.messages import Goodbye
+from covey.core.federated.messages import FromServer, ReplicateUpdate, ServerHeartbeat, ServerInfo
+from covey.core.messages import LeaveAcknowledged
 from covey.errors import PeerError
 from covey.federated.server.scheduler_link import Upstream
 from covey.federated.server.server_links import PIECE_MAX, Bytes, Peers
@@ -25,9 +25,11 @@ SECRET = Security("secret", None, None)
 
 
 @asynccontextmanager
-async def two(keeper_guard: Security = SECRET, sender_guard: Security = SECRET) -> AsyncIterator[tuple[Peers, list[Copy]]]:
+async def two(
+    keeper_guard: Security = SECRET, sender_guard: Security = SECRET
+) -> AsyncIterator[tuple[Peers, list[ReplicateUpdate]]]:
     """One that keeps copies and gives a log, and one that knows it."""
-    kept: list[Copy] = []
+    kept: list[ReplicateUpdate] = []
 
     def give(what: str, round_number: int) -> Bytes | None:
         return LOG if what == "log0" else None
@@ -44,7 +46,7 @@ async def two(keeper_guard: Security = SECRET, sender_guard: Security = SECRET) 
     sock = socket.create_server(("127.0.0.1", 0))
     keeper, sender = peers(keeper_guard), peers(sender_guard)
     await keeper.open([sock])
-    sender.follow("a", (Peer("a", 0), Peer("b", 1, f"127.0.0.1:{sock.getsockname()[1]}")))
+    sender.follow("a", (ServerInfo("a", 0), ServerInfo("b", 1, f"127.0.0.1:{sock.getsockname()[1]}")))
     try:
         yield sender, kept
     finally:
@@ -125,7 +127,7 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
     """A server that was stopped finds answers from before in its socket: by then it may have been given up."""
 
     async def live() -> None:
-        beats: asyncio.Queue[tuple[Link, Alive]] = asyncio.Queue()
+        beats: asyncio.Queue[tuple[Link, ServerHeartbeat]] = asyncio.Queue()
         heard = asyncio.Event()
         sock, guard = socket.create_server(("127.0.0.1", 0)), Security("secret", None, None)
         door = Listener(
@@ -142,11 +144,11 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
         upstream = Upstream(where, guard, 0.0, opened=lambda: None, heard=lambda _: heard.set(), end=lambda *_: None)
         calling = asyncio.get_running_loop().create_task(upstream.keep())
         link, beat = await asyncio.wait_for(beats.get(), 60)
-        assert upstream.vouched_at < beat.at, "nobody has answered yet"
-        for answer in (beat, Alive(beat.at - 5), Goodbye()):
+        assert upstream.vouched_at < beat.sent_at, "nobody has answered yet"
+        for answer in (beat, ServerHeartbeat(beat.sent_at - 5), LeaveAcknowledged()):
             link.send(answer)
         await asyncio.wait_for(heard.wait(), 60)
-        assert upstream.vouched_at == beat.at
+        assert upstream.vouched_at == beat.sent_at
         calling.cancel()
         door.close()
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from covey.core.messages import Giver
+from covey.core.messages import Donor
 from covey.training.state import spare_sync, transfer
 from covey.training.state.pytree import pack, path_of
 from covey.training.state.spare_sync import Asked, Follower, Offered
@@ -29,7 +29,7 @@ class Giving:
         self.news: queue.SimpleQueue[Asked] = queue.SimpleQueue()
         self.offered = Offered(lambda: pack(self.state)[1], self.news.put)
         self.server = Server("127.0.0.1", follow=self.offered.give, state=lambda _: Donation(step=99, state=self.state))
-        self.giver = Giver(0, "127.0.0.1", self.server.port, self.server.token)
+        self.giver = Donor(0, "127.0.0.1", self.server.port, self.server.token)
         self.copies: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def look(self, *_: object) -> bytes:

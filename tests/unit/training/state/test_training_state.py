@@ -14,7 +14,7 @@ from tests.documents import ROOT
 from torch import nn
 
 import covey
-from covey.core.messages import Number
+from covey.core.messages import CollectiveNumber
 from covey.errors import UsageError
 from covey.training.collectives.communicator import Group
 from covey.training.collectives.result_cache import BEFORE, Kept
@@ -195,7 +195,7 @@ def test_kept_results_are_those_of_the_step_of_the_epochs_beginning_and_from_bef
 
     def keep(step: int, *ns: int, size: int = 1) -> None:
         for n in ns:
-            kept.keep(Number(step, n), [torch.zeros(size, dtype=torch.uint8)], passing=False, limited=True)
+            kept.keep(CollectiveNumber(step, n), [torch.zeros(size, dtype=torch.uint8)], passing=False, limited=True)
 
     keep(BEFORE, 0)
     kept.open(4)
@@ -205,13 +205,18 @@ def test_kept_results_are_those_of_the_step_of_the_epochs_beginning_and_from_bef
     keep(4, 2)
     kept.enter(5)
     keep(5, 0)
-    assert sorted(kept.needed(5)) == [Number(BEFORE, 0), Number(4, 0), Number(4, 1), Number(5, 0)]
+    assert sorted(kept.needed(5)) == [
+        CollectiveNumber(BEFORE, 0),
+        CollectiveNumber(4, 0),
+        CollectiveNumber(4, 1),
+        CollectiveNumber(5, 0),
+    ]
     kept.open(8)
     kept.enter(8)
     keep(8, 0)
-    assert sorted(kept.needed(8)) == [Number(BEFORE, 0), Number(8, 0)] and kept.whole
+    assert sorted(kept.needed(8)) == [CollectiveNumber(BEFORE, 0), CollectiveNumber(8, 0)] and kept.whole
     keep(8, 1, size=200)
-    assert not kept.whole and list(kept.last) == [Number(8, 1)]
+    assert not kept.whole and list(kept.last) == [CollectiveNumber(8, 1)]
     kept.opened(2)
     kept.enter(9)
     assert not kept.whole, "who is new comes by the epoch's beginning, too"

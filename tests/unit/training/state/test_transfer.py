@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from covey.core.messages import Giver, Number
+from covey.core.messages import CollectiveNumber, Donor
 from covey.errors import PeerError
 from covey.training.state import transfer
 from covey.training.state.process_memory import Mark, Piece, pull, recognised
@@ -21,7 +21,9 @@ from covey.training.state.pytree import path_of
 from covey.training.state.transfer import SEND, THANKS, Donation, Known, Server, Tensor, fetch
 
 STATE: dict[str, Any] = {"model": {"weight": torch.arange(12.0).view(3, 4), "empty": torch.empty(0)}, "step": 3}
-GIVEN = Donation(step=3, before=2, last=Number(3, 1), state=STATE, results={Number(3, 1): [torch.tensor([5, 6])]})
+GIVEN = Donation(
+    step=3, before=2, last=CollectiveNumber(3, 1), state=STATE, results={CollectiveNumber(3, 1): [torch.tensor([5, 6])]}
+)
 
 # Holds some bytes and a mark, and says where.
 HOLDER = """
@@ -61,16 +63,16 @@ def test_a_process_without_the_mark_is_not_recognised(holder: tuple[int, Piece, 
     assert not recognised(2**22 + 1, mark, value), "there is no such process"
 
 
-def at(port: int, token: str = "t" * 32) -> Giver:
-    return Giver(0, "127.0.0.1", port, token)
+def at(port: int, token: str = "t" * 32) -> Donor:
+    return Donor(0, "127.0.0.1", port, token)
 
 
 def equal(found: Donation) -> None:
-    assert (found.step, found.before, found.last, found.applied) == (3, 2, Number(3, 1), GIVEN.applied)
+    assert (found.step, found.before, found.last, found.applied) == (3, 2, CollectiveNumber(3, 1), GIVEN.applied)
     assert found.state["step"] == 3
     assert torch.equal(found.state["model"]["weight"], STATE["model"]["weight"])
     assert found.state["model"]["empty"].numel() == 0
-    assert torch.equal(found.results[Number(3, 1)][0], torch.tensor([5, 6]))
+    assert torch.equal(found.results[CollectiveNumber(3, 1)][0], torch.tensor([5, 6]))
 
 
 def test_a_state_is_fetched_whole() -> None:

@@ -17,25 +17,25 @@ from covey.core.messages import Message, Sentence
 
 DEVICE_ID_MAX = 200
 DEVICES_MAX = 10_000  # of one secure round: their names fit into one message
-PUBLIC_KEY = 32
-SEALED = 2 * shamir.SHARE_BYTES + 16  # two shares and a tag
+PUBLIC_KEY_BYTES = 32
+SEALED_SHARE_BYTES = 2 * shamir.SHARE_BYTES + 16  # two shares and a tag
 
 Signature = Annotated[bytes, Meta(max_length=1024)]
-Chain = Annotated[tuple[Annotated[bytes, Meta(max_length=4096)], ...], Meta(max_length=3)]
+CertificateChain = Annotated[tuple[Annotated[bytes, Meta(max_length=4096)], ...], Meta(max_length=3)]
 FlId = Annotated[str, Meta(min_length=1, max_length=DEVICE_ID_MAX)]
-PublicKey = Annotated[bytes, Meta(min_length=PUBLIC_KEY, max_length=PUBLIC_KEY)]
-Sealed = Annotated[bytes, Meta(min_length=SEALED, max_length=SEALED)]
-Share = Annotated[bytes, Meta(min_length=shamir.SHARE_BYTES, max_length=shamir.SHARE_BYTES)]
+PublicKey = Annotated[bytes, Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+SealedShareBytes = Annotated[bytes, Meta(min_length=SEALED_SHARE_BYTES, max_length=SEALED_SHARE_BYTES)]
+ShareBytes = Annotated[bytes, Meta(min_length=shamir.SHARE_BYTES, max_length=shamir.SHARE_BYTES)]
 Milliseconds = Annotated[int, Meta(description="Milliseconds since 1970.")]
-Held = Annotated[int, Meta(ge=0, le=60_000, description="How long the server may wait for a better answer, in ms.")]
+WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="How long the server may wait for a better answer, in ms.")]
 
 
-def least_of(count: int, share: float) -> int:
+def min_count_for_share(count: int, share: float) -> int:
     """How many are at least this share of so many: 55 are 0.55 of 100, though the product of the floats is a little more."""
     return math.ceil(round(count * share, 9))
 
 
-class Phase(StrEnum):
+class SecaggPhase(StrEnum):
     """Where a secure round stands."""
 
     KEYS = "keys"
@@ -44,20 +44,20 @@ class Phase(StrEnum):
     UNMASKING = "unmasking"
 
 
-class Verdict(StrEnum):
+class SecaggVerdict(StrEnum):
     """What becomes of a request."""
 
-    TAKEN = "taken"
+    ACCEPTED = "taken"
     WAIT = "wait"  # nothing is wrong: ask again
     DONE = "done"  # the round is over, and has its model
     LATE = "late"  # not in this round any more
-    WRONG = "wrong"
+    INVALID = "wrong"
 
 
 # -- what devices say ------------------------------------------------------------------------------------------------
 
 
-class Asking(Message, frozen=True, kw_only=True):
+class SecaggRequest(Message, frozen=True, kw_only=True):
     """What every request of a secure round says."""
 
     fl_id: FlId
@@ -65,19 +65,19 @@ class Asking(Message, frozen=True, kw_only=True):
     timestamp: Milliseconds
     data_size: int
     ticket: Annotated[str, Meta(max_length=64, description="From the answer to startFLJob.")]
-    wait: Held = 0
+    wait: WaitMilliseconds = 0
 
 
-class ExchangeKeys(Asking, frozen=True, kw_only=True):
+class ExchangeKeys(SecaggRequest, frozen=True, kw_only=True):
     """POST /exchangeKeys: this device's public keys for this round."""
 
     c_pk: Annotated[PublicKey, Meta(description="X25519, for shares.")]
     s_pk: Annotated[PublicKey, Meta(description="X25519, for masks.")]
     signature: Annotated[Signature, Meta(description="Of both keys, with pki_verify.")] = b""
-    certificate_chain: Chain = ()
+    certificate_chain: CertificateChain = ()
 
 
-class GetKeys(Asking, frozen=True):
+class GetKeys(SecaggRequest, frozen=True):
     """POST /getKeys: the keys of those to mask with."""
 
 
@@ -85,30 +85,30 @@ class SealedShare(msgspec.Struct, frozen=True):
     """Shares of two secrets on their way to (or from) a device."""
 
     fl_id: FlId
-    share: Sealed
+    share: SealedShareBytes
 
 
-class ShareSecrets(Asking, frozen=True, kw_only=True):
+class ShareSecrets(SecaggRequest, frozen=True, kw_only=True):
     """POST /shareSecrets: a share for each neighbour."""
 
     encrypted_shares: Annotated[tuple[SealedShare, ...], Meta(max_length=DEVICES_MAX)]
 
 
-class GetSecrets(Asking, frozen=True):
+class GetSecrets(SecaggRequest, frozen=True):
     """POST /getSecrets: the shares that neighbours made for this device."""
 
 
-class GetClientList(Asking, frozen=True):
+class GetClientList(SecaggRequest, frozen=True):
     """POST /getClientList: whose updates are in the sum."""
 
 
-class PushListSign(Asking, frozen=True, kw_only=True):
+class PushListSign(SecaggRequest, frozen=True, kw_only=True):
     """POST /pushListSign: this device was given that list (with pki_verify)."""
 
     signature: Signature
 
 
-class GetListSign(Asking, frozen=True, kw_only=True):
+class GetListSign(SecaggRequest, frozen=True, kw_only=True):
     """POST /getListSign: which others were given the same. Its own signature comes again, for a scheduler that lost it."""
 
     signature: Signature = b""
@@ -118,16 +118,18 @@ class PlainShare(msgspec.Struct, frozen=True):
     """A share of one of a device's secrets: of its seed if its update is in the sum, else of its key."""
 
     fl_id: FlId
-    share: Share
+    share: ShareBytes
 
 
-class ReconstructSecrets(Asking, frozen=True, kw_only=True):
+class ReconstructSecrets(SecaggRequest, frozen=True, kw_only=True):
     """POST /reconstructSecrets: the shares that take the masks off."""
 
     reconstruct_secret_shares: Annotated[tuple[PlainShare, ...], Meta(max_length=DEVICES_MAX)]
 
 
-SecureAsk = ExchangeKeys | GetKeys | ShareSecrets | GetSecrets | GetClientList | PushListSign | GetListSign | ReconstructSecrets
+AnySecaggRequest = (
+    ExchangeKeys | GetKeys | ShareSecrets | GetSecrets | GetClientList | PushListSign | GetListSign | ReconstructSecrets
+)
 
 
 # -- what they are told ----------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ class RemoteKeys(msgspec.Struct, frozen=True, omit_defaults=True):
     c_pk: PublicKey
     s_pk: PublicKey
     signature: Signature = b""
-    certificate_chain: Chain = ()
+    certificate_chain: CertificateChain = ()
 
 
 class KeyList(Message, frozen=True):
@@ -180,40 +182,40 @@ class SignatureList(Message, frozen=True):
     client_list_sign: tuple[ListSignature, ...]
 
 
-Payload = KeyList | ShareList | ClientList | SignatureList
+SecaggPayload = KeyList | ShareList | ClientList | SignatureList
 
 
-class Secure(Message, frozen=True):
+class SecaggForward(Message, frozen=True):
     """A server: a device of this round says this."""
 
     serial: int
     round: int
-    ask: SecureAsk
+    request: AnySecaggRequest
 
 
-class Secured(Message, frozen=True):
+class SecaggReply(Message, frozen=True):
     """The scheduler: this is the answer."""
 
     serial: int
-    verdict: Verdict
+    verdict: SecaggVerdict
     reason: Sentence = ""
-    payload: Payload | None = None
+    payload: SecaggPayload | None = None
 
 
 # -- what is kept and handed on --------------------------------------------------------------------------------------
 
 
-class Keys(msgspec.Struct, frozen=True):
+class DeviceKeys(msgspec.Struct, frozen=True):
     """What a device gave."""
 
     c_pk: bytes
     s_pk: bytes
-    size: int
+    data_size: int
     signature: bytes = b""
-    chain: tuple[bytes, ...] = ()
+    certificate_chain: tuple[bytes, ...] = ()
 
 
-class Uploaders(msgspec.Struct, frozen=True):
+class UploaderList(msgspec.Struct, frozen=True):
     """The list, with all that is needed to go on from it. Kept before anyone is asked to unmask."""
 
     session: str
@@ -225,9 +227,9 @@ class Uploaders(msgspec.Struct, frozen=True):
     clients: tuple[str, ...]
 
 
-class Unmasking(msgspec.Struct, frozen=True):
+class UnmaskingSecrets(msgspec.Struct, frozen=True):
     """What takes the masks off the sum."""
 
-    list: Uploaders
+    uploaders: UploaderList
     seeds: dict[str, bytes]  # of those in the sum
     keys: dict[str, bytes]  # of those that shared and dropped out

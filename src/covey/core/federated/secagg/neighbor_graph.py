@@ -13,45 +13,49 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-EVERYONE_MAX: Final = 200  # devices up to which everyone masks with everyone: any third may then drop out
-COLLUDING: Final = 0.2
-DROPPED: Final = 0.1
-LEAK: Final = 2.0**-40  # the chance that colluding neighbours are enough for anyone's secrets, or cut anyone off
-STUCK: Final = 2.0**-20  # the chance that a round fails although no more than a tenth dropped out
+COMPLETE_GRAPH_MAX: Final = 200  # devices up to which everyone masks with everyone: any third may then drop out
+COLLUDING_FRACTION: Final = 0.2
+DROPOUT_FRACTION: Final = 0.1
+LEAK_PROBABILITY_MAX: Final = (
+    2.0**-40
+)  # the chance that colluding neighbours are enough for anyone's secrets, or cut anyone off
+FAILURE_PROBABILITY_MAX: Final = 2.0**-20  # the chance that a round fails although no more than a tenth dropped out
 
 
-def default_needed(holders: int) -> int:
+def default_share_threshold(holders: int) -> int:
     """Shares needed of so many: more than two thirds, so that no two different lists can both be answered."""
     return 2 * holders // 3 + 1
 
 
 @functools.cache
-def degree(count: int) -> int:
+def choose_degree(count: int) -> int:
     """With how many others each of `count` devices masks."""
-    for even in range(2, count - 1 if count > EVERYONE_MAX else 0, 2):
-        if _holds(count, even):
+    for even in range(2, count - 1 if count > COMPLETE_GRAPH_MAX else 0, 2):
+        if _is_degree_sufficient(count, even):
             return even
     return max(count - 1, 0)
 
 
-def _holds(count: int, neighbours: int) -> bool:
+def _is_degree_sufficient(count: int, neighbours: int) -> bool:
     holders = neighbours + 1
-    needed = default_needed(holders)
-    others, bad, gone = count - 1, math.ceil(COLLUDING * count), math.ceil(DROPPED * count)
-    leaks = _tail(others, bad, neighbours, needed)
-    fails = _tail(others, gone, neighbours, holders - needed + 1)
-    cut = (COLLUDING + DROPPED) ** (neighbours // 2)
-    return count * leaks < LEAK and count * fails < STUCK and count * cut < LEAK
+    needed = default_share_threshold(holders)
+    others, bad, gone = count - 1, math.ceil(COLLUDING_FRACTION * count), math.ceil(DROPOUT_FRACTION * count)
+    leaks = _hypergeometric_tail(others, bad, neighbours, needed)
+    fails = _hypergeometric_tail(others, gone, neighbours, holders - needed + 1)
+    cut = (COLLUDING_FRACTION + DROPOUT_FRACTION) ** (neighbours // 2)
+    return (
+        count * leaks < LEAK_PROBABILITY_MAX and count * fails < FAILURE_PROBABILITY_MAX and count * cut < LEAK_PROBABILITY_MAX
+    )
 
 
-def _tail(others: int, marked: int, drawn: int, least: int) -> float:
+def _hypergeometric_tail(others: int, marked: int, drawn: int, least: int) -> float:
     """The chance that at least `least` of `drawn` are among the `marked` of `others`."""
     whole = math.comb(others, drawn)
     ways = sum(math.comb(marked, k) * math.comb(others - marked, drawn - k) for k in range(least, min(drawn, marked) + 1))
     return ways / whole
 
 
-def order(keys: Mapping[str, bytes]) -> list[str]:
+def ring_order(keys: Mapping[str, bytes]) -> list[str]:
     """The ring: by a digest of each id with everyone's keys."""
     everyone = hashlib.sha256()
     for device in sorted(keys):
@@ -61,7 +65,7 @@ def order(keys: Mapping[str, bytes]) -> list[str]:
     return sorted(keys, key=lambda device: (hashlib.sha256(seed + device.encode()).digest(), device))
 
 
-def neighbours(ring: Sequence[str], place: int, count: int) -> list[int]:
+def ring_neighbors(ring: Sequence[str], place: int, count: int) -> list[int]:
     """The places of the `count` nearest on the ring, or of all others if that is as many."""
     size = len(ring)
     if count >= size - 1:

@@ -22,46 +22,46 @@ import msgspec
 from covey.core.federated.secagg import neighbor_graph, shamir
 from covey.core.federated.secagg.messages import (
     DEVICES_MAX,
+    AnySecaggRequest,
     ClientList,
+    DeviceKeys,
     ExchangeKeys,
     GetClientList,
     GetKeys,
     GetListSign,
     GetSecrets,
     KeyList,
-    Keys,
     ListSignature,
-    Payload,
-    Phase,
     PushListSign,
     ReconstructSecrets,
     RemoteKeys,
     SealedShare,
-    SecureAsk,
+    SecaggPayload,
+    SecaggPhase,
+    SecaggVerdict,
     ShareList,
     ShareSecrets,
     SignatureList,
-    Unmasking,
-    Uploaders,
-    Verdict,
-    least_of,
+    UnmaskingSecrets,
+    UploaderList,
+    min_count_for_share,
 )
-from covey.core.plurals import many
+from covey.core.plurals import count_noun
 
 
-class Spoken(msgspec.Struct, frozen=True):
+class SecaggOutcome(msgspec.Struct, frozen=True):
     """An answer before it has a number."""
 
-    verdict: Verdict
+    verdict: SecaggVerdict
     reason: str = ""
-    payload: Payload | None = None
+    payload: SecaggPayload | None = None
 
 
-TAKEN = Spoken(Verdict.TAKEN)
-WAIT = Spoken(Verdict.WAIT, "the others have not come yet: ask again")
+ACCEPTED = SecaggOutcome(SecaggVerdict.ACCEPTED)
+WAIT = SecaggOutcome(SecaggVerdict.WAIT, "the others have not come yet: ask again")
 
 
-class SecureRound:
+class SecaggRound:
     """One secure round. `hear` takes what devices say, `due` says what the clock has decided."""
 
     def __init__(
@@ -76,239 +76,269 @@ class SecureRound:
         even: bool = False,
     ) -> None:
         self.session = session
-        self.phase = Phase.KEYS
-        self.failed = ""  # why the round must be abandoned
-        self.list: Uploaders | None = None
-        self.unmasking: Unmasking | None = None
-        self._even = even  # every device counts once, whatever its samples
-        self._wanted = wanted  # devices the round takes in
-        self._least = least  # updates it needs
+        self.phase = SecaggPhase.KEYS
+        self.failure_reason = ""  # why the round must be abandoned
+        self.uploaders: UploaderList | None = None
+        self.unmasking: UnmaskingSecrets | None = None
+        self._equal_weights = even  # every device counts once, whatever its samples
+        self._devices_max = wanted  # devices the round takes in
+        self._updates_min = least  # updates it needs
         self._share_ratio = share_ratio
-        self._reconstruct = reconstruct
+        self._reconstruct_threshold = reconstruct
         self._window_s = window_s
-        self._since = -1.0  # when this phase began; that of the keys begins with the first
-        self._keys: dict[str, Keys] = {}
+        self._phase_started_at = -1.0  # when this phase began; that of the keys begins with the first
+        self._keys: dict[str, DeviceKeys] = {}
         self._ring: tuple[str, ...] = ()
-        self._places: dict[str, int] = {}
+        self._ring_index: dict[str, int] = {}
         self._degree = 0
-        self._needed = 0
-        self._sealed: dict[str, dict[str, bytes]] = {}  # by taker, by giver
+        self._shares_needed = 0
+        self._sealed_shares: dict[str, dict[str, bytes]] = {}  # by taker, by giver
         self._sharers: dict[str, None] = {}
-        self._revealed: dict[str, dict[int, bytes]] = {}  # by whose secret, by the place of whoever told
+        self._revealed_shares: dict[str, dict[int, bytes]] = {}  # by whose secret, by the place of whoever told
         self._revealers: dict[str, None] = {}
         self._signatures: dict[str, bytes] = {}
 
     @classmethod
-    def resume(cls, kept: Uploaders, window_s: float, now: float) -> SecureRound:
+    def resume(cls, kept: UploaderList, window_s: float, now: float) -> SecaggRound:
         """Go on from a stored list: only unmasking is left."""
         round_ = cls(kept.session, wanted=0, least=0, share_ratio=1.0, reconstruct=0, window_s=window_s)
-        round_._ring, round_._degree, round_._needed = kept.ring, kept.degree, kept.needed
-        round_._places = {device: place for place, device in enumerate(kept.ring)}
+        round_._ring, round_._degree, round_._shares_needed = kept.ring, kept.degree, kept.needed
+        round_._ring_index = {device: place for place, device in enumerate(kept.ring)}
         round_._sharers = dict.fromkeys(kept.s_pks)
-        round_.phase, round_.list, round_._since = Phase.UNMASKING, kept, now
+        round_.phase, round_.uploaders, round_._phase_started_at = SecaggPhase.UNMASKING, kept, now
         return round_
 
     # -- what devices say --------------------------------------------------------------------------------------------
 
-    def hear(self, ask: SecureAsk, now: float) -> Spoken:
+    def handle_request(self, ask: AnySecaggRequest, now: float) -> SecaggOutcome:
         """Take a request, or say why not. The same request may come again."""
         device = ask.fl_id
         if isinstance(ask, ExchangeKeys):
-            return self._exchange(
-                device, Keys(ask.c_pk, ask.s_pk, 1 if self._even else ask.data_size, ask.signature, ask.certificate_chain), now
+            return self._on_exchange_keys(
+                device,
+                DeviceKeys(
+                    ask.c_pk, ask.s_pk, 1 if self._equal_weights else ask.data_size, ask.signature, ask.certificate_chain
+                ),
+                now,
             )
-        if device not in self._places and self.phase is not Phase.KEYS:
-            return Spoken(Verdict.LATE, "this device gave no keys in time for this round")
-        if isinstance(ask, GetKeys) and self.phase is Phase.UNMASKING:  # who goes on from a stored list has no keys to tell
-            return Spoken(Verdict.LATE, "the round has its updates")
+        if device not in self._ring_index and self.phase is not SecaggPhase.KEYS:
+            return SecaggOutcome(SecaggVerdict.LATE, "this device gave no keys in time for this round")
+        if (
+            isinstance(ask, GetKeys) and self.phase is SecaggPhase.UNMASKING
+        ):  # who goes on from a stored list has no keys to tell
+            return SecaggOutcome(SecaggVerdict.LATE, "the round has its updates")
         if isinstance(ask, GetKeys):
-            return WAIT if self.phase is Phase.KEYS else Spoken(Verdict.TAKEN, "", self._key_list(device))
+            return (
+                WAIT
+                if self.phase is SecaggPhase.KEYS
+                else SecaggOutcome(SecaggVerdict.ACCEPTED, "", self._build_key_list(device))
+            )
         if isinstance(ask, ShareSecrets):
-            return self._share(device, ask, now)
+            return self._on_share_secrets(device, ask, now)
         if isinstance(ask, GetSecrets):
-            return self._secrets(device)
+            return self._on_get_secrets(device)
         if isinstance(ask, GetClientList):
-            return self._clients(device)
+            return self._on_get_client_list(device)
         if isinstance(ask, PushListSign | GetListSign):
-            return self._sign(device, ask)
-        return self._reveal(device, ask)
+            return self._on_list_signature(device, ask)
+        return self._on_reconstruct_secrets(device, ask)
 
-    def _exchange(self, device: str, keys: Keys, now: float) -> Spoken:
+    def _on_exchange_keys(self, device: str, keys: DeviceKeys, now: float) -> SecaggOutcome:
         if self._keys.get(device) == keys:
-            return TAKEN
-        if self.phase is not Phase.KEYS:
-            return Spoken(Verdict.LATE, "the round has its keys")
-        if device not in self._keys and len(self._keys) >= min(self._wanted, DEVICES_MAX):
-            return Spoken(Verdict.LATE, f"the round has keys of {len(self._keys)} devices, and takes no more")
-        if self._since < 0:
-            self._since = now
+            return ACCEPTED
+        if self.phase is not SecaggPhase.KEYS:
+            return SecaggOutcome(SecaggVerdict.LATE, "the round has its keys")
+        if device not in self._keys and len(self._keys) >= min(self._devices_max, DEVICES_MAX):
+            return SecaggOutcome(SecaggVerdict.LATE, f"the round has keys of {len(self._keys)} devices, and takes no more")
+        if self._phase_started_at < 0:
+            self._phase_started_at = now
         self._keys[device] = keys
-        if len(self._keys) == self._wanted:
-            self._close_keys(now)
-        return TAKEN
+        if len(self._keys) == self._devices_max:
+            self._end_keys_phase(now)
+        return ACCEPTED
 
-    def _close_keys(self, now: float) -> None:
+    def _end_keys_phase(self, now: float) -> None:
         public = {device: keys.c_pk + keys.s_pk for device, keys in self._keys.items()}
-        self._ring = tuple(neighbor_graph.order(public))
-        self._places = {device: place for place, device in enumerate(self._ring)}
-        self._degree = neighbor_graph.degree(len(self._ring))
+        self._ring = tuple(neighbor_graph.ring_order(public))
+        self._ring_index = {device: place for place, device in enumerate(self._ring)}
+        self._degree = neighbor_graph.choose_degree(len(self._ring))
         holders = self._degree + 1
-        chosen = -(-self._reconstruct * holders // self._wanted) if self._degree < len(self._ring) - 1 else self._reconstruct
-        self._needed = chosen or neighbor_graph.default_needed(holders)
-        if self._needed > holders or 2 * self._needed <= holders:
-            self.failed = f"{self._needed} shares of {holders} cannot be needed: more than half and at most all must be"
-        self.phase, self._since = Phase.SHARES, now
+        chosen = (
+            -(-self._reconstruct_threshold * holders // self._devices_max)
+            if self._degree < len(self._ring) - 1
+            else self._reconstruct_threshold
+        )
+        self._shares_needed = chosen or neighbor_graph.default_share_threshold(holders)
+        if self._shares_needed > holders or 2 * self._shares_needed <= holders:
+            self.failure_reason = (
+                f"{self._shares_needed} shares of {holders} cannot be needed: more than half and at most all must be"
+            )
+        self.phase, self._phase_started_at = SecaggPhase.SHARES, now
 
-    def _near(self, device: str) -> list[str]:
-        return [self._ring[place] for place in neighbor_graph.neighbours(self._ring, self._places[device], self._degree)]
+    def _neighbors(self, device: str) -> list[str]:
+        return [
+            self._ring[place] for place in neighbor_graph.ring_neighbors(self._ring, self._ring_index[device], self._degree)
+        ]
 
-    def _key_list(self, device: str) -> KeyList:
-        near = [(other, self._keys[other]) for other in self._near(device)]
+    def _build_key_list(self, device: str) -> KeyList:
+        near = [(other, self._keys[other]) for other in self._neighbors(device)]
         return KeyList(
             self.session,
-            self._places[device],
-            self._needed,
+            self._ring_index[device],
+            self._shares_needed,
             len(self._ring),
-            sum(keys.size for keys in self._keys.values()),
+            sum(keys.data_size for keys in self._keys.values()),
             tuple(
-                RemoteKeys(other, self._places[other], keys.c_pk, keys.s_pk, keys.signature, keys.chain) for other, keys in near
+                RemoteKeys(other, self._ring_index[other], keys.c_pk, keys.s_pk, keys.signature, keys.certificate_chain)
+                for other, keys in near
             ),
         )
 
-    def _share(self, device: str, ask: ShareSecrets, now: float) -> Spoken:
-        if self.phase is Phase.KEYS:
-            return Spoken(Verdict.WRONG, "shares come after the keys: ask getKeys first")
+    def _on_share_secrets(self, device: str, ask: ShareSecrets, now: float) -> SecaggOutcome:
+        if self.phase is SecaggPhase.KEYS:
+            return SecaggOutcome(SecaggVerdict.INVALID, "shares come after the keys: ask getKeys first")
         if device in self._sharers:
-            return TAKEN
-        if self.phase is not Phase.SHARES:
-            return Spoken(Verdict.LATE, "the round has its shares")
+            return ACCEPTED
+        if self.phase is not SecaggPhase.SHARES:
+            return SecaggOutcome(SecaggVerdict.LATE, "the round has its shares")
         takers = [one.fl_id for one in ask.encrypted_shares]
-        near = self._near(device)
+        near = self._neighbors(device)
         if sorted(takers) != sorted(near):
-            return Spoken(Verdict.WRONG, f"there must be one share for each of {len(near)} neighbours")
+            return SecaggOutcome(SecaggVerdict.INVALID, f"there must be one share for each of {len(near)} neighbours")
         for one in ask.encrypted_shares:
-            self._sealed.setdefault(one.fl_id, {})[device] = one.share
+            self._sealed_shares.setdefault(one.fl_id, {})[device] = one.share
         self._sharers[device] = None
         if len(self._sharers) == len(self._ring):
-            self._close_shares(now)
-        return TAKEN
+            self._end_shares_phase(now)
+        return ACCEPTED
 
-    def _close_shares(self, now: float) -> None:
-        self.phase, self._since = Phase.UPDATES, now
+    def _end_shares_phase(self, now: float) -> None:
+        self.phase, self._phase_started_at = SecaggPhase.UPDATES, now
 
-    def _secrets(self, device: str) -> Spoken:
-        if self.phase in (Phase.KEYS, Phase.SHARES):
+    def _on_get_secrets(self, device: str) -> SecaggOutcome:
+        if self.phase in (SecaggPhase.KEYS, SecaggPhase.SHARES):
             return WAIT
-        if device not in self._sharers or self.phase is not Phase.UPDATES:
-            return Spoken(Verdict.LATE, "the round goes on without this device: its shares came too late")
-        given = self._sealed.get(device, {})
+        if device not in self._sharers or self.phase is not SecaggPhase.UPDATES:
+            return SecaggOutcome(SecaggVerdict.LATE, "the round goes on without this device: its shares came too late")
+        given = self._sealed_shares.get(device, {})
         shares = tuple(SealedShare(giver, share) for giver, share in given.items() if giver in self._sharers)
-        return Spoken(Verdict.TAKEN, "", ShareList(shares))
+        return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ShareList(shares))
 
     # -- the list ----------------------------------------------------------------------------------------------------
 
-    def fix(self, clients: set[str], now: float) -> Uploaders | None:
+    def fix_uploaders(self, clients: set[str], now: float) -> UploaderList | None:
         """The parts are sealed and hold these devices' updates: the list is this, once and for all."""
-        if self.list is not None:
-            if set(self.list.clients) != clients:
-                self.failed = "the parts are not those of the list that was given out"
-            return self.list
+        if self.uploaders is not None:
+            if set(self.uploaders.clients) != clients:
+                self.failure_reason = "the parts are not those of the list that was given out"
+            return self.uploaders
         strange = clients - self._sharers.keys()
         if strange:
-            self.failed = f"{many(len(strange), 'update')} came from devices that shared no secrets"
+            self.failure_reason = f"{count_noun(len(strange), 'update')} came from devices that shared no secrets"
             return None
-        if len(clients) < max(self._least, self._needed):
-            self.failed = (
-                f"{many(len(clients), 'update')} came, and {max(self._least, self._needed)} are needed to take masks off"
+        if len(clients) < max(self._updates_min, self._shares_needed):
+            self.failure_reason = (
+                f"{count_noun(len(clients), 'update')} came, and "
+                f"{max(self._updates_min, self._shares_needed)} are needed to take masks off"
             )
             return None
         pks = {device: self._keys[device].s_pk for device in self._sharers}
-        samples = sum(keys.size for keys in self._keys.values())
-        self.list = Uploaders(
+        samples = sum(keys.data_size for keys in self._keys.values())
+        self.uploaders = UploaderList(
             self.session,
-            self._needed,
+            self._shares_needed,
             samples,
             self._ring,
             self._degree,
             pks,
-            tuple(sorted(clients, key=self._places.__getitem__)),
+            tuple(sorted(clients, key=self._ring_index.__getitem__)),
         )
-        self._sealed.clear()
-        self.phase, self._since = Phase.UNMASKING, now
-        return self.list
+        self._sealed_shares.clear()
+        self.phase, self._phase_started_at = SecaggPhase.UNMASKING, now
+        return self.uploaders
 
-    def _clients(self, device: str) -> Spoken:
-        if self.list is None:
+    def _on_get_client_list(self, device: str) -> SecaggOutcome:
+        if self.uploaders is None:
             return WAIT
-        if device not in self.list.clients:
-            return Spoken(Verdict.LATE, "this device's update is not in the sum")
-        return Spoken(Verdict.TAKEN, "", ClientList(self.list.clients))
+        if device not in self.uploaders.clients:
+            return SecaggOutcome(SecaggVerdict.LATE, "this device's update is not in the sum")
+        return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ClientList(self.uploaders.clients))
 
-    def _sign(self, device: str, ask: PushListSign | GetListSign) -> Spoken:
+    def _on_list_signature(self, device: str, ask: PushListSign | GetListSign) -> SecaggOutcome:
         """The signatures of enough neighbours, for devices that trust no list of a server's alone."""
-        if self.list is None or device not in self.list.clients:
-            return Spoken(Verdict.WRONG, "only devices on the list may sign it, and only once there is a list")
+        if self.uploaders is None or device not in self.uploaders.clients:
+            return SecaggOutcome(SecaggVerdict.INVALID, "only devices on the list may sign it, and only once there is a list")
         if ask.signature:
             self._signatures[device] = ask.signature
         if isinstance(ask, PushListSign):
-            return TAKEN
-        found = [ListSignature(d, self._signatures[d]) for d in [device, *self._near(device)] if d in self._signatures]
-        return Spoken(Verdict.TAKEN, "", SignatureList(tuple(found))) if len(found) >= self._needed else WAIT
+            return ACCEPTED
+        found = [ListSignature(d, self._signatures[d]) for d in [device, *self._neighbors(device)] if d in self._signatures]
+        return (
+            SecaggOutcome(SecaggVerdict.ACCEPTED, "", SignatureList(tuple(found)))
+            if len(found) >= self._shares_needed
+            else WAIT
+        )
 
-    def _reveal(self, device: str, ask: ReconstructSecrets) -> Spoken:
-        if self.list is None or device not in self.list.clients:
-            return Spoken(Verdict.WRONG, "only devices on the list may tell shares, and only once there is a list")
+    def _on_reconstruct_secrets(self, device: str, ask: ReconstructSecrets) -> SecaggOutcome:
+        if self.uploaders is None or device not in self.uploaders.clients:
+            return SecaggOutcome(
+                SecaggVerdict.INVALID, "only devices on the list may tell shares, and only once there is a list"
+            )
         if device in self._revealers or self.unmasking is not None:
-            return TAKEN
-        holders = {other for other in [device, *self._near(device)] if other in self._sharers}
+            return ACCEPTED
+        holders = {other for other in [device, *self._neighbors(device)] if other in self._sharers}
         told = {one.fl_id: one.share for one in ask.reconstruct_secret_shares}
         if told.keys() != holders or len(told) != len(ask.reconstruct_secret_shares):
-            return Spoken(Verdict.WRONG, f"there must be one share of each of {len(holders)} devices")
+            return SecaggOutcome(SecaggVerdict.INVALID, f"there must be one share of each of {len(holders)} devices")
         self._revealers[device] = None
         for other, share in told.items():
-            self._revealed.setdefault(other, {})[self._places[device] + 1] = share
-        if all(len(self._revealed.get(other, {})) >= self._needed for other in self._sharers):
-            self._unmask()
-        return TAKEN
+            self._revealed_shares.setdefault(other, {})[self._ring_index[device] + 1] = share
+        if all(len(self._revealed_shares.get(other, {})) >= self._shares_needed for other in self._sharers):
+            self._reconstruct_secrets()
+        return ACCEPTED
 
-    def _unmask(self) -> None:
-        assert self.list is not None
+    def _reconstruct_secrets(self) -> None:
+        assert self.uploaders is not None
         seeds: dict[str, bytes] = {}
         keys: dict[str, bytes] = {}
         factors: dict[tuple[int, ...], list[int]] = {}
         for device in self._sharers:
-            some = dict(sorted(self._revealed[device].items())[: self._needed])
+            some = dict(sorted(self._revealed_shares[device].items())[: self._shares_needed])
             places = tuple(some)
             if places not in factors:
-                factors[places] = shamir.weights(places)
+                factors[places] = shamir.lagrange_weights(places)
             try:
-                secret = shamir.join(some, factors[places])
+                secret = shamir.combine_shares(some, factors[places])
             except ValueError as error:
-                self.failed = f"the secret of a device cannot be put together: {error}"
+                self.failure_reason = f"the secret of a device cannot be put together: {error}"
                 return
-            (seeds if device in self.list.clients else keys)[device] = secret
-        self.unmasking = Unmasking(self.list, seeds, keys)
-        self._revealed.clear()
+            (seeds if device in self.uploaders.clients else keys)[device] = secret
+        self.unmasking = UnmaskingSecrets(self.uploaders, seeds, keys)
+        self._revealed_shares.clear()
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Close a phase whose window has ended, or give the round up."""
-        if self.failed or self._since < 0 or now - self._since < self._window_s:
+        if self.failure_reason or self._phase_started_at < 0 or now - self._phase_started_at < self._window_s:
             return
         window = f"within {self._window_s:g} s"
-        if self.phase is Phase.KEYS:
-            self._decide(len(self._keys), self._wanted, f"gave keys {window}", now, self._close_keys)
-        elif self.phase is Phase.SHARES:
-            self._decide(len(self._sharers), len(self._ring), f"shared their secrets {window}", now, self._close_shares)
-        elif self.phase is Phase.UPDATES:
-            self.failed = f"the updates did not come {window}"
+        if self.phase is SecaggPhase.KEYS:
+            self._end_phase_or_fail(len(self._keys), self._devices_max, f"gave keys {window}", now, self._end_keys_phase)
+        elif self.phase is SecaggPhase.SHARES:
+            self._end_phase_or_fail(
+                len(self._sharers), len(self._ring), f"shared their secrets {window}", now, self._end_shares_phase
+            )
+        elif self.phase is SecaggPhase.UPDATES:
+            self.failure_reason = f"the updates did not come {window}"
         elif self.unmasking is None:
-            self.failed = f"{len(self._revealers)} devices told their shares {window}, and {self._needed} are needed"
+            self.failure_reason = (
+                f"{len(self._revealers)} devices told their shares {window}, and {self._shares_needed} are needed"
+            )
 
-    def _decide(self, came: int, before: int, what: str, now: float, close: Callable[[float], None]) -> None:
-        least = max(least_of(before, self._share_ratio), self._least)
+    def _end_phase_or_fail(self, came: int, before: int, what: str, now: float, close: Callable[[float], None]) -> None:
+        least = max(min_count_for_share(before, self._share_ratio), self._updates_min)
         if came >= least:
             close(now)
         else:
-            self.failed = f"{came} devices {what}, and {least} are needed"
+            self.failure_reason = f"{came} devices {what}, and {least} are needed"

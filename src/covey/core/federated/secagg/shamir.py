@@ -13,7 +13,7 @@ SECRET_BYTES: Final = 32
 SHARE_BYTES: Final = 33
 
 
-def split(secret: bytes, places: Iterable[int], coefficients: Sequence[int]) -> dict[int, bytes]:
+def split_secret(secret: bytes, places: Iterable[int], coefficients: Sequence[int]) -> dict[int, bytes]:
     """A share for each place (from 1 on); `len(coefficients) + 1` are needed. Coefficients must be uniform below PRIME."""
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"a secret has {SECRET_BYTES} bytes, and this one {len(secret)}")
@@ -29,7 +29,7 @@ def split(secret: bytes, places: Iterable[int], coefficients: Sequence[int]) -> 
     return shares
 
 
-def weights(places: Sequence[int]) -> list[int]:
+def lagrange_weights(places: Sequence[int]) -> list[int]:
     """Lagrange's factors for the value at 0: the same for every secret whose shares lie at these places."""
     found = []
     for place in places:
@@ -42,9 +42,9 @@ def weights(places: Sequence[int]) -> list[int]:
     return found
 
 
-def join(shares: Mapping[int, bytes], factors: Sequence[int] | None = None) -> bytes:
+def combine_shares(shares: Mapping[int, bytes], factors: Sequence[int] | None = None) -> bytes:
     """The secret from exactly as many shares as are needed. Raises `ValueError` when they do not belong together."""
-    factors = factors if factors is not None else weights(list(shares))
+    factors = factors if factors is not None else lagrange_weights(list(shares))
     value = 0
     for factor, share in zip(factors, shares.values(), strict=True):
         number = int.from_bytes(share, "big")

@@ -12,13 +12,13 @@ from covey.core.federated.secagg.messages import (
     GetKeys,
     GetSecrets,
     KeyList,
-    Phase,
     ReconstructSecrets,
+    SecaggPhase,
+    SecaggVerdict,
     ShareList,
     ShareSecrets,
-    Verdict,
 )
-from covey.core.federated.secagg.protocol import SecureRound, Spoken
+from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import Told, Words
 from covey.federated.privacy.secagg_session import Session, units, unmask
@@ -30,7 +30,7 @@ class Sim:
     """Devices by number; each may stop at any phase."""
 
     def __init__(self, count: int, size: int = 5, *, least: int = 1, reconstruct: int = 0, seed: int = 0) -> None:
-        self.round = SecureRound(
+        self.round = SecaggRound(
             "cluster/1", wanted=count, least=least, share_ratio=0.1, reconstruct=reconstruct, window_s=10.0
         )
         self.names = [f"device-{number}" for number in range(count)]
@@ -46,15 +46,15 @@ class Sim:
         self.now = 0.0
         self._phase = self.round.phase
 
-    def ask(self, kind: type, name: str, **more: object) -> Spoken:
-        return self.round.hear(
+    def ask(self, kind: type, name: str, **more: object) -> SecaggOutcome:
+        return self.round.handle_request(
             kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more), self.now
         )
 
     def keys(self, names: list[str]) -> None:
         for name in names:
             one = self.sessions[name]
-            assert self.ask(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is Verdict.TAKEN
+            assert self.ask(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def shares(self, names: list[str]) -> None:
@@ -62,7 +62,7 @@ class Sim:
             keys = self.ask(GetKeys, name).payload
             assert isinstance(keys, KeyList)
             shares = self.sessions[name].share(keys)
-            assert self.ask(ShareSecrets, name, encrypted_shares=shares).verdict is Verdict.TAKEN
+            assert self.ask(ShareSecrets, name, encrypted_shares=shares).verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def upload(self, names: list[str]) -> None:
@@ -75,7 +75,7 @@ class Sim:
             self.uploads[name] = one.mask(words)
             self.plain += words
             self.total += self.uploads[name]
-        self.round.fix(set(names), self.now)
+        self.round.fix_uploaders(set(names), self.now)
 
     def reveal(self, names: list[str]) -> None:
         for name in names:
@@ -83,13 +83,13 @@ class Sim:
             assert isinstance(listed, ClientList)
             told = self.sessions[name].reveal(listed.clients)
             verdict = self.ask(ReconstructSecrets, name, reconstruct_secret_shares=told).verdict
-            assert verdict is Verdict.TAKEN
+            assert verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def _wait(self) -> None:
         """Until the phase's window ends, unless all came: then the next has begun, and goes on."""
         self.now += 11.0
-        if self.round.phase is self._phase or self.round.phase is Phase.UNMASKING:
+        if self.round.phase is self._phase or self.round.phase is SecaggPhase.UNMASKING:
             self.round.tick(self.now)
         self._phase = self.round.phase
 

@@ -20,16 +20,16 @@ from covey.core.federated.secagg.messages import (
     GetListSign,
     GetSecrets,
     KeyList,
-    Phase,
     PlainShare,
     PushListSign,
     ReconstructSecrets,
     RemoteKeys,
+    SecaggPhase,
+    SecaggVerdict,
     ShareSecrets,
     SignatureList,
-    Verdict,
 )
-from covey.core.federated.secagg.protocol import SecureRound
+from covey.core.federated.secagg.protocol import SecaggRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
 from covey.federated.privacy.fixed_point_ring import Told
@@ -78,7 +78,7 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
         return  # too few to hide among: a device refuses
     sharing = some(keyed)
     sim.shares(sharing)
-    needed = neighbor_graph.default_needed(len(keyed))
+    needed = neighbor_graph.default_share_threshold(len(keyed))
     if len(sharing) < needed:
         with pytest.raises(PeerError, match="shared secrets"):
             sim.upload(sharing)
@@ -86,12 +86,12 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
     sending = some(sharing)
     sim.upload(sending)
     if len(sending) < needed:
-        assert "are needed to take masks off" in sim.round.failed and sim.round.list is None
+        assert "are needed to take masks off" in sim.round.failure_reason and sim.round.uploaders is None
         return
     telling = some(sending)
     sim.reveal(telling)
     if len(telling) < needed:
-        assert f"{needed} are needed" in sim.round.failed and sim.round.unmasking is None
+        assert f"{needed} are needed" in sim.round.failure_reason and sim.round.unmasking is None
         return
     assert np.array_equal(sim.bare(), sim.plain)
     values, told = fixed_point_ring.decode(sim.bare(), units(sim.sessions[sending[0]].keys, REACH))
@@ -101,11 +101,11 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
 
 
 def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [neighbor_graph.degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
-    monkeypatch.setattr(neighbor_graph, "degree", lambda count: 10)
+    assert [neighbor_graph.choose_degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
+    monkeypatch.setattr(neighbor_graph, "choose_degree", lambda count: 10)
     sim = Sim(40)
     sim.keys(sim.names)
-    assert len(sim.round._key_list("device-0").remote_publickeys) == 10
+    assert len(sim.round._build_key_list("device-0").remote_publickeys) == 10
     sim.shares(sim.names)
     gone = sim.round._ring[3], sim.round._ring[20]
     sending = [name for name in sim.names if name not in gone]
@@ -117,7 +117,7 @@ def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.Monkey
 @given(st.integers(2, 60), st.integers(1, 30))
 def test_neighbours_are_mutual(size: int, half: int) -> None:
     names = [str(number) for number in range(size)]
-    near = [neighbor_graph.neighbours(names, place, 2 * half) for place in range(size)]
+    near = [neighbor_graph.ring_neighbors(names, place, 2 * half) for place in range(size)]
     assert all(place in near[other] for place in range(size) for other in near[place])
     assert all(len(found) == min(2 * half, size - 1) and place not in found for place, found in enumerate(near))
 
@@ -193,47 +193,47 @@ def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
     sim.keys(sim.names)
     sim.shares(sim.names)
     sim.upload(sim.names[1:])
-    kept = sim.round.list
+    kept = sim.round.uploaders
     assert kept is not None
-    sim.round = SecureRound.resume(kept, 10.0, sim.now)
-    assert sim.round.fix(set(sim.names[1:]), sim.now) == kept and not sim.round.failed
-    assert sim.ask(GetKeys, sim.names[0]).verdict is Verdict.LATE, "it has no keys to tell"
+    sim.round = SecaggRound.resume(kept, 10.0, sim.now)
+    assert sim.round.fix_uploaders(set(sim.names[1:]), sim.now) == kept and not sim.round.failure_reason
+    assert sim.ask(GetKeys, sim.names[0]).verdict is SecaggVerdict.LATE, "it has no keys to tell"
     sim.reveal(sim.names[1:])
     assert np.array_equal(sim.bare(), sim.plain)
-    other = SecureRound.resume(kept, 10.0, sim.now)
-    other.fix(set(sim.names[2:]), sim.now)
-    assert "not those of the list" in other.failed
+    other = SecaggRound.resume(kept, 10.0, sim.now)
+    other.fix_uploaders(set(sim.names[2:]), sim.now)
+    assert "not those of the list" in other.failure_reason
 
 
 def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
     sim = Sim(4)
-    assert sim.ask(GetSecrets, "device-0").verdict is Verdict.WAIT
+    assert sim.ask(GetSecrets, "device-0").verdict is SecaggVerdict.WAIT
     sim.keys(sim.names)
-    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.WRONG
+    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID
     sim.shares(sim.names[1:])
-    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.LATE
-    assert sim.ask(GetSecrets, "device-0").verdict is Verdict.LATE
-    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is Verdict.WRONG
+    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.LATE
+    assert sim.ask(GetSecrets, "device-0").verdict is SecaggVerdict.LATE
+    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is SecaggVerdict.INVALID
     sim.upload(sim.names[1:])
     share = (PlainShare("device-1", bytes(33)),)
-    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is Verdict.WRONG
+    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is SecaggVerdict.INVALID
     sim.sizes["nobody"] = 1
-    assert sim.ask(GetSecrets, "nobody").verdict is Verdict.LATE
+    assert sim.ask(GetSecrets, "nobody").verdict is SecaggVerdict.LATE
 
 
 def test_only_who_is_on_the_list_may_sign_it_and_enough_signatures_are_waited_for() -> None:
     sim = Sim(4)
     sim.keys(sim.names)
     sim.shares(sim.names)
-    assert sim.ask(GetClientList, "device-1").verdict is Verdict.WAIT
-    assert sim.ask(PushListSign, "device-1", signature=b"early").verdict is Verdict.WRONG
+    assert sim.ask(GetClientList, "device-1").verdict is SecaggVerdict.WAIT
+    assert sim.ask(PushListSign, "device-1", signature=b"early").verdict is SecaggVerdict.INVALID
     sim.upload(sim.names[1:])
-    assert sim.ask(GetClientList, "device-0").verdict is Verdict.LATE
-    assert sim.ask(PushListSign, "device-0", signature=b"not on it").verdict is Verdict.WRONG
-    needed = sim.round._needed
+    assert sim.ask(GetClientList, "device-0").verdict is SecaggVerdict.LATE
+    assert sim.ask(PushListSign, "device-0", signature=b"not on it").verdict is SecaggVerdict.INVALID
+    needed = sim.round._shares_needed
     for name in sim.names[1:needed]:
-        assert sim.ask(PushListSign, name, signature=name.encode()).verdict is Verdict.TAKEN
-    assert sim.ask(GetListSign, "device-1").verdict is Verdict.WAIT, "one is missing"
+        assert sim.ask(PushListSign, name, signature=name.encode()).verdict is SecaggVerdict.ACCEPTED
+    assert sim.ask(GetListSign, "device-1").verdict is SecaggVerdict.WAIT, "one is missing"
     said = sim.ask(GetListSign, sim.names[needed], signature=b"the last")
     assert isinstance(said.payload, SignatureList) and len(said.payload.client_list_sign) == needed
 
@@ -241,23 +241,23 @@ def test_only_who_is_on_the_list_may_sign_it_and_enough_signatures_are_waited_fo
 def test_a_round_goes_on_with_enough_and_is_given_up_with_fewer() -> None:
     few = Sim(4, least=3)
     few.keys(few.names[:2])
-    assert few.round.failed == "2 devices gave keys within 10 s, and 3 are needed"
+    assert few.round.failure_reason == "2 devices gave keys within 10 s, and 3 are needed"
     late = Sim(4)
-    assert late.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is Verdict.WRONG, "keys come first"
+    assert late.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, "keys come first"
     late.keys(late.names)
     late.shares(late.names)
     late.round.tick(late.now + 20.0)
-    assert late.round.failed == "the updates did not come within 10 s"
+    assert late.round.failure_reason == "the updates did not come within 10 s"
     strange = Sim(4)
     strange.keys(strange.names)
     strange.shares(strange.names[1:])
-    assert strange.round.fix({"device-0"}, 0.0) is None
-    assert strange.round.failed == "1 update came from devices that shared no secrets"
+    assert strange.round.fix_uploaders({"device-0"}, 0.0) is None
+    assert strange.round.failure_reason == "1 update came from devices that shared no secrets"
     alone = Sim(4, least=3)
     alone.keys(alone.names)
     alone.shares(alone.names)
-    assert alone.round.fix({"device-0"}, 0.0) is None
-    assert alone.round.failed == "1 update came, and 3 are needed to take masks off"
+    assert alone.round.fix_uploaders({"device-0"}, 0.0) is None
+    assert alone.round.failure_reason == "1 update came, and 3 are needed to take masks off"
 
 
 def test_shares_that_give_no_secret_end_the_round() -> None:
@@ -266,22 +266,22 @@ def test_shares_that_give_no_secret_end_the_round() -> None:
     sim.shares(sim.names)
     sim.upload(sim.names)
     for number, name in enumerate(sim.names):
-        told = sim.sessions[name].reveal(sim.round.list.clients)  # type: ignore[union-attr]
+        told = sim.sessions[name].reveal(sim.round.uploaders.clients)  # type: ignore[union-attr]
         wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
-        assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is Verdict.TAKEN
-    assert sim.round.failed == "the secret of a device cannot be put together: a share is not a number of the field"
+        assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is SecaggVerdict.ACCEPTED
+    assert sim.round.failure_reason == "the secret of a device cannot be put together: a share is not a number of the field"
 
 
 def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:
     sim = Sim(3)
     sim.keys(sim.names[:2])
-    sim.round.phase = Phase.KEYS  # its window goes on
+    sim.round.phase = SecaggPhase.KEYS  # its window goes on
     sim.sessions["device-0"] = Session("device-0")
     sim.keys([*sim.names[:1], *sim.names[2:]])
-    given = sim.round._key_list("device-1").remote_publickeys
+    given = sim.round._build_key_list("device-1").remote_publickeys
     assert sim.sessions["device-0"].s_pk in {one.s_pk for one in given} and len(given) == 2
     again = Session("device-0")
-    assert sim.ask(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is Verdict.LATE
+    assert sim.ask(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is SecaggVerdict.LATE
 
 
 def test_a_wrong_key_of_a_dropped_device_is_noticed() -> None:
@@ -307,7 +307,7 @@ def test_the_published_vectors_hold() -> None:
     assert secagg_masks.self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
     assert secagg_masks.seal(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
     assert raw["public_a"] != raw["public_b"]
-    split = shamir.split(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
+    split = shamir.split_secret(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
     assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
     units_ = fixed_point_ring.scale(found["reach"], found["samples"], found["devices"])
     assert list(units_) == found["units"]

@@ -15,35 +15,35 @@ SECRET = st.binary(min_size=32, max_size=32)
 
 @given(SECRET, st.integers(1, 8), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_any_needed_shares_give_the_secret_back(secret: bytes, needed: int, more: int, draw: random.Random) -> None:
-    shares = shamir.split(secret, range(1, needed + more + 1), [draw.randrange(shamir.PRIME) for _ in range(needed - 1)])
+    shares = shamir.split_secret(secret, range(1, needed + more + 1), [draw.randrange(shamir.PRIME) for _ in range(needed - 1)])
     chosen = dict(draw.sample(sorted(shares.items()), needed))
-    assert shamir.join(chosen) == secret
+    assert shamir.combine_shares(chosen) == secret
 
 
 @given(SECRET, SECRET)
 def test_fewer_shares_than_needed_fit_every_secret(one: bytes, other: bytes) -> None:
     """For any two secrets there are polynomials that agree at all places but one: those shares decide nothing."""
-    first = shamir.split(one, [1, 2, 3], [5, 7])
+    first = shamir.split_secret(one, [1, 2, 3], [5, 7])
     known = {place: first[place] for place in (1, 2)}
-    third = shamir.weights([1, 2, 3])
+    third = shamir.lagrange_weights([1, 2, 3])
     # The share at 3 that would make the same two shares belong to the other secret.
     lacking = int.from_bytes(other, "big") - sum(
         w * int.from_bytes(s, "big") for w, s in zip(third, known.values(), strict=False)
     )
     at_three = (lacking * pow(third[2], -1, shamir.PRIME) % shamir.PRIME).to_bytes(33, "big")
-    assert shamir.join({**known, 3: at_three}) == other
+    assert shamir.combine_shares({**known, 3: at_three}) == other
 
 
 def test_shares_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="not a number of the field"):
-        shamir.join({1: b"\xff" * 33})
+        shamir.combine_shares({1: b"\xff" * 33})
     with pytest.raises(ValueError, match="places begin at 1"):
-        shamir.split(bytes(32), [0], [5])
+        shamir.split_secret(bytes(32), [0], [5])
 
 
 def test_a_secret_has_32_bytes() -> None:
     with pytest.raises(ValueError, match="a secret has 32 bytes, and this one 31"):
-        shamir.split(bytes(31), [1], [])
+        shamir.split_secret(bytes(31), [1], [])
 
 
 def share(number: int) -> bytes:
@@ -53,21 +53,21 @@ def share(number: int) -> bytes:
 @pytest.mark.parametrize("shares", [{1: share(shamir.PRIME)}, {1: bytes(32)}, {1: bytes(34)}])
 def test_what_is_no_number_of_the_field_is_no_share(shares: dict[int, bytes]) -> None:
     with pytest.raises(ValueError, match=r"^a share is not a number of the field$"):
-        shamir.join(shares)
-    assert shamir.join({1: share(7)}) == (7).to_bytes(32, "big")
+        shamir.combine_shares(shares)
+    assert shamir.combine_shares({1: share(7)}) == (7).to_bytes(32, "big")
 
 
 def test_what_is_longer_than_any_secret_comes_of_shares_that_do_not_belong_together() -> None:
     for number in (2**256, shamir.PRIME - 1):
         with pytest.raises(ValueError, match=r"^the shares do not belong together: what they give is no secret$"):
-            shamir.join({1: share(number)})
-    assert shamir.join({1: share(2**256 - 1)}) == b"\xff" * 32
+            shamir.combine_shares({1: share(number)})
+    assert shamir.combine_shares({1: share(2**256 - 1)}) == b"\xff" * 32
 
 
 def test_places_lie_in_the_field_and_factors_belong_to_them() -> None:
     with pytest.raises(ValueError, match="places begin at 1"):
-        shamir.split(bytes(32), [shamir.PRIME], [5])
-    shares = shamir.split(b"\x01" * 32, [1, 2], [5])
-    assert shamir.join(shares, shamir.weights([1, 2])) == b"\x01" * 32
+        shamir.split_secret(bytes(32), [shamir.PRIME], [5])
+    shares = shamir.split_secret(b"\x01" * 32, [1, 2], [5])
+    assert shamir.combine_shares(shares, shamir.lagrange_weights([1, 2])) == b"\x01" * 32
     with pytest.raises(ValueError, match="argument 2 is longer"):
-        shamir.join(shares, shamir.weights([1]))
+        shamir.combine_shares(shares, shamir.lagrange_weights([1]))
