@@ -45,20 +45,20 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
 
     from bench.scripts.donor import a_state
     from covey.core.messages import Donor
-    from covey.training.state.pytree import path_of
-    from covey.training.state.transfer import fetch
+    from covey.training.state.pytree import tensor_path
+    from covey.training.state.transfer import fetch_from_donor
 
     donor = subprocess.Popen([sys.executable, str(DONOR), str(megabytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert donor.stdout is not None
         port, token, raw_port = donor.stdout.readline().decode().split()
         giver = Donor(0, ADDRESS, int(port), token)
-        homes = {path_of(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
+        homes = {tensor_path(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
         into = memoryview(bytearray(megabytes * 1_000_000 // 64 * 64))
         times = []
         for _ in range(rounds + 1):
             plain = seconds(lambda: raw(int(raw_port), into))
-            mine = seconds(lambda: fetch(giver, "state", homes))
+            mine = seconds(lambda: fetch_from_donor(giver, "state", homes))
             times.append((mine, plain, seconds(lambda: raw(int(raw_port), np.empty(into.nbytes, np.uint8).data))))
     finally:
         donor.communicate(timeout=LIMIT_S)

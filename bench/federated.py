@@ -38,7 +38,7 @@ from covey.federated.context import VARIABLE
 from covey.federated.device.client import Device
 from covey.federated.model_codec import raw
 from covey.federated.simulation.simulator import simulate
-from covey.transport.address import free_port
+from covey.transport.address import find_free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZES = {"62 k": 62_006, "1 M": 1_000_000}
@@ -61,7 +61,7 @@ def cluster(size: int, servers: int, threshold: int, durability: str, **settings
         save_file({"w": np.zeros(size, np.float32)}, f"{folder}/model.safetensors")
         first = _ports(servers)
         words = ["--servers", servers, "--threshold", threshold, "--iterations", 1_000_000, "--durability", durability]
-        words += ["--port", first, "--scheduler-port", free_port("127.0.0.1"), "--manage-port", 0, "--dir", folder]
+        words += ["--port", first, "--scheduler-port", find_free_port("127.0.0.1"), "--manage-port", 0, "--dir", folder]
         windows = ["start_fl_job_time_window", "update_model_time_window"]
         settings |= dict.fromkeys(windows, 3_600_000)
         words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
@@ -79,7 +79,7 @@ def cluster(size: int, servers: int, threshold: int, durability: str, **settings
 
 def _ports(count: int) -> int:
     while True:
-        first = free_port("127.0.0.1")
+        first = find_free_port("127.0.0.1")
         try:
             for number in range(1, count):
                 with socket.socket() as sock:

@@ -27,7 +27,7 @@ from covey.core.messages import (
 )
 from covey.core.types import Host, Progress, Role
 from covey.errors import PeerError
-from covey.transport.connection import Link, connect
+from covey.transport.connection import Connection, connect
 
 ADDRESS = "127.0.0.1"
 PER_HOST = 8  # nodes that share a host identity
@@ -68,7 +68,7 @@ class Node:
         host = number // PER_HOST
         self.flock = flock
         self.number = number
-        self.link: Link | None = None
+        self.link: Connection | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.wish = Register(
             role=Role.WORKER,
@@ -100,10 +100,10 @@ class Node:
         assert self.link is not None
         self.link.send(Leave())
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, link: Connection) -> None:
         link.send(self.wish)
 
-    def _heard(self, link: Link, message: Any) -> None:
+    def _heard(self, link: Connection, message: Any) -> None:
         if isinstance(message, Registered):
             self._beat_later()
         elif isinstance(message, RankAssigned):
@@ -120,10 +120,10 @@ class Node:
         elif isinstance(message, Refused):
             self.flock.refusal = message.reason
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _closed(self, link: Connection, reason: str) -> None:
         """One that came so late to its greeting that it was cut off calls again, as a real node does."""
         self._rest()
-        if not link.greeted:
+        if not link.has_finished_handshake:
             self.flock.retries += 1
             self.flock.calling.add(asyncio.get_running_loop().create_task(self.join()))
 

@@ -30,7 +30,7 @@ from covey.core.messages import (
     ToChildrenEnvelope,
 )
 from covey.core.types import Progress, Role
-from covey.transport.connection import Link
+from covey.transport.connection import Connection
 
 KILLED = 137
 
@@ -95,12 +95,12 @@ class Agent(Node):
         assert self.link is not None
         self.link.send(message)
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, link: Connection) -> None:
         self.link = link
         name = f"agent-{self.number}"
         link.send(RegisterAgent(name, name, self.host, PER_HOST, fingerprint=self.wish.fingerprint))
 
-    def _heard(self, link: Link, message: Any) -> None:
+    def _heard(self, link: Connection, message: Any) -> None:
         if isinstance(message, ToChildrenEnvelope):
             for child in message.children:
                 self._told(child, message.message)

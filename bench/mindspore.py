@@ -25,7 +25,7 @@ from bench.formation import BIN, COVEY, SCRIPTS, WAYS, measure
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from bench.training import deaths
-from covey.transport.address import free_port
+from covey.transport.address import find_free_port
 
 VERSION = "2.10.0"
 MINDSPORE, BY_HAND, RUN = f"MindSpore {VERSION}", "covey, by hand", "covey run"
@@ -36,7 +36,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 def start(command: list[str], n: int, folder: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
     """A scheduler and n workers of one script, by MS_* variables; the scheduler first."""
-    common = {"MS_WORKER_NUM": str(n), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port("127.0.0.1"))}
+    common = {"MS_WORKER_NUM": str(n), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(find_free_port("127.0.0.1"))}
     base = os.environ | common | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder)}
     found = []
     for number in range(-1, n):

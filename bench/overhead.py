@@ -96,7 +96,7 @@ def loading() -> dict[str, float]:
     import torch
 
     import covey
-    from covey.training.data.sample_schedule import Share
+    from covey.training.data.sample_schedule import RankShare
 
     torch.set_num_threads(1)
     dataset = torch.utils.data.TensorDataset(torch.randn(32 * BATCHES, 784), torch.randint(0, 10, (32 * BATCHES,)))
@@ -108,7 +108,7 @@ def loading() -> dict[str, float]:
         return 1e6 * (time.perf_counter() - began) / count
 
     def seeded() -> float:
-        return each(data.batches(Share(data.course(seed=0, world=1, accumulate=1), 0, None), 0))
+        return each(data.batches(RankShare(data.make_schedule(seed=0, world=1, accumulate=1), 0, None), 0))
 
     def plain() -> float:
         return each(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True))

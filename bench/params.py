@@ -27,9 +27,9 @@ import psutil
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.core.parameter_server.settings import ServingSettings
-from covey.parameter_server.client import Client, Given
-from covey.parameter_server.discovery import Peer
-from covey.parameter_server.messages import Begin, Spec
+from covey.parameter_server.client import GradientToPush, ParameterClient
+from covey.parameter_server.discovery import ServerEndpoint
+from covey.parameter_server.messages import InitialValues, ParameterSpec
 from covey.parameter_server.optimizers import SGD
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -40,18 +40,18 @@ LIMIT_S = 300.0
 
 
 @contextlib.contextmanager
-def flock(copies: int, servers: int = SERVERS) -> Iterator[tuple[Client, list[psutil.Process]]]:
+def flock(copies: int, servers: int = SERVERS) -> Iterator[tuple[ParameterClient, list[psutil.Process]]]:
     """Servers in processes of their own, and a worker here."""
     words = [[sys.executable, str(SCRIPTS / "rows.py"), "server", str(n), str(servers), str(copies)] for n in range(servers)]
     started = [subprocess.Popen(word, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for word in words]
     try:
-        peers = [msgspec.json.decode(p.stdout.readline(), type=Peer) for p in started if p.stdout is not None]
+        peers = [msgspec.json.decode(p.stdout.readline(), type=ServerEndpoint) for p in started if p.stdout is not None]
         for process in started:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(peers).decode() + "\n")
             process.stdin.flush()
         serving = ServingSettings(servers=servers, workers=1, copies=copies)
-        yield Client(serving, 0, lambda: 1, lambda n: peers[n]), [psutil.Process(p.pid) for p in started]
+        yield ParameterClient(serving, 0, lambda: 1, lambda n: peers[n]), [psutil.Process(p.pid) for p in started]
     finally:
         for process in started:
             process.kill()
@@ -63,12 +63,12 @@ def whole(copies: int, megabytes: int, rounds: int) -> list[float]:
     count = megabytes * 250_000
     with flock(copies) as (client, _):
         values = np.zeros(count, np.float32)
-        client.declare(Spec("w", count, 1, "float32", False, SGD(0.1), Begin("given")), values, first=True)
+        client.declare(ParameterSpec("w", count, 1, "float32", False, SGD(0.1), InitialValues("given")), values, first=True)
         found = []
         for step in range(rounds + 2):
             began = time.monotonic()
-            client.push(step, [Given("w", values, 0.1)], here=True)
-            client.pull_whole(step + 1, [("w", values)])
+            client.push(step, [GradientToPush("w", values, 0.1)], here=True)
+            client.pull_parameters(step + 1, [("w", values)])
             found.append(time.monotonic() - began)
     return found[2:]
 
@@ -109,12 +109,12 @@ def plain(megabytes: int, rounds: int) -> list[float]:
 def rows(copies: int, rounds: int) -> float:
     """Rows per second of 64 floats, pulled and pushed."""
     with flock(copies) as (client, _):
-        client.declare(Spec("t", ROWS, WIDTH, "float32", True, SGD(0.1), Begin("zeros")), None, first=True)
+        client.declare(ParameterSpec("t", ROWS, WIDTH, "float32", True, SGD(0.1), InitialValues("zeros")), None, first=True)
 
         def step(number: int) -> int:
             wanted = np.unique(np.random.default_rng(number).zipf(1.2, BATCH) % ROWS)
             values = client.pull_rows(number, "t", wanted)
-            client.push(number, [Given("t", values * np.float32(0.1), 0.1, wanted)], here=True)
+            client.push(number, [GradientToPush("t", values * np.float32(0.1), 0.1, wanted)], here=True)
             return len(wanted)
 
         step(0)
@@ -137,7 +137,7 @@ def weight(count: int) -> tuple[float, float]:
     from covey.parameter_server.optimizers import Momentum
 
     with flock(0, servers=1) as (client, [server]):
-        client.declare(Spec("t", count, 16, "float32", True, Momentum(0.1), Begin("normal")), None, first=True)
+        client.declare(ParameterSpec("t", count, 16, "float32", True, Momentum(0.1), InitialValues("normal")), None, first=True)
         client.pull_rows(0, "t", np.arange(4096))
         size = server.memory_info().rss
     return size / (count * 16 * 4 * 2), size / 1e9

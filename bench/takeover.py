@@ -27,7 +27,7 @@ from bench.report import Aim, Spread, aims_table, machine, publish, spread, tabl
 from covey.cli.scheduler_client import look
 from covey.core.types import Phase
 from covey.errors import PeerError
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 
 ROOT = Path(__file__).parents[1]
 WORLD, LEASE_S, SLACK_S, LIMIT_S = 4, 5.0, 1.0, 60.0
@@ -56,7 +56,7 @@ def etcd(folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, lease: str) -> Iterator[Door]:
+def cluster(folder: Path, lease: str) -> Iterator[SchedulerAddress]:
     """Four workers, a leader and its standby."""
     (folder / "train.py").write_text(SCRIPT)
     port = _free_port()
@@ -67,7 +67,7 @@ def cluster(folder: Path, lease: str) -> Iterator[Door]:
     with (folder / "output").open("wb") as output:
         run = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=output)
     try:
-        yield Door("127.0.0.1", port, SECRET)
+        yield SchedulerAddress("127.0.0.1", port, SECRET)
     except TimeoutError:
         for path in (folder / "output", *sorted((folder / "logs").rglob("scheduler*.log"))):
             print(f"--- {path.name}", *path.read_text().splitlines()[-TAIL:], sep="\n", file=sys.stderr)
@@ -81,7 +81,7 @@ def cluster(folder: Path, lease: str) -> Iterator[Door]:
             run.wait()
 
 
-async def leader(door: Door, other_than: int = 0) -> int:
+async def leader(door: SchedulerAddress, other_than: int = 0) -> int:
     """The process that leads, once the cluster is ready and it is another one."""
     async with asyncio.timeout(LIMIT_S):
         while True:
@@ -93,7 +93,7 @@ async def leader(door: Door, other_than: int = 0) -> int:
             await asyncio.sleep(0.01)
 
 
-async def take_over(door: Door, how: signal.Signals) -> float:
+async def take_over(door: SchedulerAddress, how: signal.Signals) -> float:
     pid = await leader(door)
     await asyncio.sleep(2 * LEASE_S / 5)  # its standby has seen it
     began = time.monotonic()

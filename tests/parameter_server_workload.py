@@ -7,38 +7,38 @@ from collections.abc import Callable
 
 import numpy as np
 
-from covey.parameter_server.client import Client, Given
-from covey.parameter_server.messages import Begin, Spec
+from covey.parameter_server.client import GradientToPush, ParameterClient
+from covey.parameter_server.messages import InitialValues, ParameterSpec
 from covey.parameter_server.optimizers import Adam, Array, LazyAdam
 
 WAIT_S = 60.0
 WORKERS = 3
 ROWS = 3000
-WHOLE = Spec("w", 1000, 1, "float32", False, Adam(0.1), Begin("given"))
-TABLE = Spec("t", ROWS, 4, "float32", True, LazyAdam(0.1), Begin("normal", 1.0, 3))
+WHOLE = ParameterSpec("w", 1000, 1, "float32", False, Adam(0.1), InitialValues("given"))
+TABLE = ParameterSpec("t", ROWS, 4, "float32", True, LazyAdam(0.1), InitialValues("normal", 1.0, 3))
 Seen = tuple[Array, Array]
 
 
-def declare(client: Client, whole: Spec = WHOLE) -> Client:
+def declare(client: ParameterClient, whole: ParameterSpec = WHOLE) -> ParameterClient:
     client.declare(whole, np.arange(1000, dtype=np.float32), first=client.rank == 0)
     client.declare(TABLE, None, first=client.rank == 0)
     return client
 
 
-def gradients(client: Client, step: int, rank: int) -> list[Given]:
+def gradients(client: ParameterClient, step: int, rank: int) -> list[GradientToPush]:
     """A function of the values of the step, and of the rank."""
     w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
+    client.pull_parameters(step, [("w", w)])
     rows = np.unique(np.random.default_rng((step, rank)).integers(0, ROWS, 64))
     return [
-        Given("w", w * np.float32(0.01 / (rank + 3)), 0.1),
-        Given("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
+        GradientToPush("w", w * np.float32(0.01 / (rank + 3)), 0.1),
+        GradientToPush("t", client.pull_rows(step, "t", rows) * np.float32(0.3), 0.1, rows),
     ]
 
 
-def values(client: Client, step: int) -> Seen:
+def values(client: ParameterClient, step: int) -> Seen:
     w = np.empty(1000, np.float32)
-    client.pull_whole(step, [("w", w)])
+    client.pull_parameters(step, [("w", w)])
     return w, client.pull_rows(step, "t", np.arange(ROWS))
 
 
@@ -75,7 +75,7 @@ class Training(Together):
 
     def __init__(
         self,
-        client: Callable[[int], Client],
+        client: Callable[[int], ParameterClient],
         steps: int,
         gate: threading.Semaphore | None = None,
         *,

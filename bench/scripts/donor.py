@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from covey.training.state.transfer import Donation, Server
+from covey.training.state.transfer import DonatedState, TransferServer
 
 PARTS = 16
 ADDRESS = "127.0.0.1"
@@ -30,7 +30,7 @@ def serve(plain: socket.socket, views: list[memoryview]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     state = a_state(int(sys.argv[1]))
-    given = Server(ADDRESS, state=lambda _: Donation(step=1, state=state))
+    given = TransferServer(ADDRESS, state=lambda _: DonatedState(step=1, state=state))
     plain = socket.create_server((ADDRESS, 0))
     views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
     threading.Thread(target=serve, args=(plain, views), daemon=True).start()

@@ -12,16 +12,16 @@ import sys
 import msgspec
 
 from covey.core.parameter_server.settings import ServingSettings
-from covey.parameter_server.discovery import Peer
-from covey.parameter_server.server import Server
+from covey.parameter_server.discovery import ServerEndpoint
+from covey.parameter_server.server import ParameterServer
 
 
 def serve(rank: int, servers: int, copies: int) -> None:
-    peers: list[Peer] = []
+    peers: list[ServerEndpoint] = []
     serving = ServingSettings(servers=servers, workers=1, copies=copies)
-    server = Server("127.0.0.1", serving, rank, 0, lambda number: peers[number])
-    print(msgspec.json.encode(server.peer).decode(), flush=True)
-    peers += msgspec.json.decode(sys.stdin.readline(), type=list[Peer])
+    server = ParameterServer("127.0.0.1", serving, rank, 0, lambda number: peers[number])
+    print(msgspec.json.encode(server.endpoint).decode(), flush=True)
+    peers += msgspec.json.decode(sys.stdin.readline(), type=list[ServerEndpoint])
     server.recover()
     sys.stdin.read()
 

@@ -81,10 +81,10 @@ def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False
         raise UsageError(
             "set_param_ps needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()"
         )
-    from covey.training.ps_parameters import mark
+    from covey.training.ps_parameters import mark_for_server
 
     _ = group().client  # says what is missing if this cluster has no servers
-    mark(target, recurse=recurse, init_in_server=init_in_server, optimizer=optimizer)
+    mark_for_server(target, recurse=recurse, init_in_server=init_in_server, optimizer=optimizer)
 
 
 def Embedding(vocab_size: int, embedding_size: int, **options: Any) -> Any:

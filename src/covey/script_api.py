@@ -13,12 +13,12 @@ import msgspec
 
 from covey.core.types import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
-from covey.log import configure, log
+from covey.log import configure_logging, log
 from covey.settings import load, require_raw, suspects
-from covey.training.collectives.communicator import Group
-from covey.worker.foreign_launchers import foreign, refusal
-from covey.worker.membership_thread import INCARNATION_VARIABLE, Node, door, wait_for_the_end
-from covey.worker.process_exit import say_plainly
+from covey.training.collectives.communicator import Communicator
+from covey.worker.foreign_launchers import describe_refusal, find_foreign_rank
+from covey.worker.membership_thread import INCARNATION_VARIABLE, MembershipThread, scheduler_address, wait_until_cluster_ends
+from covey.worker.process_exit import install_error_hook
 from covey.worker.spare import is_spare
 
 SEED_MAX: Final = 2**32 - 1
@@ -30,8 +30,8 @@ class _World:
 
     def __init__(self) -> None:
         self.ready = False
-        self.node: Node | None = None  # none: a world of one
-        self.group = Group(None)
+        self.node: MembershipThread | None = None  # none: a world of one
+        self.group = Communicator(None)
 
 
 _world = _World()
@@ -46,7 +46,7 @@ def init() -> None:
     """
     if _world.ready:
         return
-    say_plainly()
+    install_error_hook()
     try:
         if sentence := _federated():
             raise UsageError(sentence)
@@ -55,35 +55,35 @@ def init() -> None:
         if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
             require_raw(settings)
             if settings.role is Role.SCHEDULER:
-                from covey.scheduler.main import run_in_this_process
+                from covey.scheduler.main import run_scheduler_and_exit
 
-                run_in_this_process(loaded)
+                run_scheduler_and_exit(loaded)
             if settings.supervise and settings.role is Role.WORKER:
                 _stay_behind()
             role = Role.SPARE if is_spare() else settings.role
-            configure(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
+            configure_logging(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
             for remark in suspects(os.environ):
                 log.warning("%s", remark)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
-            node = Node(settings, door(settings))
+            node = MembershipThread(settings, scheduler_address(settings))
             place = node.join()
             if place.rank >= 0:
                 os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
-            _world.node, _world.group = node, Group(node)
-            node.at_end = _world.group.finish
+            _world.node, _world.group = node, Communicator(node)
+            node.on_program_end = _world.group.wait_for_all_ranks
             if settings.role is Role.PSERVER:
-                from covey.worker.parameter_server_role import serve
+                from covey.worker.parameter_server_role import run_parameter_server
 
-                serve(node, settings)
+                run_parameter_server(node, settings)
             if settings.role is not Role.WORKER:
-                wait_for_the_end(node)
+                wait_until_cluster_ends(node)
             if settings.server_num:
-                from covey.worker.parameter_server_role import serving_of
+                from covey.worker.parameter_server_role import make_serving_settings
 
-                _world.group.serving = serving_of(settings)
-        elif (found := foreign(os.environ)) is not None:
-            raise UsageError(refusal(found, Path(sys.argv[0]).name))
+                _world.group.serving_settings = make_serving_settings(settings)
+        elif (found := find_foreign_rank(os.environ)) is not None:
+            raise UsageError(describe_refusal(found, Path(sys.argv[0]).name))
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
@@ -94,8 +94,8 @@ def _stay_behind() -> None:
     """Once: not in a life of this process's own, nor under an agent, which does the same."""
     from covey.worker import supervisor
 
-    if INCARNATION_VARIABLE not in os.environ and supervisor.MARK_VARIABLE not in os.environ:
-        supervisor.stay_behind()
+    if INCARNATION_VARIABLE not in os.environ and supervisor.PROGRESS_FD_VARIABLE not in os.environ:
+        supervisor.run_supervised()
 
 
 def get_rank() -> int:
@@ -111,28 +111,28 @@ def get_group_size() -> int:
 def get_local_rank() -> int:
     """This worker's place among those of its host, from 0."""
     node = _joined().node
-    return node.place.local_rank if node is not None else 0
+    return node.assignment.local_rank if node is not None else 0
 
 
 def get_local_rank_size() -> int:
     """How many workers this host has."""
     node = _joined().node
-    return node.place.local_world if node is not None else 1
+    return node.assignment.local_world if node is not None else 1
 
 
 def restart_count() -> int:
     """How many lives of this rank there were before this one."""
     node = _joined().node
-    return node.place.restarts if node is not None else 0
+    return node.assignment.restarts if node is not None else 0
 
 
 def is_replacement() -> bool:
     """Whether this process took the place of one that died."""
     node = _joined().node
-    return (node is not None and node.began_as_spare) or restart_count() > 0
+    return (node is not None and node.started_as_spare) or restart_count() > 0
 
 
-def group() -> Group:
+def group() -> Communicator:
     """The group of all workers."""
     return _joined().group
 
@@ -145,8 +145,10 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
         return
     before = node.progress
     step, phase = (before.step, before.phase) if step is None else (step, phase)
-    said = msgspec.structs.replace(before, step=step, phase=phase[:PHASE_MAX], in_loop=node.finishes_steps, waiting_in="")
-    node.report(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite(loss)))
+    said = msgspec.structs.replace(
+        before, step=step, phase=phase[:PHASE_MAX], in_loop=node.leaves_at_step_boundary, waiting_in=""
+    )
+    node.report_progress(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite(loss)))
 
 
 def _finite(loss: Any) -> float:

@@ -74,7 +74,7 @@ class Shown:
         self.stops: list[str] = []
         self.scales: list[ScaleRequest] = []
         self.wishes: list[KillRequest | StopRequest] = []
-        self.story = EventLog()
+        self.event_log = EventLog()
         self.gone: list[tuple[str, str]] = []
 
     def view(self) -> ClusterView:
@@ -86,10 +86,10 @@ class Shown:
     def stop(self, reason: str) -> None:
         self.stops.append(reason)
 
-    def about(self) -> dict[str, Any]:
+    def console_details(self) -> dict[str, Any]:
         return {"kind": "training"}
 
-    async def ask(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
+    async def submit_request(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
         if isinstance(wish, ScaleRequest):
             self.scales.append(wish)
             return ScaleAccepted(len(self.scales), "as asked")
@@ -101,7 +101,7 @@ class Shown:
             raise PeerError(f"there is no node {node!r}")
         return LogChunk(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
 
-    async def host_gone(self, life: str, reason: str) -> None:
+    async def report_host_gone(self, life: str, reason: str) -> None:
         self.gone.append((life, reason))
 
 

@@ -338,7 +338,7 @@ def a_crowd() -> Shown:
     slow = msgspec.structs.replace(a_node(Role.WORKER, 4), busy_s=0.5, straggles=3.0, log="rank-4.log")
     source = Shown(a_view(*nodes, slow))
     for level in Level:
-        source.story.add(PublishEvent("worker-1", "died", "killed by SIGKILL", level), 1.0)
+        source.event_log.add(PublishEvent("worker-1", "died", "killed by SIGKILL", level), 1.0)
     return source
 
 

@@ -10,7 +10,7 @@ from tests.kubernetes.cluster import Kubernetes
 from covey.core.leader_election import LeaseRecord
 from covey.kubernetes.api_client import LEASE
 from covey.kubernetes.cas_store import KubernetesCells
-from covey.storage.cas_journal import open_shared
+from covey.storage.cas_journal import open_cas_journal
 
 
 def test_cells_compare_versions_and_the_lease_is_readable(kubernetes: Kubernetes) -> None:
@@ -25,8 +25,8 @@ def test_cells_compare_versions_and_the_lease_is_readable(kubernetes: Kubernetes
         assert await one.get("lease") == (theirs, second)
         spec = (await kubernetes.api.get(LEASE, kubernetes.namespace, "sched-lease"))["spec"]
         assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("b", 2)
-        journal = await open_shared(one, token=2, job="j", worker_num=1, server_num=0)
+        journal = await open_cas_journal(one, token=2, job="j", worker_num=1, server_num=0)
         await journal.commit()
-        assert (await open_shared(two, token=3, job="j", worker_num=1, server_num=0)).read() == ()
+        assert (await open_cas_journal(two, token=3, job="j", worker_num=1, server_num=0)).read() == ()
 
     kubernetes.do(asyncio.wait_for(check(), 60))

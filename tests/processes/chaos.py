@@ -28,7 +28,7 @@ from covey.cli.scheduler_client import scale
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.types import Phase, Role
 from covey.errors import PeerError
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 
 WORLD, MOST = 4, 7
 STEPS_PER_EPOCH = 4  # of 64 samples in batches of 16
@@ -127,7 +127,7 @@ class Chaos:
 
     def _scale(self, wanted: int) -> None:
         try:
-            asyncio.run(scale(Door("127.0.0.1", self.shell.port, ""), wanted))
+            asyncio.run(scale(SchedulerAddress("127.0.0.1", self.shell.port, ""), wanted))
             self.counts["scaled"] += 1
         except PeerError as refused:  # something else came first
             assert "not ready" in str(refused) or "already" in str(refused), refused

@@ -90,7 +90,7 @@ loop = covey.Loop(
     steps=int(os.environ.get("STEPS", "15")), accumulate=int(os.environ.get("ACCUMULATE", "2")),
     checkpoint=covey.Checkpoint(str(folder / "ckpt"), every=int(os.environ.get("EVERY", "1000"))),
 )
-seat = loop._walk.seat
+seat = loop._cursor.member_index
 net.last.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)
 optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
 print("BEGINS at", loop.step, flush=True)
@@ -101,13 +101,13 @@ for x in loop:
     ids += [int(i) for i in x]
     if loop.boundary:
         write(kind="took", step=loop.step, epoch=loop.epoch, seat=seat, ids=ids, world=covey.get_group_size(),
-              stands_in=not loop._walk.course.span(loop.step, loop._walk.index))
+              stands_in=not loop._cursor.schedule.member_range(loop.step, loop._cursor.member_position))
         ids = []
     (net(x).mean() * loop.weight).backward()
     if loop.boundary:
         optimizer.step()
         optimizer.zero_grad()
-        write(kind="counted", step=loop.step, seat=seat, seats=list(loop._walk.ahead.seats))
+        write(kind="counted", step=loop.step, seat=seat, seats=list(loop._cursor.schedule_ahead.seats))
         if loop.step % 4 == 3:
             fault(loop.step, "evaluation")
             worlds = covey.all_gather(torch.tensor(covey.get_rank()))

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from covey.core.messages import Message
-from covey.transport.connection import Link
-from covey.transport.framing import from_node
-from covey.transport.handshake import ServerGreeting
+from covey.transport.connection import Connection
+from covey.transport.framing import from_node_decoder
+from covey.transport.handshake import ServerHandshake
 
 Answer = Callable[[Any], list[Message]]
 
@@ -24,7 +24,7 @@ class FakeScheduler:
     def __init__(self, answer: Answer) -> None:
         self.heard: list[tuple[int, Any]] = []  # (which connection, message)
         self._answer = answer
-        self._links: list[Link] = []
+        self._links: list[Connection] = []
 
     def of(self, kind: type, node_id: str = "") -> list[Any]:
         """The messages of a kind; with a node id, only those of the connections on which that node registered."""
@@ -39,16 +39,16 @@ class FakeScheduler:
         for link in self._links:
             link.abort("the test is over")
 
-    def on_open(self, link: Link) -> None:
+    def on_open(self, link: Connection) -> None:
         self._links.append(link)
         link.id = len(self._links)
 
-    def on_message(self, link: Link, message: Any) -> None:
+    def on_message(self, link: Connection, message: Any) -> None:
         self.heard.append((link.id, message))
         for answer in self._answer(message):
             link.send(answer)
 
-    def on_close(self, link: Link, reason: str) -> None:
+    def on_close(self, link: Connection, reason: str) -> None:
         pass
 
 
@@ -58,8 +58,10 @@ def fake_scheduler(port: int, answer: Answer = lambda _: []) -> Iterator[FakeSch
     fake = FakeScheduler(answer)
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    def link() -> Link:
-        return Link(ServerGreeting(""), from_node, on_open=fake.on_open, on_message=fake.on_message, on_close=fake.on_close)
+    def link() -> Connection:
+        return Connection(
+            ServerHandshake(""), from_node_decoder, on_open=fake.on_open, on_message=fake.on_message, on_close=fake.on_close
+        )
 
     async def serve() -> None:
         done = asyncio.Event()

@@ -32,7 +32,7 @@ import psutil
 from covey.cli.scheduler_client import look
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.errors import CoveyError
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 
 DEADLINE_S = 90.0  # for any one event; reached only when something is wrong
 POLL_S = 0.01
@@ -305,7 +305,7 @@ class Cluster(Processes):
 
     def view(self, secret: str = "") -> ClusterView:
         """The cluster as its scheduler sees it now."""
-        return asyncio.run(look(Door(self.host, self.port, secret)))
+        return asyncio.run(look(SchedulerAddress(self.host, self.port, secret)))
 
     def until(self, happened: Callable[[ClusterView], Any], what: str, deadline_s: float = DEADLINE_S) -> ClusterView:
         """The first view in which `happened` is true; a scheduler that is not there yet is asked again."""

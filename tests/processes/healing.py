@@ -25,8 +25,8 @@ import torch
 from torch import nn
 import covey
 from covey.training.state import transfer
-from covey.training.collectives.gloo_group import Done, shut
-from covey.training.worker_context import Regroup
+from covey.training.collectives.gloo_group import WorkDone, shut_down_socket
+from covey.training.worker_context import GenerationStarted
 
 folder = pathlib.Path(sys.argv[1])
 wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word in os.environ.get("FAULTS", "").split()}
@@ -44,7 +44,7 @@ def fail(mark):
 def cut(mark):
     """What a peer sees whose connections to the others break."""
     for name, descriptor in loop._group.collectives._gloo._sockets.items():
-        shut(name, descriptor)
+        shut_down_socket(name, descriptor)
 
 
 def spin(mark):
@@ -112,8 +112,8 @@ optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
 net[0].weight.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
 net[4].weight.register_hook(lambda grad: fault(loop.step, "backward"))
 
-confirm, send_all = loop._checkpoint.confirm, transfer._send
-loop._checkpoint.confirm = lambda: (confirm(), fault(loop.step, "checkpoint"))          # written, not yet in its place
+confirm, send_all = loop._checkpoint.before_commit, transfer._send_state
+loop._checkpoint.before_commit = lambda: (confirm(), fault(loop.step, "checkpoint"))          # written, not yet in its place
 
 
 def give(connection, given):
@@ -123,11 +123,11 @@ def give(connection, given):
     fault(loop.step, f"gave-{kind}")
 
 
-transfer._send = give
+transfer._send_state = give
 
 if os.environ.get("LATE") == str(covey.get_rank()):
     # Forces "one step apart": this rank hears that a death changed the membership before it hears that step 5 is complete.
-    inbox, held = loop._group.meeting.inbox, []
+    inbox, held = loop._group.worker_context.inbox, []
 
     class Late:
         def put(self, news):
@@ -135,16 +135,16 @@ if os.environ.get("LATE") == str(covey.get_rank()):
 
         def get(self):
             news = inbox.get()
-            while isinstance(news, Done) and loop.step == 5 and not held:
+            while isinstance(news, WorkDone) and loop.step == 5 and not held:
                 later = inbox.get()
-                while not isinstance(later, Regroup):
+                while not isinstance(later, GenerationStarted):
                     later = inbox.get()
                 held.append(news)
                 print("LATE at step 5", flush=True)
                 news = later
             return news
 
-    loop._group.meeting.inbox = Late()
+    loop._group.worker_context.inbox = Late()
 
 for x, y in loop:
     with loop.retry(ConnectionError):

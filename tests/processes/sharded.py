@@ -12,18 +12,18 @@ from tests.processes.healing import SCRIPT as ORDINARY
 
 _SHARDED = """
 optimizer = covey.ShardedOptimizer(net.parameters(), torch.optim.Adam, lr=1e-3, copies=int(os.environ.get("COPIES", "1")))
-from covey.training.sharded_optimizer import Sharing
-issue = Sharing.issue
-Sharing.issue = lambda self, group: (self._optimizer.update(), fault(loop.step, "sharing"), issue(self, group))[2]
+from covey.training.sharded_optimizer import ShardedUpdate
+issue = ShardedUpdate.issue
+ShardedUpdate.issue = lambda self, group: (self._optimizer.compute_update(), fault(loop.step, "sharing"), issue(self, group))[2]
 """
 
 _MOMENTS = """
 held = sum(v.numel() for state in optimizer.state_dict()["state"].values() for v in state.values() if v.dim())
-mine = optimizer._wanted(covey.get_rank(), covey.get_group_size())
+mine = optimizer._needed_slots(covey.get_rank(), covey.get_group_size())
 assert held == 2 * sum(p.numel() for number, p in enumerate(net.parameters()) if number in mine), "and nothing else"
 print("HOLDS", held, "of", 2 * sum(p.numel() for p in net.parameters()), flush=True)
 moments = []
-mine = optimizer.parts(covey.get_group_size())[covey.get_rank()]
+mine = optimizer.slots_by_rank(covey.get_group_size())[covey.get_rank()]
 for number, parameter in enumerate(net.parameters()):
     shapes = {"step": torch.tensor(0.0), "exp_avg": parameter, "exp_avg_sq": parameter}
     for key in shapes:

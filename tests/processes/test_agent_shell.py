@@ -13,7 +13,7 @@ from typing import Any
 from tests.processes.fakes import FakeScheduler, fake_scheduler
 from tests.processes.harness import free_port, until
 
-from covey.agent.agent import Agent, AgentJob, Outcome
+from covey.agent.agent import Agent, AgentJob, RunOutcome
 from covey.agent.scheduler_supervisor import SchedulerProcess
 from covey.core.messages import (
     Assignment,
@@ -26,8 +26,8 @@ from covey.core.messages import (
     Registered,
 )
 from covey.errors import ExitCode
-from covey.runtime.node_runtime import Door
-from covey.scheduler.service import Kept
+from covey.runtime.node_runtime import SchedulerAddress
+from covey.scheduler.service import SchedulerHandoff
 from covey.settings import load
 from covey.template_process.protocol import ChildSpec
 
@@ -40,7 +40,7 @@ def lead(
     then: Callable[[Agent], None] = lambda agent: None,
     hangs_up: bool = False,
     command: Sequence[str] = ("true",),
-) -> tuple[Outcome, FakeScheduler]:
+) -> tuple[RunOutcome, FakeScheduler]:
     """How an agent's run ends, and who heard it. `then`: what is done once it was told what to run."""
     port = free_port()
     found: list[FakeScheduler] = []
@@ -52,11 +52,11 @@ def lead(
             found[0].hang_up()
         return [LeaveAcknowledged()] if isinstance(message, Leave) else []
 
-    async def run() -> Outcome:
+    async def run() -> RunOutcome:
         settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path), "COVEY_GRACE": "600"}).settings
         logs = str(tmp_path / "logs")
         job = AgentJob(command=list(command), python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
-        agent = Agent(job, settings, Door("127.0.0.1", port), {"PATH": os.environ["PATH"]})
+        agent = Agent(job, settings, SchedulerAddress("127.0.0.1", port), {"PATH": os.environ["PATH"]})
 
         def told(_: DesiredChildren) -> None:
             agent.on_start = lambda _: None  # once
@@ -73,10 +73,10 @@ def lead(
 
 
 def test_that_a_host_leaves_is_said_again_to_a_scheduler_that_was_away(tmp_path: Path) -> None:
-    outcome, heard = lead(tmp_path, then=lambda agent: agent.leave(signal.SIGTERM), hangs_up=True)
+    outcome, heard = lead(tmp_path, then=lambda agent: agent.drain_host(signal.SIGTERM), hangs_up=True)
     again = [message for link, message in heard.heard if link == 2]
     assert [type(message) for message in again if isinstance(message, Draining | Leave)] == [Draining, Leave]
-    assert outcome == Outcome(143, "the agent was asked to leave (SIGTERM)")
+    assert outcome == RunOutcome(143, "the agent was asked to leave (SIGTERM)")
 
 
 def test_a_worker_that_starts_during_the_second_ctrl_c_is_killed(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_worker_that_starts_during_the_second_ctrl_c_is_killed(tmp_path: Path)
         start = agent._children.start
 
         async def start_late(spec: ChildSpec) -> int:
-            agent.abandon()
+            agent.kill_all()
             pid = await start(spec)
             until(ready.exists, "the worker to ignore SIGTERM")
             return pid
@@ -96,7 +96,7 @@ def test_a_worker_that_starts_during_the_second_ctrl_c_is_killed(tmp_path: Path)
 
     stubborn = ("sh", "-c", f"trap '' TERM; touch {ready}; while :; do sleep 1; done")
     outcome, _ = lead(tmp_path, Assignment("0", 0, 1, 0), then=abandon_before_start, command=stubborn)
-    assert outcome == Outcome(130, "interrupted twice: everything was killed")
+    assert outcome == RunOutcome(130, "interrupted twice: everything was killed")
 
 
 def test_a_host_that_cannot_start_its_workers_says_why_to_the_scheduler(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tm
         gave_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         log_path = tmp_path / "logs" / "scheduler.log"
         log_path.parent.mkdir()
-        kept = Kept(sockets=([], []), journal=str(tmp_path))
+        kept = SchedulerHandoff(socket_fds=([], []), journal_folder=str(tmp_path))
         process = SchedulerProcess(kept, os.environ, log_path, lambda: False, lambda *said: gave_up.set_result(said))
         await process.start()
         shutil.rmtree(log_path.parent)

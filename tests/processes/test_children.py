@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.processes.child_helpers import HOME, Nursery, python
 
-from covey.agent.children import Exit, why
+from covey.agent.children import Exit, explain_os_error
 from covey.errors import StoreError, UsageError
 
 
@@ -279,5 +279,7 @@ def test_what_cannot_be_started_is_one_sentence(nursery: Nursery) -> None:
     with pytest.raises(UsageError, match="worker:1 has nothing to run"):
         nursery.start("worker:1")
     assert nursery.children.pid("worker:1") == 0
-    assert why(OSError(errno.EMFILE, "Too many open files")).endswith("files open and has them: allow it more (ulimit -n)")
-    assert why(OSError(errno.ENOMEM, "Cannot allocate memory")) == "[Errno 12] Cannot allocate memory"
+    assert explain_os_error(OSError(errno.EMFILE, "Too many open files")).endswith(
+        "files open and has them: allow it more (ulimit -n)"
+    )
+    assert explain_os_error(OSError(errno.ENOMEM, "Cannot allocate memory")) == "[Errno 12] Cannot allocate memory"

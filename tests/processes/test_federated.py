@@ -146,7 +146,7 @@ def test_devices_over_tls(shell: Shell) -> None:
     federation = Federation(
         shell, 2, 1, enable_ssl=True, config_file_path=config, server_password="pw", client_password="pw", fl_iteration_num=2
     )
-    contexts = tls.build(tls.read_config(config), server_password="pw", client_password="pw", now=datetime.now(UTC))
+    contexts = tls.build_contexts(tls.read_config(config), server_password="pw", client_password="pw", now=datetime.now(UTC))
     urls = [url.replace("http:", "https:") for url in federation.urls()]
     with Device(urls, "device-0", data_size=1, context=contexts.client) as device:
         assert [task.send(update(0, task.iteration)) for task in device.rounds()] == [True, True]

@@ -11,7 +11,7 @@ from tests.processes.command import Shell, shells
 from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
-from covey.runtime.fault_injection import full_disk
+from covey.runtime.fault_injection import fill_disk
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_training_outlasts_a_full_disk(shell: Shell, undisturbed: str) -> None
     with small_disk(shell.logs), small_disk(shell.folder / "marks"):
         run = healing.start(shell, script=talkative, FAULTS=f"{begins} {ends}")
         healing.reached(shell, begins)
-        with full_disk(shell.logs), full_disk(shell.folder / "marks"):
+        with fill_disk(shell.logs), fill_disk(shell.folder / "marks"):
             healing.release(shell, begins)
             healing.reached(shell, ends)
         healing.release(shell, ends)

@@ -16,7 +16,7 @@ from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
 from covey.federated.device.client import Refused
-from covey.runtime.fault_injection import full_disk
+from covey.runtime.fault_injection import fill_disk
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
         devices = [federation.device(number, number + 1) for number in range(4)]
         tasks = [task for task in (device.join() for device in devices) if task is not None]
         before = {process.pid for process in federation.processes("MS_SERVER")}
-        with full_disk(state):
+        with fill_disk(state):
             for number, (device, task) in enumerate(zip(devices, tasks, strict=True)):
                 device._patience_s = 0.0  # one answer is enough here
                 with pytest.raises(Refused, match=r"No space left on device\): free the disk") as refused:

@@ -18,8 +18,8 @@ from tests.parameter_server_workload import WAIT_S, WORKERS, Training, declare, 
 
 from covey.core.parameter_server.settings import ServingSettings
 from covey.core.parameter_server.sharding import Sharding, initial_sharding, rebalance_slots
-from covey.parameter_server.client import Client
-from covey.parameter_server.discovery import AGAIN_S, Peer
+from covey.parameter_server.client import ParameterClient
+from covey.parameter_server.discovery import RETRY_DELAY_S, ServerEndpoint
 
 STEPS = 60
 
@@ -29,29 +29,29 @@ import pathlib, sys, time
 import msgspec
 from covey.core.parameter_server.settings import ServingSettings
 from covey.core.parameter_server.sharding import Sharding
-from covey.parameter_server.discovery import Peer
-from covey.parameter_server.server import Server
+from covey.parameter_server.discovery import ServerEndpoint
+from covey.parameter_server.server import ParameterServer
 
 folder, rank, lives, serving, sharing = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 
 def find(server):
     while True:
         try:
-            return msgspec.json.decode((folder / str(server)).read_bytes(), type=Peer)
+            return msgspec.json.decode((folder / str(server)).read_bytes(), type=ServerEndpoint)
         except (OSError, msgspec.DecodeError):
             if (folder / f"{server}.left").exists():
                 return None
             time.sleep(0.01)
 
 serving = msgspec.json.decode(serving, type=ServingSettings)
-server = Server("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharding))
-server.on_settled = lambda version: print(version, flush=True)
+server = ParameterServer("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharding))
+server.on_in_sync = lambda version: print(version, flush=True)
 aside = folder / f".{rank}"
-aside.write_bytes(msgspec.json.encode(server.peer))
+aside.write_bytes(msgspec.json.encode(server.endpoint))
 aside.rename(folder / str(rank))
 server.recover()
 for line in sys.stdin:
-    server.share(msgspec.json.decode(line, type=Sharding))
+    server.set_sharding(msgspec.json.decode(line, type=Sharding))
 """
 
 
@@ -127,17 +127,17 @@ class Flock:
             process.wait()
         self.sharing = msgspec.structs.replace(self.sharing, leaving=())
 
-    def find(self, rank: int) -> Peer | None:
+    def find(self, rank: int) -> ServerEndpoint | None:
         while True:
             try:
-                return msgspec.json.decode((self.folder / str(rank)).read_bytes(), type=Peer)
+                return msgspec.json.decode((self.folder / str(rank)).read_bytes(), type=ServerEndpoint)
             except (OSError, msgspec.DecodeError):
                 if (self.folder / f"{rank}.left").exists():
                     return None
-                threading.Event().wait(AGAIN_S)
+                threading.Event().wait(RETRY_DELAY_S)
 
-    def client(self, rank: int) -> Client:
-        return declare(Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
+    def client(self, rank: int) -> ParameterClient:
+        return declare(ParameterClient(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -13,7 +13,7 @@ from tests.processes.harness import Cluster, Process, nodes_of, until
 
 from covey.core.messages import PROTOCOL, Message, Register, RendezvousPut
 from covey.core.types import Host, Phase, Role
-from covey.transport.framing import frame
+from covey.transport.framing import encode_frame
 
 # Nothing here may be explained by a timeout running out.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 1800, "MS_RECEIVE_MSG_TIMEOUT": 1800}
@@ -222,7 +222,7 @@ STRANGERS = {
     "a greeting of one word": (b"covey/1\nnonce\n", "wrong number of words"),
     "a frame without end": (b"covey/1\n00 -\n\xff\xff\xff\xff", "4294967295 bytes was announced"),
     "a frame of rubbish": (b"covey/1\n00 -\n\x00\x00\x00\x04rubb", "could not be read"),
-    "a message of ours it may not say": (b"covey/1\n00 -\n" + frame(Message()), "could not be read"),
+    "a message of ours it may not say": (b"covey/1\n00 -\n" + encode_frame(Message()), "could not be read"),
 }
 
 
@@ -296,7 +296,7 @@ def test_a_peer_that_registers_twice_over_one_connection_does_not_hold_two_place
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
         for node_id in ("0", "1"):
-            peer.sendall(frame(Register(Role.WORKER, node_id, f"life {node_id}", ANYWHERE)))
+            peer.sendall(encode_frame(Register(Role.WORKER, node_id, f"life {node_id}", ANYWHERE)))
         scheduler.wait_for("refused: its connection speaks for another node already")
     patient.until(lambda v: not nodes_of(v), "both places to be free again")
     patient.worker(0)
@@ -310,7 +310,7 @@ def test_a_visitor_cannot_pin_values_to_the_board_of_the_workers(patient: Cluste
     scheduler, _ = patient.formed()
     with greeted(patient) as peer:
         for number in range(100):
-            peer.sendall(frame(RendezvousPut(f"key {number}", os.urandom(size), 1)))
+            peer.sendall(encode_frame(RendezvousPut(f"key {number}", os.urandom(size), 1)))
             if size > 65_536:
                 break
     if size > 65_536:
@@ -323,7 +323,7 @@ def test_a_register_of_the_schedulers_own_role_is_refused(patient: Cluster) -> N
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
-        peer.sendall(frame(Register(Role.SCHEDULER, "0", "life", ANYWHERE)))
+        peer.sendall(encode_frame(Register(Role.SCHEDULER, "0", "life", ANYWHERE)))
         assert "no place for the role scheduler" in read_to_end(peer)
     scheduler.wait_for("refused: this cluster has no place for the role scheduler")
 
@@ -332,7 +332,7 @@ def test_names_from_the_wire_cannot_write_lines_of_their_own_into_the_log(patien
     scheduler = patient.scheduler(GLOG_v=0)
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
-        peer.sendall(frame(Register(Role.WORKER, "x\nforged line", "life", ANYWHERE)))
+        peer.sendall(encode_frame(Register(Role.WORKER, "x\nforged line", "life", ANYWHERE)))
         until(lambda: "forged line" in scheduler.text() or closed(peer), "the name to be logged or refused")
     assert "\nforged line" not in scheduler.text()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.agent.relay import UNSENT_MAX, Relay
+from covey.agent.relay import UNSENT_MAX, ChildRelay
 from covey.core.messages import (
     ChildDisconnected,
     ChildStarted,
@@ -34,7 +34,7 @@ from covey.core.messages import (
 )
 from covey.core.types import Host, Progress, Role
 from covey.errors import UsageError
-from covey.transport.connection import Link, connect_to_agent
+from covey.transport.connection import Connection, connect_to_agent
 
 LIMIT_S = 60.0
 ADDRESS = "10.1.1.1"
@@ -45,20 +45,20 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.address = ADDRESS
-        self.vacant = False
+        self.no_listener = False
         self.silence_s = -1.0
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.silent_s = 0.0
         self.waiting = 0
 
-    def say(self, message: Message) -> bool:
+    def try_send(self, message: Message) -> bool:
         self.said.put_nowait(message)
         return True
 
-    def unheard_s(self) -> float:
+    def since_last_heard_s(self) -> float:
         return self.silent_s
 
-    def unsent(self) -> int:
+    def unsent_bytes(self) -> int:
         return self.waiting
 
     async def hears(self) -> Message:
@@ -69,11 +69,11 @@ class Scheduler:
 class Child:
     """One process's connection."""
 
-    def __init__(self, relay: Relay, name: str) -> None:
+    def __init__(self, relay: ChildRelay, name: str) -> None:
         self.relay = relay
         self.wish = Register(Role.WORKER, name, f"life-{name}", Host("h", "h", ADDRESS))
         self.told: asyncio.Queue[Any] = asyncio.Queue()  # messages, and None for the end
-        self.link: Link | None = None
+        self.link: Connection | None = None
 
     async def call(self) -> Child:
         calls: dict[str, Any] = {
@@ -81,7 +81,7 @@ class Child:
             "on_message": lambda link, message: self.told.put_nowait(message),
             "on_close": lambda link, reason: self.told.put_nowait(None),
         }
-        self.link = await connect_to_agent(self.relay.path, **calls)
+        self.link = await connect_to_agent(self.relay.socket_path, **calls)
         return self
 
     def says(self, message: Message) -> None:
@@ -100,8 +100,8 @@ class Child:
 
 
 @asynccontextmanager
-async def relaying(folder: Path) -> AsyncIterator[tuple[Relay, Scheduler]]:
-    relay, scheduler = Relay(), Scheduler()
+async def relaying(folder: Path) -> AsyncIterator[tuple[ChildRelay, Scheduler]]:
+    relay, scheduler = ChildRelay(), Scheduler()
     await relay.open(str(folder))
     try:
         yield relay, scheduler
@@ -109,7 +109,7 @@ async def relaying(folder: Path) -> AsyncIterator[tuple[Relay, Scheduler]]:
         relay.close()
 
 
-async def member(relay: Relay, scheduler: Scheduler, name: str, number: int) -> Child:
+async def member(relay: ChildRelay, scheduler: Scheduler, name: str, number: int) -> Child:
     """A child that has registered, as the connection of this number."""
     child = await Child(relay, name).call()
     assert await child.hears() == SchedulerReachable(ADDRESS)
@@ -133,7 +133,7 @@ def test_words_go_both_ways_and_each_child_hears_its_own(folder: Path) -> None:
         async with relaying(folder) as (relay, scheduler):
             early = await Child(relay, "0").call()
             assert isinstance(await early.hears(), SchedulerUnreachable)
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             assert await early.hears() == SchedulerReachable(ADDRESS)
             early.says(early.wish)
             assert await scheduler.hears() == FromChildEnvelope(1, early.wish)
@@ -141,8 +141,8 @@ def test_words_go_both_ways_and_each_child_hears_its_own(folder: Path) -> None:
             pin = RendezvousPut("key", b"value", 1)
             late.says(pin)
             assert await scheduler.hears() == FromChildEnvelope(2, pin)
-            assert relay.heard(ToChildrenEnvelope([2], LeaveAcknowledged()))
-            assert not relay.heard(LeaderHeartbeat()), "the agent itself must hear it too"
+            assert relay.forward_to_children(ToChildrenEnvelope([2], LeaveAcknowledged()))
+            assert not relay.forward_to_children(LeaderHeartbeat()), "the agent itself must hear it too"
             assert [await late.hears(), await late.hears(), await early.hears()] == [
                 LeaveAcknowledged(),
                 LeaderHeartbeat(),
@@ -151,7 +151,7 @@ def test_words_go_both_ways_and_each_child_hears_its_own(folder: Path) -> None:
             assert late.link is not None
             late.link.close()
             assert await scheduler.hears() == ChildDisconnected(2, "closed by the other side")
-            assert relay.heard(DisconnectChild(1))
+            assert relay.forward_to_children(DisconnectChild(1))
             assert await early.hears() is None
             again = await member(relay, scheduler, "0", 3)
             again.says(Leave())
@@ -163,7 +163,7 @@ def test_words_go_both_ways_and_each_child_hears_its_own(folder: Path) -> None:
 def test_beats_are_gathered_and_a_silent_child_is_left_out(folder: Path) -> None:
     async def story() -> None:
         async with relaying(folder) as (relay, scheduler):
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             busy, idle, silent = [await member(relay, scheduler, str(n), n + 1) for n in range(3)]
             busy.says(Heartbeat(Progress(1, "train")))
             assert await scheduler.hears() == RelayedHeartbeats({1: Progress(1, "train")}), (
@@ -175,8 +175,10 @@ def test_beats_are_gathered_and_a_silent_child_is_left_out(folder: Path) -> None
             assert await scheduler.hears() == RelayedHeartbeats({1: Progress(3, "train"), 2: Progress()})
             idle.says(Heartbeat())
             assert await idle.unheard_s() < LIMIT_S  # it has been read
-            assert relay.beats() == RelayedHeartbeats({2: Progress()}), "what is no news goes with the agent's own beat"
-            assert relay.beats() == RelayedHeartbeats() and scheduler.said.empty()
+            assert relay.take_heartbeats() == RelayedHeartbeats({2: Progress()}), (
+                "what is no news goes with the agent's own beat"
+            )
+            assert relay.take_heartbeats() == RelayedHeartbeats() and scheduler.said.empty()
             silent.says(Leave())
             assert await scheduler.hears() == FromChildEnvelope(3, Leave())
 
@@ -186,16 +188,16 @@ def test_beats_are_gathered_and_a_silent_child_is_left_out(folder: Path) -> None
 def test_a_lost_scheduler_is_told_and_registered_at_anew(folder: Path) -> None:
     async def story() -> None:
         async with relaying(folder) as (relay, scheduler):
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             child = await member(relay, scheduler, "0", 1)
-            relay.lost("it was killed")
-            relay.lost("it was killed")
+            relay.on_scheduler_lost("it was killed")
+            relay.on_scheduler_lost("it was killed")
             assert await child.hears() == SchedulerUnreachable("it was killed")
             child.says(child.wish)
             assert (await Child(relay, "1").call()).link is not None
             other = await Child(relay, "2").call()
             assert await other.hears() == SchedulerUnreachable("it was killed")
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             assert await child.hears() == SchedulerReachable(ADDRESS)
             child.says(Leave())  # said before it had registered: to nobody
             child.says(child.wish)
@@ -207,13 +209,13 @@ def test_a_lost_scheduler_is_told_and_registered_at_anew(folder: Path) -> None:
 def test_that_a_loop_is_at_work_is_news_to_each_scheduler(folder: Path) -> None:
     async def story() -> None:
         async with relaying(folder) as (relay, scheduler):
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             child = await member(relay, scheduler, "0", 1)
             beat = Heartbeat(Progress(5, "train", in_loop=True))
             child.says(beat)
             assert await scheduler.hears() == RelayedHeartbeats({1: beat.progress})
-            relay.lost("it was killed")
-            relay.made(scheduler)
+            relay.on_scheduler_lost("it was killed")
+            relay.on_scheduler_connected(scheduler)
             assert [await child.hears(), await child.hears()] == [
                 SchedulerUnreachable("it was killed"),
                 SchedulerReachable(ADDRESS),
@@ -232,7 +234,7 @@ def test_that_a_loop_is_at_work_is_news_to_each_scheduler(folder: Path) -> None:
 def test_a_child_that_misbehaves_is_cut_off_alone(folder: Path, how: str) -> None:
     async def story() -> None:
         async with relaying(folder) as (relay, scheduler):
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             bad, good = await member(relay, scheduler, "0", 1), await member(relay, scheduler, "1", 2)
             if how == "a word of agents":
                 bad.says(ChildStarted("1", 1, 1))
@@ -255,7 +257,7 @@ def test_a_child_that_misbehaves_is_cut_off_alone(folder: Path, how: str) -> Non
 def test_a_child_is_surely_heard_only_by_its_own_words_and_their_acknowledgement(folder: Path) -> None:
     async def story() -> None:
         async with relaying(folder) as (relay, scheduler):
-            relay.made(scheduler)
+            relay.on_scheduler_connected(scheduler)
             loop = asyncio.get_running_loop()
             scheduler.silent_s = 1000.0
             began = loop.time()
@@ -264,7 +266,7 @@ def test_a_child_is_surely_heard_only_by_its_own_words_and_their_acknowledgement
             scheduler.silent_s = 0.0
             unheard = await child.unheard_s()
             assert unheard <= loop.time() - began
-            relay.beats()
+            relay.take_heartbeats()
             assert await child.unheard_s() > unheard, "the agent's own beat is not the child's"
             child.says(Heartbeat(Progress(1)))
             assert await scheduler.hears() == RelayedHeartbeats({1: Progress(1)})
@@ -272,12 +274,12 @@ def test_a_child_is_surely_heard_only_by_its_own_words_and_their_acknowledgement
             beat_at = loop.time()
             since_its_beat = loop.time() - beat_at
             assert await child.unheard_s() > since_its_beat, "its beat was not acknowledged: an older word counts"
-            relay.lost("cut")
+            relay.on_scheduler_lost("cut")
             assert await child.hears() == SchedulerUnreachable("cut")
             scheduler.silent_s = 0.0
             since_its_beat = loop.time() - beat_at
             assert await child.unheard_s() > since_its_beat
-            scheduler.vacant = True
+            scheduler.no_listener = True
             assert await child.unheard_s() == pytest.approx(0.0, abs=1e-3), "nobody is there who could give its place away"
             stranger = await Child(relay, "1").call()
             assert await stranger.hears() == SchedulerUnreachable("cut")
@@ -290,4 +292,4 @@ def test_a_folder_too_deep_for_a_socket_is_one_sentence(folder: Path) -> None:
     deep = folder / ("x" * 100)
     deep.mkdir()
     with pytest.raises(UsageError, match="set TMPDIR to a short path"):
-        asyncio.run(Relay().open(str(deep)))
+        asyncio.run(ChildRelay().open(str(deep)))

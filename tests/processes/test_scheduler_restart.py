@@ -17,7 +17,7 @@ from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
 from covey.agent.scheduler_supervisor import SchedulerProcess
 from covey.core.types import ClusterRecord, Ended, Phase
-from covey.scheduler.service import Kept
+from covey.scheduler.service import SchedulerHandoff
 from covey.storage.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
@@ -323,7 +323,7 @@ def test_a_scheduler_that_is_interrupted_while_it_imports_says_nothing(tmp_path:
 
     async def interrupted() -> int | None:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        kept = Kept(sockets=([], []), journal="")
+        kept = SchedulerHandoff(socket_fds=([], []), journal_folder="")
         process = SchedulerProcess(kept, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
         await process.start()
         await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")

@@ -72,8 +72,8 @@ elif kind == "begin":
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 if "LATE" in os.environ:  # a replacement asks for its state late, when whoever gives it may be in the middle of a change
     from covey.training.collectives import numbered as collectives
-    fetch = collectives.fetch
-    collectives.fetch = lambda *given, **named: (time.sleep(0.5), fetch(*given, **named))[1]
+    fetch = collectives.fetch_from_donor
+    collectives.fetch_from_donor = lambda *given, **named: (time.sleep(0.5), fetch(*given, **named))[1]
     optimizer.register_step_post_hook(lambda *_: time.sleep(1.5 * (loop.step == 12)))
 saved = covey.Checkpoint(str(folder / "ckpt"), every=10) if "SAVE" in os.environ else None
 loop = covey.Loop(net, optimizer, covey.Data(Clicks(), 8), steps=30, seed=7, checkpoint=saved)

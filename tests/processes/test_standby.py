@@ -22,7 +22,7 @@ from tests.processes.test_scheduler_restart import TRAIN_TOGETHER
 
 from covey.core.types import Phase
 from covey.errors import StoreError
-from covey.storage.cas_store import open_cells
+from covey.storage.cas_store import open_cas_store
 
 pytestmark = pytest.mark.timeout(300)
 LEADS = r"this scheduler leads, by token (\d+)"
@@ -206,12 +206,12 @@ def test_a_store_that_has_lost_its_data_is_not_believed(cluster: Recovering) -> 
     etcd = Etcd(cluster)
 
     async def check() -> None:
-        cells = open_cells(f"etcd://{etcd.address}", folder="", job="j")
+        cells = open_cas_store(f"etcd://{etcd.address}", folder="", job="j")
         version: int | None = 0
         for _ in range(5):
             version = await cells.put("lease", b"x", version or 0)
         etcd.wipe()
-        other = open_cells(f"etcd://{etcd.address}", folder="", job="j")
+        other = open_cas_store(f"etcd://{etcd.address}", folder="", job="j")
         for _ in range(8):  # more changes than there were before
             with pytest.raises(StoreError, match=r"has lost data .it was at revision 6, and then at 1.: put it back"):
                 await cells.get("lease")

@@ -37,8 +37,8 @@ class River(torch.utils.data.IterableDataset):
 covey.init()
 """
 TELLING = """
-tell = loop._walk.stream._tell
-loop._walk.stream._tell = lambda group: (fault(loop.step, "telling"), tell(group), fault(loop.step, "told"))
+tell = loop._cursor.stream._exchange_positions
+loop._cursor.stream._exchange_positions = lambda group: (fault(loop.step, "telling"), tell(group), fault(loop.step, "told"))
 """
 BEGINS = 'print("BEGINS at"'
 SCRIPT = healing.SCRIPT.replace("\ncovey.init()\n", STREAM).replace("Data(Noisy()", "Data(River()")

@@ -38,8 +38,8 @@ from covey.core.messages import (
 )
 from covey.core.types import ClusterRecord, ClusterSettings, Host, Phase, Progress, Role
 from covey.training.data import sample_schedule
-from covey.training.data.sample_schedule import Course
-from covey.training.seeding import mix
+from covey.training.data.sample_schedule import SampleSchedule
+from covey.training.seeding import derive_seed
 
 BOX = Host("boot", "box", "10.0.0.1")
 AGENT, SAMPLES, EPOCHS = 1, 83, 4
@@ -50,7 +50,7 @@ Result = tuple[int, tuple[int, ...]]  # the seating's version, and who took part
 class Rank:
     """One process: a course, and what it has completed."""
 
-    def __init__(self, link: int, path: Course, incarnation: int) -> None:
+    def __init__(self, link: int, path: SampleSchedule, incarnation: int) -> None:
         self.link, self.course, self.incarnation, self.step = link, path, incarnation, 0
         self.holds = 0  # slots of the optimizer's state, as bits
         self.place = RankAssigned(0, 0, 0, 0, 0)
@@ -65,7 +65,7 @@ class Rank:
 
     def complete(self, result: Result) -> None:
         self.last, self.seated = result, result[0]
-        self.course = self.course.after(self.step, result[1])
+        self.course = self.course.next_schedule(self.step, result[1])
         self.step += 1
 
     def take(self, other: Rank) -> None:
@@ -83,7 +83,7 @@ class Game:
         ladder = ("recover-in-place", "elastic-training")[self.random.randint(0, 1) :]
         self.settings = ClusterSettings(world, recovery=True, strategies=ladder)
         batch = self.random.randint(1, 3)
-        made = sample_schedule.begin(SAMPLES, batch_size=batch, accumulate=1, world=world, shuffle=True, seed=seed)
+        made = sample_schedule.initial_schedule(SAMPLES, batch_size=batch, accumulate=1, world=world, shuffle=True, seed=seed)
         self.begun = msgspec.structs.replace(made, steps=EPOCHS * made.steps_per_epoch)
         self.machine = SchedulerMachine(self.settings, cluster_id="c", job="j", now=0.0)
         self.disk: dict[str, Any] = {}
@@ -287,9 +287,9 @@ class Game:
             if not any(rank in reached for rank in self.ranks.values()):
                 return  # whoever had the result is gone: it does not count
         places = [path.seats.index(seat) if seat in path.seats else len(path.seats) for seat in present]
-        assert sum(path.weight(step, i, present) for i in places) == pytest.approx(1)
+        assert sum(path.member_weight(step, i, present) for i in places) == pytest.approx(1)
         # If whoever has the result dies before it has handed it over, the step is reduced again: then this counts instead.
-        self.counted[step] = path.place(step)[0], path.part(step, path.counted(step, present))
+        self.counted[step] = path.locate_step(step)[0], path.samples_at(step, path.counted_positions(step, present))
         if len(reached) == len(world) and step % 3 == 0:
             self.written = world[0].course, world[0].step, dict(self.counted)
 
@@ -298,10 +298,10 @@ class Game:
         for rank in self.ranks.values():
             rank.fresh = False
             self.beat(rank)
-        while any(rank.step < rank.course.end for rank in self.ranks.values()):
+        while any(rank.step < rank.course.total_steps for rank in self.ranks.values()):
             self.something()
             self.agree()
-            if self.ended or all(rank.step >= rank.course.end for rank in self.ranks.values()):
+            if self.ended or all(rank.step >= rank.course.total_steps for rank in self.ranks.values()):
                 break
             self.reduce()
             if self.agreed == self.machine.cluster.generation:
@@ -322,9 +322,9 @@ def live(seed: int) -> Counter[str]:
         return Counter(["ended"])
     kept = game.disk["ClusterRecord/c"]
     assert isinstance(kept, ClusterRecord) and len(game.ranks) == game.machine.cluster.size(Role.WORKER)
-    size = game.begun.size
+    size = game.begun.global_batch_size
     for epoch in range(EPOCHS):
-        order = sample_schedule._order(SAMPLES, True, mix(seed, epoch))
+        order = sample_schedule._epoch_order(SAMPLES, True, derive_seed(seed, epoch))
         found = Counter(sample for when, part in game.counted.values() if when == epoch for sample in part)
         assert found == Counter(order[: SAMPLES // size * size]), f"seed {seed}, epoch {epoch}"
     words = Counter(word.split()[2] for word in game.told)

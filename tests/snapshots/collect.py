@@ -164,10 +164,10 @@ def _default(value: Any) -> Any:
 
 @functools.cache
 def _documents() -> str:
-    """Return README, docs and examples, without the document that explains the code to its developers."""
+    """Return README, docs and examples, without the pages that explain the code to its developers."""
     paths = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     paths += [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".md", ".py")]
-    return "\n".join(path.read_text() for path in sorted(paths) if path.name != "architecture.md")
+    return "\n".join(path.read_text() for path in sorted(paths) if path.name not in ("architecture.md", "messages.md"))
 
 
 @functools.cache

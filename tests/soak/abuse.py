@@ -34,8 +34,8 @@ from tests.processes.test_taskd import MANAGER
 
 from covey.core.messages import Register, ViewRequest
 from covey.core.types import Host, Role
-from covey.transport.framing import frame
-from covey.transport.handshake import ClientGreeting
+from covey.transport.framing import encode_frame
+from covey.transport.handshake import ClientHandshake
 
 GROWTH_MAX = 256 << 20  # bytes by which a process may grow under any of it
 GIGABYTE = 1 << 30
@@ -146,7 +146,7 @@ class Site:
         for trick in TRICKS:
             with _greeted(self.ports["cluster"], SECRET) as sock:
                 wish = Register(Role.WORKER, trick, "a-life", Host("h", trick, "127.0.0.1"), {})
-                sock.sendall(frame(wish) + frame(ViewRequest()))
+                sock.sendall(encode_frame(wish) + encode_frame(ViewRequest()))
                 sock.settimeout(10)
                 assert sock.recv(65536), "an answer, whatever it is"
             for port in self.http.values():
@@ -203,9 +203,9 @@ def _heard(sock: socket.socket) -> bytes:
 @contextlib.contextmanager
 def _greeted(port: int, secret: str) -> Iterator[socket.socket]:
     """A connection of somebody who knows the secret."""
-    greeting = ClientGreeting(secret)
+    greeting = ClientHandshake(secret)
     with socket.create_connection(("127.0.0.1", port), 60) as sock:
-        sock.sendall(greeting.opening())
+        sock.sendall(greeting.first_line())
         rest: bytes | None = None
         while rest is None:
             reply, rest = greeting.feed(sock.recv(65536))

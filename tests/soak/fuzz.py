@@ -29,7 +29,7 @@ from covey.core.types import ClusterSettings, Host, Progress, Role
 from covey.errors import PeerError, UsageError
 from covey.management import schemas
 from covey.transport import framing
-from covey.transport.handshake import ClientGreeting, ServerGreeting
+from covey.transport.handshake import ClientHandshake, ServerHandshake
 
 LINKS = 6
 LENGTH_MAX = 60  # events of one sequence
@@ -42,8 +42,13 @@ Event = tuple[str, int, Message | None]  # what happened, over which link, and w
 
 def try_frames(data: bytes) -> None:
     """Any bytes, in any pieces, at each of the four decoders."""
-    decoders = (framing.from_node, framing.from_scheduler, framing.from_child, framing.from_agent)
-    incoming = framing.Frames(decoders[data[0] % 4] if data else framing.from_node, limit=1 << 16)
+    decoders = (
+        framing.from_node_decoder,
+        framing.from_scheduler_decoder,
+        framing.from_child_decoder,
+        framing.from_agent_decoder,
+    )
+    incoming = framing.FrameDecoder(decoders[data[0] % 4] if data else framing.from_node_decoder, limit=1 << 16)
     size = 1 + (data[1] if len(data) > 1 else 0)
     with contextlib.suppress(PeerError):
         for start in range(2, len(data), size):
@@ -53,10 +58,10 @@ def try_frames(data: bytes) -> None:
 def try_greeting(data: bytes) -> None:
     """Any bytes as the first words of the other side, with and without a secret."""
     for secret in ("", "a secret"):
-        for side in (ServerGreeting(secret, 1), ClientGreeting(secret)):
+        for side in (ServerHandshake(secret, 1), ClientHandshake(secret)):
             with contextlib.suppress(PeerError):
                 for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
-                    if isinstance(side, ServerGreeting):
+                    if isinstance(side, ServerHandshake):
                         side.feed(piece, 0.0)
                     else:
                         side.feed(piece)
@@ -74,7 +79,7 @@ BYTES: dict[str, Callable[[bytes], None]] = {"frames": try_frames, "greeting": t
 
 def corpus() -> list[bytes]:
     """Valid beginnings of all kinds."""
-    said = [bytes([n % 4, 7]) + framing.frame(message) for n, message in enumerate(valid())]
+    said = [bytes([n % 4, 7]) + framing.encode_frame(message) for n, message in enumerate(valid())]
     bodies = [b'{"worker_num": 2, "server_num": 0}', b'{"node_ids": ["1"]}', b'{"reason": "enough"}']
     nonce = "0" * 32
     return [*said, *bodies, b"covey/1\n", f"covey/1\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]

@@ -13,7 +13,7 @@ from bench.scoreboard import page
 from tests.documents import ROOT
 from tests.processes.harness import until
 
-from covey.storage.cluster_registry import process_started
+from covey.storage.cluster_registry import process_start_time
 
 
 def test_spread_of_an_odd_number_of_measurements() -> None:
@@ -70,7 +70,7 @@ def test_a_benchmark_that_is_asked_to_go_takes_all_along_that_it_started() -> No
     with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True, cwd=ROOT) as bench:
         assert bench.stdout is not None
         sleeper = int(bench.stdout.readline())
-        assert process_started(sleeper)
+        assert process_start_time(sleeper)
         bench.terminate()
         assert bench.wait(60) == 143
-    until(lambda: not process_started(sleeper), "what the shell started to be gone")
+    until(lambda: not process_start_time(sleeper), "what the shell started to be gone")

@@ -26,7 +26,7 @@ def test_versions_in_the_document_are_those_of_the_code() -> None:
     assert written == {
         "wire protocol, between all processes of a cluster": str(PROTOCOL),
         "journal of a scheduler": str(journal.FORMAT),
-        "checkpoint of `covey.Loop`": str(files.FORMAT),
+        "checkpoint of `covey.Loop`": str(files.FORMAT_VERSION),
         "rows of parameter servers in a checkpoint": str(row_files.FORMAT),
         "update log of a federated server": update_log._MAGIC.decode(),
         "record and models of a federated cluster": "none",

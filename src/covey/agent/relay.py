@@ -36,234 +36,242 @@ from covey.core.messages import (
 from covey.core.types import Progress
 from covey.errors import UsageError
 from covey.log import log
-from covey.transport.connection import Link, Listener
-from covey.transport.framing import from_child
+from covey.transport.connection import Connection, Listener
+from covey.transport.framing import from_child_decoder
 
-SOCKET: Final = "relay"
+SOCKET_NAME: Final = "relay"
 UNSENT_MAX: Final = 16 * 1024 * 1024  # bytes that wait for the scheduler, before a child that says more is cut off
-TELL_S: Final = 0.5  # shortest time between two words on progress
-TELL_PER_S: Final = 500  # such words, from all speakers together
+PROGRESS_INTERVAL_MIN_S: Final = 0.5  # shortest time between two words on progress
+PROGRESS_REPORTS_PER_S: Final = 500  # such words, from all speakers together
 NEVER: Final = float("-inf")
 
 
-def pace_s(speakers: int) -> float:
+def progress_interval_s(speakers: int) -> float:
     """How often each of so many may say how it gets on: not more often than people look, nor than one scheduler likes."""
-    return max(TELL_S, speakers / TELL_PER_S)
+    return max(PROGRESS_INTERVAL_MIN_S, speakers / PROGRESS_REPORTS_PER_S)
 
 
-class Upstream(Protocol):
+class RelayUplink(Protocol):
     """What the relay needs of the agent's own membership."""
 
     address: str
     silence_s: float
 
     @property
-    def vacant(self) -> bool: ...
+    def no_listener(self) -> bool: ...
 
-    def say(self, message: Message) -> bool: ...
-    def unheard_s(self) -> float: ...
-    def unsent(self) -> int: ...
+    def try_send(self, message: Message) -> bool: ...
+    def since_last_heard_s(self) -> float: ...
+    def unsent_bytes(self) -> int: ...
 
 
-class Caller:
+class ChildConnection:
     """One connection of a child. `number` is 0 until it has registered since the scheduler was reached."""
 
-    __slots__ = ("heard_at", "link", "number", "said_at", "told")
+    __slots__ = ("acknowledged_at", "connection", "last_sent_at", "number", "reported_progress")
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, link: Connection) -> None:
+        self.connection = link
         self.number = 0
-        self.told = Progress()
-        self.said_at = NEVER  # when its newest sign of life went to the scheduler
-        self.heard_at = NEVER  # when one went that surely arrived
+        self.reported_progress = Progress()
+        self.last_sent_at = NEVER  # when its newest sign of life went to the scheduler
+        self.acknowledged_at = NEVER  # when one went that surely arrived
 
-    def look_back(self, acknowledged_at: float) -> None:
+    def update_acknowledged(self, acknowledged_at: float) -> None:
         """Its newest sign of life has arrived if the scheduler's host acknowledged anything after it went."""
-        if acknowledged_at >= self.said_at:
-            self.heard_at = self.said_at
+        if acknowledged_at >= self.last_sent_at:
+            self.acknowledged_at = self.last_sent_at
 
 
-class Relay:
+class ChildRelay:
     """The children's door to the scheduler. Everything here runs in the agent's loop."""
 
     def __init__(self) -> None:
-        self.path = ""  # of its socket
-        self.hosts = 1  # that speak to the scheduler as this one does
-        self._callers: dict[Link, Caller] = {}
-        self._numbers: dict[int, Caller] = {}
-        self._last = 0
-        self._beats: dict[int, Progress] = {}
-        self._told_at = NEVER
-        self._telling: asyncio.TimerHandle | None = None
-        self._up: Upstream | None = None
-        self._reached = False
-        self._trouble = "the agent has not reached it yet"
+        self.socket_path = ""  # of its socket
+        self.host_count = 1  # that speak to the scheduler as this one does
+        self._connections: dict[Connection, ChildConnection] = {}
+        self._by_number: dict[int, ChildConnection] = {}
+        self._last_number = 0
+        self._pending_progress: dict[int, Progress] = {}
+        self._flushed_at = NEVER
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._uplink: RelayUplink | None = None
+        self._scheduler_reachable = False
+        self._unreachable_reason = "the agent has not reached it yet"
         self._listeners: list[Listener] = []
 
     async def open(self, folder: str) -> None:
         """Let children in. Only this user's processes can: the folder is the user's own."""
-        self.path = f"{folder}/{SOCKET}"
+        self.socket_path = f"{folder}/{SOCKET_NAME}"
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.bind(self.path)
+            sock.bind(self.socket_path)
         except OSError as error:
             sock.close()
-            raise UsageError(f"workers cannot be given a socket at {self.path} ({error}): set TMPDIR to a short path") from None
-        calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._said, "on_close": self._closed}
-        self._listeners.append(Listener([sock], "", None, decoder=from_child, **calls))
+            raise UsageError(
+                f"workers cannot be given a socket at {self.socket_path} ({error}): set TMPDIR to a short path"
+            ) from None
+        calls: dict[str, Any] = {
+            "on_open": self._on_child_connected,
+            "on_message": self._on_child_message,
+            "on_close": self._on_child_disconnected,
+        }
+        self._listeners.append(Listener([sock], "", None, decoder=from_child_decoder, **calls))
         await self._listeners[-1].open()
 
     @property
     def has_socket(self) -> bool:
         """Whether children find it: somebody may have removed it."""
-        return Path(self.path).exists()
+        return Path(self.socket_path).exists()
 
     def close(self) -> None:
         for listener in self._listeners:
             listener.close()
-        if self._telling is not None:
-            self._telling.cancel()
-        for link in list(self._callers):
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        for link in list(self._connections):
             link.abort("the agent ended")
-        Path(self.path).unlink(missing_ok=True)
+        Path(self.socket_path).unlink(missing_ok=True)
 
     # -- the agent's own link ----------------------------------------------------------------------------------------
 
-    def made(self, up: Upstream) -> None:
+    def on_scheduler_connected(self, up: RelayUplink) -> None:
         """The scheduler is reached, and the agent has registered."""
-        self._up, self._reached, self._last = up, True, 0
-        for caller in self._callers.values():
-            caller.link.send(SchedulerReachable(up.address, up.silence_s))
+        self._uplink, self._scheduler_reachable, self._last_number = up, True, 0
+        for caller in self._connections.values():
+            caller.connection.send(SchedulerReachable(up.address, up.silence_s))
 
-    def lost(self, reason: str) -> None:
-        self._trouble = reason
-        if not self._reached:
+    def on_scheduler_lost(self, reason: str) -> None:
+        self._unreachable_reason = reason
+        if not self._scheduler_reachable:
             return
-        self._reached = False
-        self._numbers.clear()
-        self._beats.clear()
-        for caller in self._callers.values():
-            caller.number, caller.told = 0, Progress()
-            caller.link.send(SchedulerUnreachable(reason))
+        self._scheduler_reachable = False
+        self._by_number.clear()
+        self._pending_progress.clear()
+        for caller in self._connections.values():
+            caller.number, caller.reported_progress = 0, Progress()
+            caller.connection.send(SchedulerUnreachable(reason))
 
-    def heard(self, message: Any) -> bool:
+    def forward_to_children(self, message: Any) -> bool:
         """What came over the agent's link; whether it was for children alone."""
         if isinstance(message, ToChildrenEnvelope):
             for number in message.children:
-                if number in self._numbers:
-                    self._numbers[number].link.send(message.message)
+                if number in self._by_number:
+                    self._by_number[number].connection.send(message.message)
         elif isinstance(message, DisconnectChild):
-            caller = self._forget(message.child)
+            caller = self._remove_number(message.child)
             if caller is not None:
-                caller.link.close("the scheduler hung up")
+                caller.connection.close("the scheduler hung up")
         else:
             if isinstance(message, LeaderHeartbeat):
-                for caller in self._numbers.values():
-                    caller.link.send(message)
+                for caller in self._by_number.values():
+                    caller.connection.send(message)
             return False
         return True
 
     # -- children ----------------------------------------------------------------------------------------------------
 
-    def _opened(self, link: Link) -> None:
-        if len(self._callers) >= RELAYED_CONNECTIONS_MAX:
+    def _on_child_connected(self, link: Connection) -> None:
+        if len(self._connections) >= RELAYED_CONNECTIONS_MAX:
             return link.abort(f"{RELAYED_CONNECTIONS_MAX} connections are open here")
-        self._callers[link] = Caller(link)
-        if self._up is None or not self._reached:
-            return link.send(SchedulerUnreachable(self._trouble))
-        return link.send(SchedulerReachable(self._up.address, self._up.silence_s))
+        self._connections[link] = ChildConnection(link)
+        if self._uplink is None or not self._scheduler_reachable:
+            return link.send(SchedulerUnreachable(self._unreachable_reason))
+        return link.send(SchedulerReachable(self._uplink.address, self._uplink.silence_s))
 
-    def _said(self, link: Link, message: FromChild | LastHeardRequest) -> None:
-        caller = self._callers.get(link)
+    def _on_child_message(self, link: Connection, message: FromChild | LastHeardRequest) -> None:
+        caller = self._connections.get(link)
         if caller is None:  # cut off
             return
         if isinstance(message, LastHeardRequest):
-            link.send(LastHeardReply(self._unheard_s(caller)))
-        elif isinstance(message, Register) and self._reached:
+            link.send(LastHeardReply(self._since_child_heard_s(caller)))
+        elif isinstance(message, Register) and self._scheduler_reachable:
             if not caller.number:
-                self._last += 1
-                caller.number = self._last
-                self._numbers[caller.number] = caller
-            self._carry(caller, message)
-            caller.said_at = asyncio.get_running_loop().time()
+                self._last_number += 1
+                caller.number = self._last_number
+                self._by_number[caller.number] = caller
+            self._forward_to_scheduler(caller, message)
+            caller.last_sent_at = asyncio.get_running_loop().time()
         elif not caller.number:
             return  # said before it knew that the scheduler was lost: it will register, and say again what counts
         elif isinstance(message, Heartbeat):
-            self._beat(caller, message.progress)
+            self._on_heartbeat(caller, message.progress)
         else:
-            self._carry(caller, message)
+            self._forward_to_scheduler(caller, message)
 
-    def _carry(self, caller: Caller, message: FromChild) -> None:
-        assert self._up is not None
-        if self._up.unsent() > UNSENT_MAX:
-            return self._cut_off(caller, f"it says more than the scheduler takes: {UNSENT_MAX} bytes wait")
-        self._up.say(FromChildEnvelope(caller.number, message))
+    def _forward_to_scheduler(self, caller: ChildConnection, message: FromChild) -> None:
+        assert self._uplink is not None
+        if self._uplink.unsent_bytes() > UNSENT_MAX:
+            return self._disconnect_child(caller, f"it says more than the scheduler takes: {UNSENT_MAX} bytes wait")
+        self._uplink.try_send(FromChildEnvelope(caller.number, message))
         return None
 
-    def _cut_off(self, caller: Caller, reason: str) -> None:
+    def _disconnect_child(self, caller: ChildConnection, reason: str) -> None:
         log.warning("a worker's connection is closed: %s", reason)
-        caller.link.abort(reason)
-        self._closed(caller.link, reason)
+        caller.connection.abort(reason)
+        self._on_child_disconnected(caller.connection, reason)
 
-    def _closed(self, link: Link, reason: str) -> None:
-        caller = self._callers.pop(link, None)
-        if link.misbehaved:
+    def _on_child_disconnected(self, link: Connection, reason: str) -> None:
+        caller = self._connections.pop(link, None)
+        if link.violated_protocol:
             log.warning("a connection to the agent was closed: %s", reason)
         if caller is not None and caller.number:
-            assert self._up is not None
-            self._up.say(ChildDisconnected(caller.number, reason))
-            self._forget(caller.number)
+            assert self._uplink is not None
+            self._uplink.try_send(ChildDisconnected(caller.number, reason))
+            self._remove_number(caller.number)
 
-    def _forget(self, number: int) -> Caller | None:
-        self._beats.pop(number, None)
-        caller = self._numbers.pop(number, None)
+    def _remove_number(self, number: int) -> ChildConnection | None:
+        self._pending_progress.pop(number, None)
+        caller = self._by_number.pop(number, None)
         if caller is not None:
             caller.number = 0
         return caller
 
     # -- beats -------------------------------------------------------------------------------------------------------
 
-    def _beat(self, caller: Caller, progress: Progress) -> None:
+    def _on_heartbeat(self, caller: ChildConnection, progress: Progress) -> None:
         """Keep it for the next word to the scheduler. A loop that has begun changes what a death is answered with, so that is
         said at once."""
-        self._beats[caller.number] = progress
-        if progress.in_loop and not caller.told.in_loop:
-            self.tell()
-        elif progress != caller.told and self._telling is None:
+        self._pending_progress[caller.number] = progress
+        if progress.in_loop and not caller.reported_progress.in_loop:
+            self.flush_heartbeats()
+        elif progress != caller.reported_progress and self._flush_timer is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_at(max(loop.time(), self._told_at + pace_s(self.hosts)), self.tell)
+            self._flush_timer = loop.call_at(
+                max(loop.time(), self._flushed_at + progress_interval_s(self.host_count)), self.flush_heartbeats
+            )
 
-    def tell(self) -> None:
+    def flush_heartbeats(self) -> None:
         """Say what has been gathered now, as before the news of a death, which is judged by how far everyone was."""
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        if self._up is not None and self._reached and self._beats:
-            self._told_at = asyncio.get_running_loop().time()
-            self._up.say(self.beats())
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        if self._uplink is not None and self._scheduler_reachable and self._pending_progress:
+            self._flushed_at = asyncio.get_running_loop().time()
+            self._uplink.try_send(self.take_heartbeats())
 
-    def beats(self) -> RelayedHeartbeats:
+    def take_heartbeats(self) -> RelayedHeartbeats:
         """The agent's beat, with those of its children that beat since the last."""
-        assert self._up is not None
+        assert self._uplink is not None
         now = asyncio.get_running_loop().time()
-        acknowledged_at = now - self._up.unheard_s()
-        said, self._beats = self._beats, {}
+        acknowledged_at = now - self._uplink.since_last_heard_s()
+        said, self._pending_progress = self._pending_progress, {}
         for number, progress in said.items():
-            caller = self._numbers[number]
-            caller.look_back(acknowledged_at)
-            caller.told, caller.said_at = progress, now
+            caller = self._by_number[number]
+            caller.update_acknowledged(acknowledged_at)
+            caller.reported_progress, caller.last_sent_at = progress, now
         return RelayedHeartbeats(said)
 
     # -- whether a child's place is surely its own -------------------------------------------------------------------
 
-    def _unheard_s(self, caller: Caller) -> float:
+    def _since_child_heard_s(self, caller: ChildConnection) -> float:
         """How long ago this child, and not only its agent, was last surely heard. Where no scheduler is, nobody can have given
         its place away since."""
         now = asyncio.get_running_loop().time()
-        if self._up is None:
+        if self._uplink is None:
             return float("inf")
         if caller.number:
-            caller.look_back(now - self._up.unheard_s())
-        elif self._up.vacant and caller.heard_at > NEVER:
-            caller.heard_at = max(caller.heard_at, now - self._up.unheard_s())
-        return now - caller.heard_at
+            caller.update_acknowledged(now - self._uplink.since_last_heard_s())
+        elif self._uplink.no_listener and caller.acknowledged_at > NEVER:
+            caller.acknowledged_at = max(caller.acknowledged_at, now - self._uplink.since_last_heard_s())
+        return now - caller.acknowledged_at

@@ -18,28 +18,30 @@ from typing import Final
 
 import msgspec
 
-from covey.agent.children import open_log, why
+from covey.agent.children import explain_os_error, open_log
 from covey.errors import ExitCode
 from covey.log import log
-from covey.runtime.listeners import Sockets
-from covey.scheduler.main import KEPT_VARIABLE
-from covey.scheduler.service import Kept
+from covey.runtime.listeners import ListeningSockets
+from covey.scheduler.main import HANDOFF_VARIABLE
+from covey.scheduler.service import SchedulerHandoff
 
-RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
-STEADY_S: Final = 60.0
-LINE_MAX: Final = 2000  # bytes of its log's last line
+SCHEDULER_RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
+STABLE_AFTER_S: Final = 60.0
+LAST_LINE_MAX: Final = 2000  # bytes of its log's last line
 # Interrupted while it imports, it ends as other programs do, without the story of an import.
-START: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.scheduler.main import main; main()"
+START_PROGRAM: Final = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.scheduler.main import main; main()"
+)
 
 
-class Schedulers:
+class SchedulerSupervisor:
     """The scheduler and its standbys. `over` says whether their end is expected; `gave_up` is called when the last of them
     cannot be kept alive."""
 
     def __init__(
         self,
         count: int,
-        sockets: Sockets,
+        sockets: ListeningSockets,
         environ: Mapping[str, str],
         *,
         journal: str,
@@ -50,18 +52,18 @@ class Schedulers:
         gave_up: Callable[[int, str], None],
     ) -> None:
         self._sockets = sockets  # held open for those who are started again
-        self._gave_up = gave_up
-        kept = Kept(
-            sockets=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.manage]),
-            journal=journal,
+        self._on_give_up = gave_up
+        kept = SchedulerHandoff(
+            socket_fds=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.management]),
+            journal_folder=journal,
             log_dir=str(log_path.parent),
-            called=called,
+            default_job=called,
             max_restarts=max_restarts,
-            agent=os.getpid(),
+            agent_pid=os.getpid(),
         )
         paths = [log_path, *(log_path.with_name(f"{log_path.stem}_{number}.log") for number in range(1, count))]
-        self._processes = [SchedulerProcess(kept, environ, path, over, self._one_less) for path in paths]
-        self._left = count
+        self._processes = [SchedulerProcess(kept, environ, path, over, self._on_process_lost) for path in paths]
+        self._remaining = count
 
     async def start(self) -> None:
         """Start them and watch them from now on."""
@@ -77,12 +79,12 @@ class Schedulers:
         for process in self._processes:
             process.signal(number)
 
-    def _one_less(self, code: int, reason: str) -> None:
-        self._left -= 1
-        if self._left:
-            log.warning("%s; %d of its standbys are left", reason, self._left)
+    def _on_process_lost(self, code: int, reason: str) -> None:
+        self._remaining -= 1
+        if self._remaining:
+            log.warning("%s; %d of its standbys are left", reason, self._remaining)
         else:
-            self._gave_up(code, reason)
+            self._on_give_up(code, reason)
 
 
 class SchedulerProcess:
@@ -90,30 +92,30 @@ class SchedulerProcess:
 
     def __init__(
         self,
-        kept: Kept,
+        kept: SchedulerHandoff,
         environ: Mapping[str, str],
         log_path: Path,
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
     ) -> None:
-        self._kept = kept
+        self._handoff = kept
         self._environ = environ
         self._log_path = log_path
-        self._over = over
-        self._gave_up = gave_up
+        self._is_end_expected = over
+        self._on_give_up = gave_up
         self._process: asyncio.subprocess.Process | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start it and watch it from now on."""
         self._log_path.unlink(missing_ok=True)
         await self._spawn()
-        self._watcher = asyncio.create_task(self._watch())
+        self._watch_task = asyncio.create_task(self._watch())
 
     async def stop(self, wait_s: float) -> None:
         """The cluster has ended: let it go by itself, then make it."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         if self._process is None or self._process.returncode is not None:
             return
         self.signal(signal.SIGINT)  # says nothing new to one whose cluster has ended
@@ -135,22 +137,22 @@ class SchedulerProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-c",
-                START,
+                START_PROGRAM,
                 "covey.scheduler.main",
-                env={**self._environ, KEPT_VARIABLE: msgspec.json.encode(self._kept).decode()},
+                env={**self._environ, HANDOFF_VARIABLE: msgspec.json.encode(self._handoff).decode()},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[number for group in self._kept.sockets for number in group],
+                pass_fds=[number for group in self._handoff.socket_fds for number in group],
                 process_group=0,  # Ctrl-C is the agent's to hear; the session stays, by which it knows its own from orphans
             )
         finally:
             os.close(output)
 
-    def _last_word(self) -> str:
+    def _read_last_line(self) -> str:
         """Its own sentence, without the time in front of it."""
         with contextlib.suppress(OSError):
-            *_, line = self._log_path.read_bytes()[-LINE_MAX:].decode(errors="replace").splitlines() or [""]
+            *_, line = self._log_path.read_bytes()[-LAST_LINE_MAX:].decode(errors="replace").splitlines() or [""]
             return line.partition(" covey scheduler: ")[2] or line or "it said nothing"
         return "it said nothing"
 
@@ -161,22 +163,25 @@ class SchedulerProcess:
             assert self._process is not None
             started = loop.time()
             code = await self._process.wait()
-            if self._over():
+            if self._is_end_expected():
                 return None
             if code == 0:  # the cluster has ended well, and this agent, stopped for a while, has not heard it
-                return self._gave_up(0, "the cluster ended while this process was stopped")
+                return self._on_give_up(0, "the cluster ended while this process was stopped")
             if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
-                return self._gave_up(code, f"the scheduler ended with code {code}: {self._last_word()} ({self._log_path})")
-            quick = quick + 1 if loop.time() - started < STEADY_S else 1
+                return self._on_give_up(
+                    code, f"the scheduler ended with code {code}: {self._read_last_line()} ({self._log_path})"
+                )
+            quick = quick + 1 if loop.time() - started < STABLE_AFTER_S else 1
             word = signal.Signals(-code).name if code < 0 else f"code {code}"
-            if quick > RESTARTS_MAX:
-                return self._gave_up(
+            if quick > SCHEDULER_RESTARTS_MAX:
+                return self._on_give_up(
                     ExitCode.SCHEDULER_LOST, f"the scheduler died {quick} times ({word}): see {self._log_path}"
                 )
             log.warning("the scheduler ended (%s) and is started again from its journal", word)
             try:
                 await self._spawn()
             except OSError as error:
-                return self._gave_up(
-                    ExitCode.SCHEDULER_LOST, f"the scheduler ended ({word}) and cannot be started again: {why(error)}"
+                return self._on_give_up(
+                    ExitCode.SCHEDULER_LOST,
+                    f"the scheduler ended ({word}) and cannot be started again: {explain_os_error(error)}",
                 )

@@ -7,28 +7,28 @@ from typing import Final
 
 from covey.core.messages import Assignment, DesiredChildren
 from covey.core.types import Role
-from covey.runtime.node_runtime import Door
-from covey.worker.spare import NAMELESS, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
+from covey.runtime.node_runtime import SchedulerAddress
+from covey.worker.spare import RANK_VARIABLES, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 
 # What a worker is told of its place and a run would read.
-PLACE: Final = (
+CLUSTER_VARIABLES: Final = (
     *("MS_ROLE", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_SERVER_NUM", "COVEY_WORKER_MAX"),
     *("COVEY_AGENT", "COVEY_INCARNATION", SPARE_VARIABLE, SPARE_STDERR_VARIABLE),
 )
 
 
-def forget_place(environ: MutableMapping[str, str]) -> None:
+def drop_cluster_variables(environ: MutableMapping[str, str]) -> None:
     """A run that a worker of another run starts is one of its own, and no host that comes too late to the other."""
     if "COVEY_AGENT" in environ:
-        for name in PLACE:
+        for name in CLUSTER_VARIABLES:
             environ.pop(name, None)
 
 
-def worker_environment(
+def make_worker_environment(
     base: Mapping[str, str],
     start: DesiredChildren,
     assignment: Assignment,
-    door: Door,
+    door: SchedulerAddress,
     *,
     worker_num: int,
     job: str,
@@ -63,7 +63,7 @@ def worker_environment(
         TORCH_NCCL_ASYNC_ERROR_HANDLING=found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # MindSpore's
         MS_ROLE="MS_PSERVER" if assignment.role is Role.PSERVER else "MS_WORKER",
-        MS_SCHED_HOST=door.name if door.others else door.host,
+        MS_SCHED_HOST=door.name if door.standby_addresses else door.host,
         MS_SCHED_PORT=str(door.port),
         MS_WORKER_NUM=str(worker_num),  # what was asked for at the start; the world may have changed since
         MS_NODE_ID=assignment.node_id,
@@ -75,8 +75,8 @@ def worker_environment(
         COVEY_AGENT=f"{door.name}@{relay}",
     )
     if assignment.role is Role.SPARE:
-        for name in NAMELESS:
+        for name in RANK_VARIABLES:
             found.pop(name, None)
-    if door.insist:
+    if door.secret_required:
         found["COVEY_SECRET"] = door.secret
     return found

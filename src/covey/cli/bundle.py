@@ -26,10 +26,10 @@ from covey.cli import status
 from covey.cli.scheduler_client import look as ask_view
 from covey.cli.scheduler_client import story as ask_story
 from covey.errors import CoveyError, StoreError, UsageError
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 from covey.settings import TABLE, load, rows, shown
 from covey.storage import cluster_registry
-from covey.storage.cluster_registry import Entry
+from covey.storage.cluster_registry import RegistryEntry
 
 LOG_MAX: Final = 1 << 20  # bytes of the end of each log
 FILES_MAX: Final = 1000
@@ -108,7 +108,7 @@ def bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, 
     return path, [*problems, *(f"{name}: the bundle holds {TOTAL_MAX >> 20} MB already" for name in archive.left_out)]
 
 
-def _cluster(master: str, *, needed: bool) -> tuple[Entry | None, Door | None]:
+def _cluster(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
     """The cluster that is meant; without one, the folders named are enough."""
     try:
         door = status.find(master)
@@ -116,10 +116,10 @@ def _cluster(master: str, *, needed: bool) -> tuple[Entry | None, Door | None]:
         if needed:
             raise
         return None, None
-    return next((e for e in cluster_registry.running() if e.address == (master or e.address)), None), door
+    return next((e for e in cluster_registry.running_clusters() if e.address == (master or e.address)), None), door
 
 
-def _ask(archive: Archive, door: Door) -> list[str]:
+def _ask(archive: Archive, door: SchedulerAddress) -> list[str]:
     """What the scheduler says. A cluster that does not answer is worth a bundle too."""
     try:
         archive.add_json("cluster.json", asyncio.run(ask_view(door)))
@@ -160,11 +160,11 @@ def _versions() -> dict[str, Any]:
     return {"python": sys.version, "platform": platform.platform(), "cores": os.cpu_count(), "packages": found}
 
 
-def _secrets(entry: Entry | None) -> set[bytes]:
+def _secrets(entry: RegistryEntry | None) -> set[bytes]:
     """Every secret value this command knows of."""
     settings = load(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
-    for known in cluster_registry.running() if entry is None else [entry]:
+    for known in cluster_registry.running_clusters() if entry is None else [entry]:
         values |= {known.secret, known.token}
     found = {value.encode(errors="surrogateescape") for value in values if value}
     with contextlib.suppress(OSError):  # what cannot be read here was not written by us either

@@ -33,8 +33,8 @@ from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.runtime import fault_injection
-from covey.runtime.node_runtime import Door
-from covey.storage.cluster_registry import process_started
+from covey.runtime.node_runtime import SchedulerAddress
+from covey.storage.cluster_registry import process_start_time
 
 LOOK_S: Final = 0.05  # between two looks for what is to come back
 BACK_S: Final = 120.0  # for something that was killed to be there again
@@ -87,7 +87,7 @@ def named(text: str) -> list[Fault]:
 class Chaos:
     """Faults at one cluster, as it is seen through its door."""
 
-    def __init__(self, door: Door, seed: int, every_s: float, wanted: Sequence[Fault]) -> None:
+    def __init__(self, door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault]) -> None:
         self._door, self._seed, self._every_s, self._wanted = door, seed, every_s, wanted
         self._view: ClusterView | None = None
         self._began = 0.0
@@ -145,16 +145,20 @@ class Chaos:
             if fault in NODE_FAULTS and not here:
                 return "no node of this cluster runs on this host"
             for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
-                fault_injection.keeper_of(pid)
+                fault_injection.find_supervisor(pid)
             if fault is Fault.CUT:
-                return fault_injection.why_no_cut(here[0], self._keepers)
+                return fault_injection.cut_blocker(here[0], self._keepers)
             if fault is Fault.DISK:
-                return fault_injection.why_no_disk(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
+                return (
+                    fault_injection.fill_disk_blocker(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
+                )
             if fault is Fault.CLOCK:
-                self._clock = fault_injection.clock_file(scheduler)
-            if fault is Fault.TEMPLATE and not (here and fault_injection.template_of(fault_injection.keeper_of(here[0]))):
+                self._clock = fault_injection.find_clock_file(scheduler)
+            if fault is Fault.TEMPLATE and not (
+                here and fault_injection.find_template_pid(fault_injection.find_supervisor(here[0]))
+            ):
                 return "this run forks nothing from a template"
-        except (fault_injection.Gone, UsageError) as error:
+        except (fault_injection.ProcessGone, UsageError) as error:
             return str(error)
         return ""
 
@@ -173,7 +177,7 @@ class Chaos:
                         if view.phase is Phase.ENDED:
                             self._over.set()
             await asyncio.sleep(LOOK_S)
-            if not any(process_started(keeper.pid) == keeper.create_time() for keeper in self._keepers):  # nobody heals it
+            if not any(process_start_time(keeper.pid) == keeper.create_time() for keeper in self._keepers):  # nobody heals it
                 self._over.set()
 
     async def _strike_on(self, effects: set[asyncio.Task[None]], times: int) -> None:
@@ -202,30 +206,30 @@ class Chaos:
         """Do it, and undo it when its time is over. Whoever is gone already needs nothing done."""
         words = " ".join([str(strike.fault), strike.node, f"for {strike.for_s:.1f} s" if strike.for_s else ""])
         click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
-        with contextlib.suppress(fault_injection.Gone):
+        with contextlib.suppress(fault_injection.ProcessGone):
             if strike.fault is Fault.KILL:
-                fault_injection.kill(strike.pid, self._keepers)
+                fault_injection.kill_process(strike.pid, self._keepers)
             elif strike.fault is Fault.STOP:
-                await fault_injection.stop(strike.pid, self._keepers, strike.for_s)
+                await fault_injection.suspend_process(strike.pid, self._keepers, strike.for_s)
             elif strike.fault is Fault.SLOW:
-                await fault_injection.slow(strike.pid, self._keepers, strike.for_s)
+                await fault_injection.slow_process(strike.pid, self._keepers, strike.for_s)
             elif strike.fault is Fault.CUT:
-                fault_injection.cut(strike.pid, self._keepers)
+                fault_injection.cut_connections(strike.pid, self._keepers)
             elif strike.fault is Fault.SCHEDULER:
-                fault_injection.kill(strike.pid, self._keepers)
+                fault_injection.kill_process(strike.pid, self._keepers)
                 await self._back(strike, lambda: self._scheduler() not in (0, strike.pid))
             elif strike.fault is Fault.TEMPLATE:
-                killed = fault_injection.template_of(self._keepers[0])
+                killed = fault_injection.find_template_pid(self._keepers[0])
                 if killed:
-                    fault_injection.kill(killed, self._keepers)
-                    await self._back(strike, lambda: fault_injection.template_of(self._keepers[0]) not in (0, killed))
+                    fault_injection.kill_process(killed, self._keepers)
+                    await self._back(strike, lambda: fault_injection.find_template_pid(self._keepers[0]) not in (0, killed))
             elif strike.fault is Fault.DISK:
                 assert self._view is not None
-                with fault_injection.full_disk(Path(self._view.log_dir)):
+                with fault_injection.fill_disk(Path(self._view.log_dir)):
                     await asyncio.sleep(strike.for_s)
             else:
                 assert strike.fault is Fault.CLOCK and self._clock is not None
-                with fault_injection.wrong_clock(self._clock, clock_jump_s(self._seed, strike.number)):
+                with fault_injection.shift_clock(self._clock, clock_jump_s(self._seed, strike.number)):
                     await asyncio.sleep(strike.for_s)
 
     def _scheduler(self) -> int:
@@ -265,8 +269,8 @@ def _keepers(view: ClusterView) -> list[psutil.Process]:
     """The `covey run`s of this cluster on this host, whose processes are hit. Raises `UsageError` if there is none."""
     found: dict[psutil.Process, None] = {}
     for node in _here(view).nodes:
-        with contextlib.suppress(fault_injection.Gone):
-            found[fault_injection.keeper_of(node.pid)] = None
+        with contextlib.suppress(fault_injection.ProcessGone):
+            found[fault_injection.find_supervisor(node.pid)] = None
     if not found:
         raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
     return list(found)
@@ -287,7 +291,7 @@ def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times:
     return int(ExitCode.PEER_FAILED) if failed else 0
 
 
-async def _run(door: Door, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:
+async def _run(door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):  # what was done is undone, as after Ctrl-C

@@ -17,7 +17,7 @@ from covey.cli.scheduler_client import Visit
 from covey.cli.spinner import waiting
 from covey.cli.status import find
 from covey.errors import CoveyError, ExitCode, UsageError
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 from covey.transport import address
 
 CONNECT_S: Final = 5.0
@@ -38,10 +38,10 @@ def check(where: str, as_json: bool) -> int:
 
 
 def _check(where: str, say: Say) -> int:
-    host, port = address.split(where)
+    host, port = address.split_host_port(where)
     if not port:
         raise UsageError(f"{where} has no port: give HOST:PORT")
-    name = address.join(host, port)
+    name = address.join_host_port(host, port)
     try:
         with socket.create_connection((host, port), CONNECT_S):
             say(f"{name} is reachable")
@@ -52,14 +52,14 @@ def _check(where: str, say: Say) -> int:
     try:
         return asyncio.run(_greet(door, say))
     except CoveyError as error:
-        if door.context is None and _speaks_tls(host, port):
+        if door.ssl_context is None and _speaks_tls(host, port):
             say("TLS is expected there: set COVEY_TLS to the cluster's config.json, and its password")
         else:
             say(str(error))
         return ExitCode.REFUSED
 
 
-async def _greet(door: Door, say: Say) -> int:
+async def _greet(door: SchedulerAddress, say: Say) -> int:
     before = time.time()
     async with Visit(door) as visit:
         after = time.time()

@@ -35,4 +35,6 @@ def clusters(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     """This user's clusters on this host."""
     from covey.storage import cluster_registry
 
-    return [CompletionItem(e.address, help=e.job) for e in cluster_registry.running() if e.address.startswith(incomplete)]
+    return [
+        CompletionItem(e.address, help=e.job) for e in cluster_registry.running_clusters() if e.address.startswith(incomplete)
+    ]

@@ -23,7 +23,7 @@ from covey.federated.context import Value, check, check_file, from_text
 from covey.federated.server.update_log import DURABILITIES
 from covey.settings import shown
 from covey.storage import cluster_registry
-from covey.storage.cluster_registry import Entry
+from covey.storage.cluster_registry import RegistryEntry
 from covey.transport import address
 
 STARTED = b"Server started successfully."
@@ -94,7 +94,7 @@ def up(
     if why := unreadable(Path(script)):
         raise UsageError(f"{shown(script)} cannot be {why}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
     if join:
-        ip, scheduler_port = address.split(join, scheduler_port)
+        ip, scheduler_port = address.split_host_port(join, scheduler_port)
     elif server_num and servers > server_num:
         raise UsageError(f"--servers {servers} are more than the whole cluster has: --server-num {server_num}")
     if servers < (1 if join or not server_num else 0):
@@ -126,7 +126,7 @@ def up(
     logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
     keeper = Keeper(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
     ports = {0: "of other hosts", 1: f"{port}"}.get(servers, f"{port} to {port + servers - 1}")
-    said = f"devices at port {ports}, scheduler at {address.join(ip, scheduler_port)}, logs in {logs}"
+    said = f"devices at port {ports}, scheduler at {address.join_host_port(ip, scheduler_port)}, logs in {logs}"
     own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
     sys.exit(asyncio.run(_keep_up(keeper, own, said)))
 
@@ -189,9 +189,9 @@ def status(master: str, as_json: bool) -> None:
             click.echo(f"privacy: epsilon {spent['epsilon']:.4g}{budget} spent at delta {spent['delta']:g}")
 
 
-def _entry(master: str) -> Entry:
+def _entry(master: str) -> RegistryEntry:
     """The federated cluster that is meant."""
-    running = [entry for entry in cluster_registry.running() if entry.job.startswith("federated")]
+    running = [entry for entry in cluster_registry.running_clusters() if entry.job.startswith("federated")]
     if master:
         running = [entry for entry in running if entry.address == master]
     if not running:
@@ -204,8 +204,8 @@ def _entry(master: str) -> Entry:
     return running[0]
 
 
-def _query(entry: Entry) -> dict[str, Any]:
-    host, port = address.split(entry.manage)
+def _query(entry: RegistryEntry) -> dict[str, Any]:
+    host, port = address.split_host_port(entry.manage)
     connection = http.client.HTTPConnection(host, port, timeout=10)
     try:
         connection.request("GET", "/queryInstance", headers={"Authorization": f"Bearer {entry.token}"})

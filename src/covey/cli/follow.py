@@ -18,8 +18,8 @@ from covey.cli.status import find
 from covey.core.effects import Level
 from covey.core.event_log import Event
 from covey.errors import UsageError
-from covey.log import one_line
-from covey.runtime.node_runtime import Door
+from covey.log import escape_unprintable
+from covey.runtime.node_runtime import SchedulerAddress
 
 COLOURS = {Level.WARNING: "yellow", Level.DETAIL: "bright_black"}
 
@@ -30,7 +30,7 @@ def top(master: str, as_json: bool) -> None:
     asyncio.run(_views(door) if as_json else Show(door, live=True, patience_s=SCHEDULER_BACK_S).watch())
 
 
-async def _views(door: Door) -> None:
+async def _views(door: SchedulerAddress) -> None:
     async with Visit(door) as visit:
         async for view in visit.follow():
             click.echo(msgspec.json.encode(view).decode())
@@ -46,7 +46,7 @@ def events(master: str, follow: bool, as_json: bool) -> None:
     return None
 
 
-async def _follow(door: Door, tell: Callable[[Event], None]) -> None:
+async def _follow(door: SchedulerAddress, tell: Callable[[Event], None]) -> None:
     async for event in follow_story(door):
         tell(event)
 
@@ -72,7 +72,10 @@ def _tell(event: Event, *, as_json: bool) -> None:
     if as_json:
         return click.echo(msgspec.json.encode(event).decode())
     at = f"{datetime.fromtimestamp(event.at, UTC).astimezone():%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    click.echo(f"{at}  {click.style(f'{one_line(event.node)} {event.what}', fg=_colour(event))}: {one_line(event.reason)}")
+    click.echo(
+        f"{at}  {click.style(f'{escape_unprintable(event.node)} {event.what}', fg=_colour(event))}: "
+        f"{escape_unprintable(event.reason)}"
+    )
     sys.stdout.flush()
     return None
 

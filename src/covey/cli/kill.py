@@ -11,7 +11,7 @@ from covey.cli.scheduler_client import kill as ask_to_kill
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.log import one_line
+from covey.log import escape_unprintable
 from covey.storage import cluster_registry
 
 
@@ -25,7 +25,7 @@ def kill(master: str, wanted: str) -> tuple[NodeView, str]:
     if not node.agent:
         process = f"process {node.pid}" if node.pid else "its process"
         sentence = f"{node.name} was not started by covey run, so no agent can kill it: kill {process} on {node.host}"
-        raise PeerError(one_line(sentence), ExitCode.REFUSED)
+        raise PeerError(escape_unprintable(sentence), ExitCode.REFUSED)
     return node, asyncio.run(ask_to_kill(door, node.name))
 
 
@@ -47,10 +47,12 @@ def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
     """No agent holds a scheduler. It is killed from here if it is a process of this user on this host."""
 
     def is_ours() -> bool:
-        return any((entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in cluster_registry.running())
+        return any(
+            (entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in cluster_registry.running_clusters()
+        )
 
     sentence = f"the scheduler is process {node.pid} on {node.host}, and none of yours on this host: kill it there"
-    refusal = PeerError(one_line(sentence), ExitCode.REFUSED)
+    refusal = PeerError(escape_unprintable(sentence), ExitCode.REFUSED)
     try:
         process = os.pidfd_open(node.pid)
     except OSError:
@@ -61,4 +63,4 @@ def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
         signal.pidfd_send_signal(process, signal.SIGKILL)
     finally:
         os.close(process)
-    return f"process {node.pid} of {node.name} on {one_line(node.host)} is killed"
+    return f"process {node.pid} of {node.name} on {escape_unprintable(node.host)} is killed"

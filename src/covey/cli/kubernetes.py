@@ -18,7 +18,7 @@ import msgspec
 from covey.cli.common import say
 from covey.cli.status import echo_line
 from covey.errors import ExitCode, UsageError
-from covey.log import configure, log
+from covey.log import configure_logging, log
 from covey.settings import load, shown
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _print_things(things: list[Thing], as_json: bool) -> None:
 def operate(where: Where, console: int = -1, **options: Any) -> None:
     """Run the operator here, against the current kubeconfig."""
     settings = load(os.environ).settings
-    configure(settings, "operator")
+    configure_logging(settings, "operator")
 
     async def work() -> None:
         from covey.kubernetes.operator import Options, run

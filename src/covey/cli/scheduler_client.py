@@ -26,8 +26,8 @@ from covey.core.messages import (
     ViewRequest,
 )
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.runtime.node_runtime import Door
-from covey.transport.connection import Link, connect
+from covey.runtime.node_runtime import SchedulerAddress
+from covey.transport.connection import Connection, connect
 from covey.transport.handshake import SecretNotRequired
 
 ANSWER_S: Final = 10.0
@@ -38,10 +38,10 @@ SCHEDULER_BACK_S: Final = 10.0
 class Visit:
     """One connection, as an async context manager."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: SchedulerAddress) -> None:
         self._door = door
         self._heard: asyncio.Queue[Any] = asyncio.Queue(maxsize=1000)
-        self._link: Link | None = None
+        self._link: Connection | None = None
 
     async def __aenter__(self) -> Visit:
         """Where there are several addresses, the one that answers is the leader's: the others listen when they lead."""
@@ -66,12 +66,12 @@ class Visit:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         opened.add_done_callback(lambda done: done.cancelled() or done.exception())  # who asked may be gone by then
 
-        def open_(link: Link) -> None:
+        def open_(link: Connection) -> None:
             if not opened.done():
                 opened.set_result(None)
 
-        def closed(link: Link, reason: str) -> None:
-            error = SecretNotRequired(reason) if link.refused else PeerError(reason, ExitCode.UNREACHABLE)
+        def closed(link: Connection, reason: str) -> None:
+            error = SecretNotRequired(reason) if link.peer_requires_no_secret else PeerError(reason, ExitCode.UNREACHABLE)
             if not opened.done():
                 opened.set_exception(error)
             elif link is self._link:
@@ -79,7 +79,7 @@ class Visit:
 
         calls = {"on_open": open_, "on_message": lambda _, message: self._put(message), "on_close": closed}
         door = self._door
-        self._link = await connect(host, port, door.secret, door.context, insist=door.insist, **calls)
+        self._link = await connect(host, port, door.secret, door.ssl_context, insist=door.secret_required, **calls)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await opened
@@ -95,7 +95,7 @@ class Visit:
     def clock(self) -> float:
         """The scheduler's wall clock as it greeted."""
         assert self._link is not None
-        return self._link.clock
+        return self._link.scheduler_clock
 
     async def ask(self, message: Message) -> Any:
         """Say something and wait for the answer."""
@@ -155,7 +155,7 @@ class Visit:
         self._heard.put_nowait(message)
 
 
-async def look(door: Door) -> ClusterView:
+async def look(door: SchedulerAddress) -> ClusterView:
     """The cluster as it is now."""
     async with Visit(door) as visit:
         told = await visit.ask(ViewRequest())
@@ -164,7 +164,7 @@ async def look(door: Door) -> ClusterView:
         return msgspec.json.decode(told.view, type=ClusterView)
 
 
-async def follow_story(door: Door, node: str = "", patience_s: float = SCHEDULER_BACK_S) -> AsyncIterator[Event]:
+async def follow_story(door: SchedulerAddress, node: str = "", patience_s: float = SCHEDULER_BACK_S) -> AsyncIterator[Event]:
     """The story as it grows, until the cluster has ended. A scheduler that is away is looked for again, for `patience_s`."""
     after, tried_until = 0.0, math.inf if patience_s == math.inf else 0.0
     clock = asyncio.get_running_loop().time
@@ -184,7 +184,7 @@ async def follow_story(door: Door, node: str = "", patience_s: float = SCHEDULER
         await asyncio.sleep(AGAIN_S)
 
 
-async def story(door: Door, node: str = "") -> list[Event]:
+async def story(door: SchedulerAddress, node: str = "") -> list[Event]:
     """The newest of the story."""
     async with Visit(door) as visit:
         async for events in visit.read(EventsRequest(node)):
@@ -192,7 +192,7 @@ async def story(door: Door, node: str = "") -> list[Event]:
     raise PeerError(f"{door.name} did not tell its story", ExitCode.UNREACHABLE)
 
 
-async def stop(door: Door, reason: str) -> None:
+async def stop(door: SchedulerAddress, reason: str) -> None:
     """Ask the cluster to end, and hear that it was understood."""
     async with Visit(door) as visit:
         answer = await visit.ask(StopRequest(reason))
@@ -200,7 +200,7 @@ async def stop(door: Door, reason: str) -> None:
             raise PeerError(f"{door.name} gave an answer that makes no sense")
 
 
-async def kill(door: Door, node: str) -> str:
+async def kill(door: SchedulerAddress, node: str) -> str:
     """Ask for a node's process to be killed; return what was decided."""
     async with Visit(door) as visit:
         answer = await visit.ask(KillRequest(node, "asked by covey kill"))
@@ -211,7 +211,7 @@ async def kill(door: Door, node: str) -> str:
         return answer.reason
 
 
-async def scale(door: Door, workers: int, servers: int = -1) -> ScaleAccepted:
+async def scale(door: SchedulerAddress, workers: int, servers: int = -1) -> ScaleAccepted:
     """Ask for another number of workers or parameter servers (-1: of the other), and hear what was decided."""
     async with Visit(door) as visit:
         answer = await visit.ask(ScaleRequest(workers, servers=servers))

@@ -19,12 +19,12 @@ from covey.cli.spinner import waiting
 from covey.core.cluster.view import ClusterView
 from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.log import one_line
+from covey.log import escape_unprintable
 from covey.runtime import credentials
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 from covey.settings import Settings, load, rows
 from covey.storage import cluster_registry
-from covey.storage.cluster_registry import Entry
+from covey.storage.cluster_registry import RegistryEntry
 from covey.transport import address
 
 RECOVERIES_SHOWN = 5
@@ -35,20 +35,20 @@ NONE_RUNS = (
 WIDE = 1000  # columns of a pipe
 
 
-def find(master: str) -> Door:
+def find(master: str) -> SchedulerAddress:
     """The door of the cluster that is meant: the one named, else this user's only one on this host, else that of
     MS_SCHED_HOST."""
-    running = cluster_registry.running()
+    running = cluster_registry.running_clusters()
     settings = load(os.environ).settings
     if not master and not running and settings.sched_host and settings.sched_port:
-        named = address.several(settings.sched_host, settings.sched_port)
-        master = ",".join(address.join(host, port) for host, port in named)
+        named = address.split_list(settings.sched_host, settings.sched_port)
+        master = ",".join(address.join_host_port(host, port) for host, port in named)
     if master:
-        named = [address.split(one.strip()) for one in master.split(",")]
+        named = [address.split_host_port(one.strip()) for one in master.split(",")]
         if not all(port for _, port in named):
             raise UsageError(f"--master {master} has no port: give HOST:PORT, or several with commas between them")
         (host, port), *others = named
-        known = next((e for e in running if e.address in {address.join(*one) for one in named}), None)
+        known = next((e for e in running if e.address in {address.join_host_port(*one) for one in named}), None)
         return door_of(known) if known is not None else _door(Settings(), host, port, *others)
     if not running:
         raise UsageError(NONE_RUNS, ExitCode.UNREACHABLE)
@@ -58,23 +58,23 @@ def find(master: str) -> Door:
     return door_of(running[0])
 
 
-def door_of(entry: Entry) -> Door:
+def door_of(entry: RegistryEntry) -> SchedulerAddress:
     """The door of a cluster in the registry, with the secret it keeps for us."""
-    host, port = address.split(entry.address)
+    host, port = address.split_host_port(entry.address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return _door(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
 
 
-def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> Door:
+def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> SchedulerAddress:
     settings = load(os.environ).settings
     settings = msgspec.structs.replace(
         settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
     )
-    guard = credentials.find(settings)
-    return Door(host, port, guard.secret, guard.configured, guard.client, others)
+    guard = credentials.load_credentials(settings)
+    return SchedulerAddress(host, port, guard.secret, guard.secret_configured, guard.client_context, others)
 
 
-def look(door: Door) -> ClusterView:
+def look(door: SchedulerAddress) -> ClusterView:
     """The cluster as it is now."""
     with waiting(f"waiting for {door.name}"):
         return asyncio.run(ask_view(door))
@@ -82,7 +82,7 @@ def look(door: Door) -> ClusterView:
 
 def status(master: str, as_json: bool) -> None:
     """One cluster in full; without --master, all of this user's, as far as they answer."""
-    running = cluster_registry.running()
+    running = cluster_registry.running_clusters()
     if master or len(running) < 2:
         return _print_status(look(find(master)), as_json)
     for entry in running:
@@ -125,7 +125,7 @@ def nodes(master: str, as_json: bool) -> None:
 def node_lines(view: ClusterView) -> list[str]:
     """Return a header and one line per node. The first word is the node's name, the last one its pid, or "-" if unknown."""
     rows = [["node", *COLUMNS, "pid"]]
-    rows += [[one_line(node.name), *row(node), str(node.pid or "-")] for node in view.nodes]
+    rows += [[escape_unprintable(node.name), *row(node), str(node.pid or "-")] for node in view.nodes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
@@ -147,11 +147,11 @@ def logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> 
     asyncio.run(_print_logs(paths, find(master) if follow else None, as_json))
 
 
-async def _print_logs(paths: dict[int, str], followed: Door | None, as_json: bool) -> None:
+async def _print_logs(paths: dict[int, str], followed: SchedulerAddress | None, as_json: bool) -> None:
     """As they are; or as they grow, for as long as the cluster lives."""
     over = followed is None
 
-    async def watch(door: Door) -> None:
+    async def watch(door: SchedulerAddress) -> None:
         nonlocal over
         async with Visit(door) as visit:
             async for _ in visit.follow():

@@ -32,7 +32,7 @@ def revoke(folder: str, certificate: str, password: str, *, as_json: bool) -> No
     from covey.transport import local_ca
 
     what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS else Path(certificate)
-    path = local_ca.revoke(Path(folder), what, password=_password(password, new=False))
+    path = local_ca.revoke_certificate(Path(folder), what, password=_password(password, new=False))
     say(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
 
 

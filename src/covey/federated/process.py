@@ -24,11 +24,11 @@ from covey.federated.server.aggregation import SPOOL_MAX, Evaluate
 from covey.federated.server.model_store import write_file
 from covey.federated.server.server import Server, ServerSettings
 from covey.federated.strategies import FedAvg, Strategy
-from covey.log import configure, log
+from covey.log import configure_logging, log
 from covey.runtime import credentials
 from covey.runtime import host_identity as hosts
-from covey.runtime.listeners import bind_manage, raise_file_limit
-from covey.runtime.management_port import managed
+from covey.runtime.listeners import bind_management_port, raise_file_limit
+from covey.runtime.management_port import serve_management_port
 from covey.settings import Settings, load
 from covey.storage import cluster_registry
 from covey.transport import address
@@ -78,9 +78,9 @@ def _serve(settings: Settings, network: Any, strategy: Strategy, evaluate: Evalu
         raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if context.text("ms_role") == "MS_SCHED":
-            configure(settings, "scheduler")
+            configure_logging(settings, "scheduler")
             return runner.run(_schedule(settings))
-        configure(settings, f"server:{settings.node_id}" if settings.node_id else "server")
+        configure_logging(settings, f"server:{settings.node_id}" if settings.node_id else "server")
         return runner.run(_work(settings, network, strategy, evaluate))
 
 
@@ -110,8 +110,8 @@ async def _schedule(settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     where = context.text("scheduler_ip")
     sockets = address.listen(where, context.number("scheduler_port"), "scheduler_ip")
-    manage = bind_manage(context.number("scheduler_manage_port"), where, strict=True)
-    guard = credentials.find(settings, listens_at=where)
+    manage = bind_management_port(context.number("scheduler_manage_port"), where, strict=True)
+    guard = credentials.load_credentials(settings, listens_at=where)
     root = context.root()
     cluster_id = _cluster_id(root)
     file = root / cluster_id / "scheduler.record"
@@ -129,7 +129,7 @@ async def _schedule(settings: Settings) -> int:
     if record is not None:
         rounds.restore(record, loop.time())
     port = int(manage[0].getsockname()[1]) if manage else 0
-    here = address.join(*sockets[0].getsockname()[:2])
+    here = address.join_host_port(*sockets[0].getsockname()[:2])
     scheduler = Scheduler(
         rounds,
         file=file,
@@ -141,21 +141,21 @@ async def _schedule(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, scheduler.stop, f"the scheduler received {number.name}")
     token = settings.token or secrets.token_urlsafe(24)
-    entry = cluster_registry.add(
-        cluster_registry.Entry(
+    entry = cluster_registry.register_cluster(
+        cluster_registry.RegistryEntry(
             cluster_id=cluster_id,
             address=here,
             pid=os.getpid(),
-            created=cluster_registry.process_started(os.getpid()),
+            created=cluster_registry.process_start_time(os.getpid()),
             secret=guard.secret,
             token=token,
-            manage=address.join("127.0.0.1", port) if manage else "",
+            manage=address.join_host_port("127.0.0.1", port) if manage else "",
             job=f"federated {context.text('fl_name')}".strip(),
             tls=settings.tls_config,
         )
     )
     log.info("federated scheduler of cluster %s at %s, REST at port %d", cluster_id, here, port)
-    async with managed(lambda: _console(scheduler, token), manage, guard):
+    async with serve_management_port(lambda: _console(scheduler, token), manage, guard):
         try:
             return await scheduler.run(sockets, guard)
         finally:
@@ -178,20 +178,22 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
     if strategy.sees_all:
         _check_spool(strategy, layout)
     scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
-    mine = settings.worker_ip or hosts.address_towards(scheduler_ip)
+    mine = settings.worker_ip or hosts.local_address_for(scheduler_ip)
     http = address.listen(mine, context.number("fl_server_port"), "fl_server_port")
     peer = address.listen(mine, 0, "fl_server_port")
-    listens = credentials.find(settings, listens_at=mine)
-    reaches = credentials.find(settings, reaches=scheduler_ip)
-    guard = credentials.Security(reaches.secret or listens.secret, listens.server, reaches.client, reaches.configured)
+    listens = credentials.load_credentials(settings, listens_at=mine)
+    reaches = credentials.load_credentials(settings, reaches=scheduler_ip)
+    guard = credentials.Credentials(
+        reaches.secret or listens.secret, listens.server_context, reaches.client_context, reaches.secret_configured
+    )
     comes_back = context.recovery() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
     return_s = context.number("server_return_time_window") / 1000
     server = Server(
         ServerSettings(
             scheduler=(scheduler_ip, context.number("scheduler_port")),
-            host=hosts.here(settings.host_id, mine),
-            http=address.join(*http[0].getsockname()[:2]),
-            peer=address.join(*peer[0].getsockname()[:2]),
+            host=hosts.describe_host(settings.host_id, mine),
+            http=address.join_host_port(*http[0].getsockname()[:2]),
+            peer=address.join_host_port(*peer[0].getsockname()[:2]),
             root=context.root(),
             node_id=settings.node_id,
             wish=int(os.environ.get(INDEX_VARIABLE, "-1")),

@@ -130,7 +130,7 @@ class Keeper:
 
         def in_child() -> None:
             os.setpgrp()  # Ctrl-C is the keeper's to hear
-            linux.die_with(keeper)
+            linux.die_with_parent(keeper)
 
         with self._log(role).open("ab") as file:
             process = await asyncio.create_subprocess_exec(

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
-from covey.runtime.linux import die_with
-from covey.template_process.protocol import exit_of
+from covey.runtime.linux import die_with_parent
+from covey.template_process.protocol import exit_from_status
 
 SCHEDULER_S: Final = 60.0  # it looks every 5 s whether all workers have finished
 LOG: Final = "mindspore_scheduler.log"
@@ -46,7 +46,7 @@ def main() -> int:
 
     def start(role: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         variables = environ | {"MS_ROLE": role}
-        return subprocess.Popen(command, env=variables, stdout=output, stderr=output, preexec_fn=lambda: die_with(here))
+        return subprocess.Popen(command, env=variables, stdout=output, stderr=output, preexec_fn=lambda: die_with_parent(here))
 
     with log.open("ab" if int(environ["TORCHELASTIC_RESTART_COUNT"]) else "wb") as output:
         scheduler = start("MS_SCHED", output)
@@ -58,7 +58,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, pass_on)
     first, status = os.wait()
     if first == scheduler.pid and (code := os.waitstatus_to_exitcode(status)):
-        ended = exit_of("", first, code)
+        ended = exit_from_status("", first, code)
         said = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
         sys.stderr.write(f"{said}\ncovey: MindSpore's scheduler ended before the workers: {ended.reason}. {log} has more.\n")
         worker.kill()

@@ -83,7 +83,7 @@ class Answers:
         said = request.query_params
         limit = schemas.whole_number(said.get("limit", str(REPLY_EVENTS_MAX)), "limit", 1, REPLY_EVENTS_MAX)
         after, node = schemas.moment(said.get("after", "0"), "after"), schemas.short(said.get("node", ""), "node")
-        return as_json(schemas.StoryReply("Get story successful.", self._source.story.events_after(after, node, limit)))
+        return as_json(schemas.StoryReply("Get story successful.", self._source.event_log.events_after(after, node, limit)))
 
     async def settings(self, request: Request) -> Response:
         return as_json(self._settings)

@@ -137,7 +137,7 @@ class Board:
         self._started_at = time.time()
 
     @property
-    def story(self) -> EventLog:
+    def event_log(self) -> EventLog:
         return self._source.story
 
     def jobs(self) -> list[JobView]:
@@ -157,7 +157,7 @@ class Board:
             nodes=[],
         )
 
-    def about(self) -> dict[str, Any]:
+    def console_details(self) -> dict[str, Any]:
         return {"kind": "operator", "jobs": [msgspec.structs.asdict(job) for job in self.jobs()]}
 
     def stop(self, reason: str) -> None:

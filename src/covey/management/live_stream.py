@@ -126,11 +126,11 @@ class Source(Protocol):
     """What is looked at."""
 
     @property
-    def story(self) -> EventLog: ...
+    def event_log(self) -> EventLog: ...
 
     def view(self) -> ClusterView: ...
 
-    def about(self) -> dict[str, Any]: ...
+    def console_details(self) -> dict[str, Any]: ...
 
 
 def row(node: NodeView, now: float) -> Row:
@@ -293,7 +293,7 @@ class Live:
     def _everything(self) -> bytes:
         if not self._whole:
             view = self._source.view()
-            events = self._source.story.events_after(limit=EVENTS_MAX)
+            events = self._source.event_log.events_after(limit=EVENTS_MAX)
             told = [event for event in events if event.at <= self._told_at]  # the rest comes as news
             recoveries = list(self._recoveries.values())[-RECOVERIES_MAX:]
             rows = list(self._rows.values())
@@ -320,8 +320,8 @@ class Live:
                 same.append(moved(found))
         gone = [name for name in self._rows if name not in rows]
         recoveries = [i for i in view.recoveries if self._recoveries.get(i.number) != i]
-        events = self._source.story.events_after(self._told_at, limit=EVENTS_MAX)
-        about = self._source.about()
+        events = self._source.event_log.events_after(self._told_at, limit=EVENTS_MAX)
+        about = self._source.console_details()
         news = News(summary(view), now, other, same, gone, recoveries, events, about if about != self._about else None)
         self._rows, self._about = rows, about
         self._recoveries = dict(list({**self._recoveries, **{i.number: i for i in recoveries}}.items())[-RECOVERIES_MAX:])

@@ -60,11 +60,11 @@ class Source(common_api.Source, Protocol):
 
     def recoveries(self) -> list[Incident]: ...
 
-    async def ask(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted: ...
+    async def submit_request(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted: ...
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk: ...
 
-    async def host_gone(self, life: str, reason: str) -> None: ...
+    async def report_host_gone(self, life: str, reason: str) -> None: ...
 
 
 class Answers:
@@ -107,12 +107,12 @@ class Answers:
 
     async def gone(self, request: Request) -> Response:
         said = schemas.gone(await whole_body(request))
-        await self._source.host_gone(said.life, said.reason)
+        await self._source.report_host_gone(said.life, said.reason)
         return as_json(Reply("Nobody waits for that host any longer."))
 
     async def _asked(self, message: str, wish: ScaleRequest | KillRequest | StopRequest) -> Response:
         try:
-            decided = await self._source.ask(wish)
+            decided = await self._source.submit_request(wish)
         except PeerError as refused:
             return refusal(409, str(refused))
         if isinstance(decided, RequestAccepted):

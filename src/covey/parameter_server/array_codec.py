@@ -9,21 +9,21 @@ import msgspec
 import numpy as np
 
 from covey.errors import UsageError
-from covey.parameter_server.messages import ALL, DTYPES, Part, Spec
+from covey.parameter_server.messages import ALL, DTYPES, ParameterSpec, RowSelection
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.row_placement import Placement
+from covey.parameter_server.row_placement import RowPlacement
 
 
-class Face(Protocol):
+class ParameterInfo(Protocol):
     """What must be known of a parameter."""
 
     @property
-    def spec(self) -> Spec: ...
+    def spec(self) -> ParameterSpec: ...
     @property
-    def placement(self) -> Placement: ...
+    def placement(self) -> RowPlacement: ...
 
 
-class Piece(msgspec.Struct, frozen=True):
+class RowBlock(msgspec.Struct, frozen=True):
     """Rows of one parameter and their values; `rows` is None where it is all of them."""
 
     name: str
@@ -32,11 +32,13 @@ class Piece(msgspec.Struct, frozen=True):
     lr: float
 
 
-def parse(parts: list[Part], body: Array, faces: Mapping[str, Face], server: int, *, values: bool = True) -> list[Piece]:
+def parse_row_blocks(
+    parts: list[RowSelection], body: Array, faces: Mapping[str, ParameterInfo], server: int, *, values: bool = True
+) -> list[RowBlock]:
     """Take a message apart. Raises `UsageError` where it does not fit what `server` has."""
-    known = [_face(part, faces) for part in parts]
-    counts = [f.placement.size(server) if p.count == ALL else p.count for p, f in zip(parts, known, strict=True)]
-    numbered = sum(part.count for part in parts if part.count != ALL) * 8
+    known = [_find_parameter(part, faces) for part in parts]
+    counts = [f.placement.count_rows(server) if p.row_count == ALL else p.row_count for p, f in zip(parts, known, strict=True)]
+    numbered = sum(part.row_count for part in parts if part.row_count != ALL) * 8
     types = [np.dtype(DTYPES[face.spec.dtype]) for face in known]
     sizes = [n * f.spec.width * t.itemsize * values for n, f, t in zip(counts, known, types, strict=True)]
     if numbered + sum(sizes) != body.nbytes:
@@ -46,24 +48,24 @@ def parse(parts: list[Part], body: Array, faces: Mapping[str, Face], server: int
     low, high = 0, numbered
     for part, face, size, dtype in zip(parts, known, sizes, types, strict=True):
         rows = None
-        if part.count != ALL:
-            rows = body[low : low + part.count * 8].view(np.int64)
-            low += part.count * 8
+        if part.row_count != ALL:
+            rows = body[low : low + part.row_count * 8].view(np.int64)
+            low += part.row_count * 8
             _check_rows(face, rows, server)
-        given = typed(body[high : high + size], dtype).reshape(-1, face.spec.width)
+        given = view_as_dtype(body[high : high + size], dtype).reshape(-1, face.spec.width)
         high += size
-        found.append(Piece(part.name, rows, given, part.lr))
+        found.append(RowBlock(part.name, rows, given, part.lr))
     return found
 
 
-def typed(piece: Array, dtype: Any) -> Array:
+def view_as_dtype(piece: Array, dtype: Any) -> Array:
     """Bytes as numbers; in place where they lie so that a processor likes it, which must be so for sums to be made there."""
     if piece.nbytes and piece.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
         piece = piece.copy()
     return piece.view(dtype)
 
 
-def _face(part: Part, faces: Mapping[str, Face]) -> Face:
+def _find_parameter(part: RowSelection, faces: Mapping[str, ParameterInfo]) -> ParameterInfo:
     face = faces.get(part.name)
     if face is None:
         raise UsageError(f"there is no parameter {part.name} on the servers: declare it first")
@@ -72,17 +74,17 @@ def _face(part: Part, faces: Mapping[str, Face]) -> Face:
         raise UsageError(f"{part.name} is {spec.dtype}, and {part.dtype} came: convert it first")
     if part.width != spec.width:
         raise UsageError(f"rows of {part.name} have {spec.width} numbers, and rows of {part.width} came")
-    if (part.count == ALL) == spec.striped:
+    if (part.row_count == ALL) == spec.striped:
         raise UsageError(f"{part.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
     return face
 
 
-def _check_rows(face: Face, rows: Array, server: int) -> None:
+def _check_rows(face: ParameterInfo, rows: Array, server: int) -> None:
     if not len(rows):
         return
     low, high = int(rows.min()), int(rows.max())
     if low < 0 or high >= face.spec.rows:
         wrong = low if low < 0 else high
         raise UsageError(f"row {wrong} of {face.spec.name} does not exist: its rows go from 0 to {face.spec.rows - 1}")
-    if (face.placement.owner(rows) != server).any():
+    if (face.placement.owners_of_rows(rows) != server).any():
         raise UsageError(f"rows of {face.spec.name} came to server {server}, which does not own them")

@@ -20,9 +20,9 @@ import numpy as np
 
 from covey.core.parameter_server.sharding import SlotOwners
 from covey.errors import StoreError
-from covey.parameter_server.messages import DTYPES, Spec
+from covey.parameter_server.messages import DTYPES, ParameterSpec
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.row_placement import Placement
+from covey.parameter_server.row_placement import RowPlacement
 from covey.parameter_server.shard import Shard
 from covey.parameter_server.table import Table
 
@@ -30,7 +30,7 @@ FORMAT: Final = 1
 VALUES: Final = "values"
 
 
-class Written(msgspec.Struct, frozen=True):
+class ShardManifest(msgspec.Struct, frozen=True):
     """All of one server's part but its arrays."""
 
     format: int
@@ -38,13 +38,13 @@ class Written(msgspec.Struct, frozen=True):
     server: int
     owners: list[int]
     pushed: list[int]
-    parameters: list[Spec]
+    parameters: list[ParameterSpec]
     updates: list[int]
     size: int
     sha256: str
 
 
-def save(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
+def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
     """One server's part of a step; of older parts, the `keep` newest stay. Said again, it changes nothing."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -52,32 +52,32 @@ def save(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int)
     place = Path(folder) / "servers" / str(shard.server)
     name = place / f"rows-{step}"
     try:
-        if name.with_suffix(".json").exists() and _read(name.with_suffix(".json")).owners == list(owners):
+        if name.with_suffix(".json").exists() and _read_manifest(name.with_suffix(".json")).owners == list(owners):
             return
         name.with_suffix(".json").unlink(missing_ok=True)  # of another sharing, in the same step
         place.mkdir(parents=True, exist_ok=True)
         aside = place / f".{os.getpid()}"
-        save_file(_arrays(shard), aside)
-        size, sha256 = _sync(aside)
+        save_file(_named_arrays(shard), aside)
+        size, sha256 = _sync_and_checksum(aside)
         aside.rename(name.with_suffix(".safetensors"))
-        written = Written(
+        written = ShardManifest(
             FORMAT,
             step,
             shard.server,
             list(owners),
-            shard.pushed,
+            shard.last_pushed_steps,
             [table.spec for table in shard.tables.values()],
-            [table.updates for table in shard.tables.values()],
+            [table.update_count for table in shard.tables.values()],
             size,
             sha256,
         )
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(written)))
-        _sync(aside)
+        _sync_and_checksum(aside)
         aside.rename(name.with_suffix(".json"))
-        _sync(place)
+        _sync_and_checksum(place)
         for left in place.glob(".*"):  # by a life that was killed as it wrote
             left.unlink(missing_ok=True)
-        for old in sorted(steps(place))[:-keep]:
+        for old in sorted(saved_steps(place))[:-keep]:
             (place / f"rows-{old}.json").unlink()
             (place / f"rows-{old}.safetensors").unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
@@ -87,25 +87,27 @@ def save(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int)
         ) from None
 
 
-def load(folder: str, step: int, shard: Shard) -> None:
+def load_shard(folder: str, step: int, shard: Shard) -> None:
     """A server's rows of a step, out of what any number of servers wrote."""
-    parts = read(folder, step)
+    parts = read_manifests(folder, step)
     for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
         table = Table(
             msgspec.structs.replace(spec, begin=msgspec.structs.replace(spec.begin, kind="zeros")), shard.server, shard.owners
         )
-        table.spec, table.updates = spec, updates
+        table.spec, table.update_count = spec, updates
         for part in parts:
-            rows = _numbers(spec, part)
-            mine = table.placement.owner(rows) == shard.server
-            places = table.placement.local(rows[mine])
-            table.weights[places] = _array(folder, part, spec.name, VALUES)[mine]
+            rows = _row_numbers(spec, part)
+            mine = table.placement.owners_of_rows(rows) == shard.server
+            places = table.placement.local_indexes(rows[mine])
+            table.weights[places] = _read_array(folder, part, spec.name, VALUES)[mine]
             for state, values in table.states.items():
-                values[places] = _array(folder, part, spec.name, state)[mine]
+                values[places] = _read_array(folder, part, spec.name, state)[mine]
         shard.tables[spec.name] = table
     shard.step = step
     same = len(parts[0].pushed) == shard.serving.workers
-    shard.pushed = list(parts[0].pushed) if same and shard.serving.mode != "sync" else [step - 1] * shard.serving.workers
+    shard.last_pushed_steps = (
+        list(parts[0].pushed) if same and shard.serving.mode != "sync" else [step - 1] * shard.serving.workers
+    )
 
 
 def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
@@ -113,43 +115,43 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
     from safetensors.numpy import save_file
 
     if step is None:
-        found = whole_steps(folder)
+        found = complete_steps(folder)
         if not found:
             raise StoreError(f"there is no whole checkpoint of servers below {folder}")
         step = found[-1]
-    parts = read(str(folder), step)
+    parts = read_manifests(str(folder), step)
     result: dict[str, Array] = {}
     for spec in parts[0].parameters:
         values = np.empty((spec.rows, spec.width), DTYPES[spec.dtype])
         for part in parts:
-            values[_numbers(spec, part)] = _array(str(folder), part, spec.name, VALUES)
+            values[_row_numbers(spec, part)] = _read_array(str(folder), part, spec.name, VALUES)
         result[spec.name] = values if spec.striped else values.reshape(-1)
     aside = Path(f"{target}.{os.getpid()}")
     try:
         save_file(result, aside)
-        _sync(aside)
+        _sync_and_checksum(aside)
         aside.rename(target)
     except OSError as error:
         raise StoreError(f"{target} cannot be written: {error.strerror}") from None
     return step
 
 
-def whole_steps(folder: str | os.PathLike[str]) -> list[int]:
+def complete_steps(folder: str | os.PathLike[str]) -> list[int]:
     """The steps of which every server's part is there, oldest first."""
     places = [place for place in sorted((Path(folder) / "servers").glob("*")) if place.is_dir()]
-    found = sorted({step for place in places for step in steps(place)})
-    return [step for step in found if _servers(folder, step)]
+    found = sorted({step for place in places for step in saved_steps(place)})
+    return [step for step in found if _complete_manifests(folder, step)]
 
 
-def read(folder: str, step: int) -> list[Written]:
+def read_manifests(folder: str, step: int) -> list[ShardManifest]:
     """Every server's part of a step, verified."""
-    parts = _servers(folder, step)
+    parts = _complete_manifests(folder, step)
     if not parts:
         raise StoreError(
             f"step {step} of the servers' rows is not whole below {folder}: choose another, or bring the files back"
         )
     for part in parts:
-        path = _path(folder, part)
+        path = _tensor_path(folder, part)
         try:
             size, sha256 = _checksum(path)
         except OSError as error:
@@ -159,11 +161,11 @@ def read(folder: str, step: int) -> list[Written]:
     return parts
 
 
-def _servers(folder: str | os.PathLike[str], step: int) -> list[Written]:
+def _complete_manifests(folder: str | os.PathLike[str], step: int) -> list[ShardManifest]:
     """The parts of a step if all are there, else none. Parts of an older layout under the same step do not mix in."""
     parts = []
     for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
-        parts.append(_read(path))
+        parts.append(_read_manifest(path))
     for part in parts:
         alike = {other.server: other for other in parts if other.owners == part.owners}
         if set(alike) == set(part.owners) and part.format == FORMAT and part.step == step:
@@ -171,50 +173,50 @@ def _servers(folder: str | os.PathLike[str], step: int) -> list[Written]:
     return []
 
 
-def _read(path: Path) -> Written:
+def _read_manifest(path: Path) -> ShardManifest:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Written)
+        return msgspec.json.decode(path.read_bytes(), type=ShardManifest)
     except (OSError, msgspec.MsgspecError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from None
 
 
-def steps(place: Path) -> list[int]:
+def saved_steps(place: Path) -> list[int]:
     """The steps of which one server's part is there."""
     names = (re.fullmatch(r"rows-(\d+)\.json", path.name) for path in place.iterdir())
     return [int(match[1]) for match in names if match]
 
 
-def _arrays(shard: Shard) -> dict[str, Array]:
-    return {_key(name, kind): array for name, table in shard.tables.items() for kind, array in _kinds(table)}
+def _named_arrays(shard: Shard) -> dict[str, Array]:
+    return {_array_key(name, kind): array for name, table in shard.tables.items() for kind, array in _arrays_by_kind(table)}
 
 
-def _kinds(table: Table) -> Iterator[tuple[str, Array]]:
+def _arrays_by_kind(table: Table) -> Iterator[tuple[str, Array]]:
     yield VALUES, table.weights
     yield from table.states.items()
 
 
-def _key(name: str, kind: str) -> str:
+def _array_key(name: str, kind: str) -> str:
     return f"{name}|{kind}"
 
 
-def _path(folder: str, part: Written) -> Path:
+def _tensor_path(folder: str, part: ShardManifest) -> Path:
     return Path(folder) / "servers" / str(part.server) / f"rows-{part.step}.safetensors"
 
 
-def _array(folder: str, part: Written, name: str, kind: str) -> Array:
+def _read_array(folder: str, part: ShardManifest, name: str, kind: str) -> Array:
     from safetensors import safe_open
 
-    with safe_open(_path(folder, part), framework="np") as file:
-        found: Any = file.get_tensor(_key(name, kind))
+    with safe_open(_tensor_path(folder, part), framework="np") as file:
+        found: Any = file.get_tensor(_array_key(name, kind))
     return np.asarray(found)
 
 
-def _numbers(spec: Spec, part: Written) -> Array:
-    placement = Placement(spec.rows, spec.striped, tuple(part.owners))
-    return placement.numbers(part.server, 0, placement.size(part.server))
+def _row_numbers(spec: ParameterSpec, part: ShardManifest) -> Array:
+    placement = RowPlacement(spec.rows, spec.striped, tuple(part.owners))
+    return placement.row_numbers(part.server, 0, placement.count_rows(part.server))
 
 
-def _sync(path: Path) -> tuple[int, str]:
+def _sync_and_checksum(path: Path) -> tuple[int, str]:
     """Make it durable; a file's size and checksum."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

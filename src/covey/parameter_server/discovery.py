@@ -12,14 +12,14 @@ import msgspec
 
 from covey.core.parameter_server.sharding import Sharding
 from covey.errors import PeerError
-from covey.parameter_server.messages import family, quick
+from covey.parameter_server.messages import socket_family, tune_connection
 
-CONNECT_S: Final = 10.0
-LOOK_S: Final = 2.0  # until it is asked again whether that server is still there
-AGAIN_S: Final = 0.05  # between two tries
+CONNECT_TIMEOUT_S: Final = 10.0
+LOOKUP_TIMEOUT_S: Final = 2.0  # until it is asked again whether that server is still there
+RETRY_DELAY_S: Final = 0.05  # between two tries
 
 
-class Peer(msgspec.Struct, frozen=True):
+class ServerEndpoint(msgspec.Struct, frozen=True):
     """Where a server is, and the token it wants to see."""
 
     address: str
@@ -27,11 +27,11 @@ class Peer(msgspec.Struct, frozen=True):
     token: str
 
     def connect(self) -> socket.socket:
-        connection = socket.socket(family(self.address))
+        connection = socket.socket(socket_family(self.address))
         try:
-            connection.settimeout(CONNECT_S)
+            connection.settimeout(CONNECT_TIMEOUT_S)
             connection.connect((self.address, self.port))
-            quick(connection)
+            tune_connection(connection)
             connection.settimeout(None)
             connection.sendall(self.token.encode())
         except OSError:
@@ -40,42 +40,45 @@ class Peer(msgspec.Struct, frozen=True):
         return connection
 
 
-Find = Callable[[int], Peer | None]  # where a server is; None if it has left
+FindServer = Callable[[int], ServerEndpoint | None]  # where a server is; None if it has left
 
 
-class Place(Protocol):
+class ShardingInfo(Protocol):
     @property
     def generation(self) -> int: ...
     @property
     def sharding(self) -> Sharding | None: ...
 
 
-class Board(Protocol):
+class RendezvousClient(Protocol):
     """What is needed of a node."""
 
     @property
-    def place(self) -> Place: ...
-    def pin(self, key: str, value: bytes, generation: int) -> None: ...
-    def look(self, key: str, generation: int, timeout_s: float) -> bytes: ...
+    def assignment(self) -> ShardingInfo: ...
+    def put_rendezvous(self, key: str, value: bytes, generation: int) -> None: ...
+    def get_rendezvous(self, key: str, generation: int, timeout_s: float) -> bytes: ...
 
 
-def pin(board: Board, server: int, peer: Peer, generation: int) -> None:
+def publish_endpoint(board: RendezvousClient, server: int, peer: ServerEndpoint, generation: int) -> None:
     """Let others find a server."""
-    board.pin(_key(server), msgspec.msgpack.encode(peer), generation)
+    board.put_rendezvous(_rendezvous_key(server), msgspec.msgpack.encode(peer), generation)
 
 
-def find(board: Board, server: int) -> Peer | None:
+def find_server(board: RendezvousClient, server: int) -> ServerEndpoint | None:
     """Where a server is, as soon as it is somewhere; None if it has left. The node ends this process if its cluster ends
     first."""
     while True:
-        sharing = board.place.sharding
+        sharing = board.assignment.sharding
         if sharing is not None and server not in sharing.servers:
             return None
         try:
-            return msgspec.msgpack.decode(board.look(_key(server), board.place.generation, LOOK_S), type=Peer)
+            return msgspec.msgpack.decode(
+                board.get_rendezvous(_rendezvous_key(server), board.assignment.generation, LOOKUP_TIMEOUT_S),
+                type=ServerEndpoint,
+            )
         except PeerError:  # the membership changed, or the server is away for long: look again
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_DELAY_S)
 
 
-def _key(server: int) -> str:
+def _rendezvous_key(server: int) -> str:
     return f"server/{server}"

@@ -16,40 +16,40 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-PIECE: Final = 1 << 16  # elements
+CHUNK_ELEMENTS: Final = 1 << 16  # elements
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Kind = Literal["sgd", "momentum", "adam", "lazy_adam", "adagrad", "ftrl"]
-Positive = Annotated[float, Meta(ge=0.0, le=1e9)]
+OptimizerKind = Literal["sgd", "momentum", "adam", "lazy_adam", "adagrad", "ftrl"]
+NonNegative = Annotated[float, Meta(ge=0.0, le=1e9)]
 Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
     """An optimizer and its numbers. Use the functions below, which name only what belongs to each."""
 
-    kind: Kind
-    lr: Positive
+    kind: OptimizerKind
+    lr: NonNegative
     momentum: Fraction = 0.0
     dampening: Fraction = 0.0
     nesterov: bool = False
-    weight_decay: Positive = 0.0
+    weight_decay: NonNegative = 0.0
     decoupled: bool = False  # weight decay as in AdamW
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
-    eps: Positive = 1e-8
-    lr_decay: Positive = 0.0
-    initial: Positive = 0.0  # of an accumulator
-    l1: Positive = 0.0
-    l2: Positive = 0.0
+    eps: NonNegative = 1e-8
+    lr_decay: NonNegative = 0.0
+    initial: NonNegative = 0.0  # of an accumulator
+    l1: NonNegative = 0.0
+    l2: NonNegative = 0.0
     lr_power: Annotated[float, Meta(le=0.0, ge=-10.0)] = -0.5
 
     @property
-    def moves_all(self) -> bool:
+    def updates_all_rows(self) -> bool:
         """Whether a row without a gradient moves too."""
         return self.kind == "adam"
 
     @property
-    def states(self) -> dict[str, float]:
+    def initial_states(self) -> dict[str, float]:
         """What is kept for each row beside its values, and with what it begins."""
         return {
             "sgd": {},
@@ -61,15 +61,17 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         }[self.kind]
 
 
-def SGD(lr: float, *, weight_decay: float = 0.0) -> Rule:
-    return _checked(Rule(kind="sgd", lr=lr, weight_decay=weight_decay))
+def SGD(lr: float, *, weight_decay: float = 0.0) -> OptimizerRule:
+    return _validate_rule(OptimizerRule(kind="sgd", lr=lr, weight_decay=weight_decay))
 
 
 def Momentum(
     lr: float, momentum: float = 0.9, *, dampening: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
-) -> Rule:
-    return _checked(
-        Rule(kind="momentum", lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=weight_decay)
+) -> OptimizerRule:
+    return _validate_rule(
+        OptimizerRule(
+            kind="momentum", lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=weight_decay
+        )
     )
 
 
@@ -80,53 +82,57 @@ def Adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = False,
-) -> Rule:
+) -> OptimizerRule:
     first, second = betas
-    return _checked(
-        Rule(kind="adam", lr=lr, beta1=first, beta2=second, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+    return _validate_rule(
+        OptimizerRule(kind="adam", lr=lr, beta1=first, beta2=second, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
     )
 
 
-def LazyAdam(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1e-8) -> Rule:
-    return _checked(Rule(kind="lazy_adam", lr=lr, beta1=betas[0], beta2=betas[1], eps=eps))
+def LazyAdam(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1e-8) -> OptimizerRule:
+    return _validate_rule(OptimizerRule(kind="lazy_adam", lr=lr, beta1=betas[0], beta2=betas[1], eps=eps))
 
 
 def Adagrad(
     lr: float = 1e-2, *, lr_decay: float = 0.0, weight_decay: float = 0.0, initial: float = 0.0, eps: float = 1e-10
-) -> Rule:
-    return _checked(Rule(kind="adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial=initial, eps=eps))
+) -> OptimizerRule:
+    return _validate_rule(
+        OptimizerRule(kind="adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial=initial, eps=eps)
+    )
 
 
-def FTRL(lr: float = 1e-3, *, lr_power: float = -0.5, l1: float = 0.0, l2: float = 0.0, initial: float = 0.1) -> Rule:
-    return _checked(Rule(kind="ftrl", lr=lr, lr_power=lr_power, l1=l1, l2=l2, initial=initial))
+def FTRL(lr: float = 1e-3, *, lr_power: float = -0.5, l1: float = 0.0, l2: float = 0.0, initial: float = 0.1) -> OptimizerRule:
+    return _validate_rule(OptimizerRule(kind="ftrl", lr=lr, lr_power=lr_power, l1=l1, l2=l2, initial=initial))
 
 
-def _checked(rule: Rule) -> Rule:
+def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
     """Limits are checked where bytes become rules; here they are checked for the caller."""
     from covey.errors import UsageError
 
     try:
-        return msgspec.convert(msgspec.to_builtins(rule), Rule)
+        return msgspec.convert(msgspec.to_builtins(rule), OptimizerRule)
     except msgspec.ValidationError as error:
         raise UsageError(f"the optimizer {rule.kind} cannot be used: {error}") from None
 
 
-def update(rule: Rule, lr: float, t: int, weights: Array, gradient: Array, states: list[Array]) -> None:
+def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradient: Array, states: list[Array]) -> None:
     """Move all of these rows, in place; `t` counts the updates of the whole parameter, from 1."""
     if weights.size == 0:
         return
     flat = [array.reshape(-1) for array in (weights, gradient, *states)]  # views: rows lie without gaps
-    step = STEPS[rule.kind]
-    for start in range(0, flat[0].size, PIECE):
-        w, g, *s = (array[start : start + PIECE] for array in flat)
+    step = UPDATE_FUNCTIONS[rule.kind]
+    for start in range(0, flat[0].size, CHUNK_ELEMENTS):
+        w, g, *s = (array[start : start + CHUNK_ELEMENTS] for array in flat)
         step(rule, lr, t, w, g, s)
 
 
-def update_rows(rule: Rule, lr: float, t: int, weights: Array, rows: Array, gradient: Array, states: list[Array]) -> None:
+def update_rows(
+    rule: OptimizerRule, lr: float, t: int, weights: Array, rows: Array, gradient: Array, states: list[Array]
+) -> None:
     """Move these rows, each named once, in place; and the others too if the rule says so."""
-    if rule.moves_all:
+    if rule.updates_all_rows:
         width = weights.shape[1]
-        piece = max(1, PIECE // max(1, width))
+        piece = max(1, CHUNK_ELEMENTS // max(1, width))
         order = np.argsort(rows, kind="stable")
         rows, gradient = rows[order], gradient[order]
         for start in range(0, len(weights), piece):
@@ -134,25 +140,25 @@ def update_rows(rule: Rule, lr: float, t: int, weights: Array, rows: Array, grad
             full = np.zeros((stop - start, width), weights.dtype)
             low, high = np.searchsorted(rows, (start, stop))
             full[rows[low:high] - start] = gradient[low:high]
-            update(rule, lr, t, weights[start:stop], full, [state[start:stop] for state in states])
+            update_weights(rule, lr, t, weights[start:stop], full, [state[start:stop] for state in states])
         return
     w, s = weights[rows], [state[rows] for state in states]
-    update(rule, lr, t, w, gradient, s)
+    update_weights(rule, lr, t, w, gradient, s)
     weights[rows] = w
     for state, moved in zip(states, s, strict=True):
         state[rows] = moved
 
 
-def _decayed(rule: Rule, w: Array, g: Array) -> Array:
+def _add_weight_decay(rule: OptimizerRule, w: Array, g: Array) -> Array:
     return g + w.dtype.type(rule.weight_decay) * w if rule.weight_decay else g
 
 
-def _sgd(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
-    w -= w.dtype.type(lr) * _decayed(rule, w, g)
+def _sgd(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
+    w -= w.dtype.type(lr) * _add_weight_decay(rule, w, g)
 
 
-def _momentum(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
-    kind, moved = w.dtype.type, _decayed(rule, w, g)
+def _momentum(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
+    kind, moved = w.dtype.type, _add_weight_decay(rule, w, g)
     buffer = s[0]
     if t == 1:
         buffer[...] = moved
@@ -162,43 +168,43 @@ def _momentum(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array])
     w -= kind(lr) * (moved + kind(rule.momentum) * buffer if rule.nesterov else buffer)
 
 
-def _moments(rule: Rule, g: Array, s: list[Array]) -> None:
+def _update_moments(rule: OptimizerRule, g: Array, s: list[Array]) -> None:
     kind, (mean, square) = g.dtype.type, s
     mean += (g - mean) * kind(1.0 - rule.beta1)
     square *= kind(rule.beta2)
     square += kind(1.0 - rule.beta2) * g * g
 
 
-def _adam(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
+def _adam(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
     kind = w.dtype.type
     if rule.decoupled:
         w *= kind(1.0 - lr * rule.weight_decay)
     else:
-        g = _decayed(rule, w, g)
-    _moments(rule, g, s)
+        g = _add_weight_decay(rule, w, g)
+    _update_moments(rule, g, s)
     root = np.sqrt(s[1])
     root /= kind(math.sqrt(1.0 - rule.beta2**t))
     root += kind(rule.eps)
     w -= kind(lr / (1.0 - rule.beta1**t)) * s[0] / root
 
 
-def _lazy_adam(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
+def _lazy_adam(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
     kind = w.dtype.type
-    _moments(rule, g, s)
+    _update_moments(rule, g, s)
     root = np.sqrt(s[1])
     root += kind(rule.eps)
     w -= kind(lr * math.sqrt(1.0 - rule.beta2**t) / (1.0 - rule.beta1**t)) * s[0] / root
 
 
-def _adagrad(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
-    kind, g = w.dtype.type, _decayed(rule, w, g)
+def _adagrad(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
+    kind, g = w.dtype.type, _add_weight_decay(rule, w, g)
     s[0] += g * g
     root = np.sqrt(s[0])
     root += kind(rule.eps)
     w -= kind(lr / (1.0 + (t - 1) * rule.lr_decay)) * g / root
 
 
-def _ftrl(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
+def _ftrl(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
     kind, (accumulator, linear) = w.dtype.type, s
     power = kind(-rule.lr_power)
     before = accumulator**power
@@ -211,7 +217,7 @@ def _ftrl(rule: Rule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> 
     w[...] = moved
 
 
-STEPS: Final[dict[str, Callable[[Rule, float, int, Array, Array, list[Array]], None]]] = {
+UPDATE_FUNCTIONS: Final[dict[str, Callable[[OptimizerRule, float, int, Array, Array, list[Array]], None]]] = {
     "sgd": _sgd,
     "momentum": _momentum,
     "adam": _adam,

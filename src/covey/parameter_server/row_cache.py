@@ -15,49 +15,51 @@ from covey.parameter_server.optimizers import Array
 UNKNOWN = -1
 
 
-class Piece(msgspec.Struct, frozen=True):
+class RowUpdate(msgspec.Struct, frozen=True):
     """What one server said about some rows: which of them changed, and their values. `number` is that of the last change."""
 
     server: int
-    origin: str
-    number: int
+    replication_id: str
+    version: int
     rows: Array
     changed: Array
     values: Array
 
 
-class Cache:
+class RowCache:
     """At most `size` rows of one table; row r can only lie at place r mod size. Used by one thread."""
 
     def __init__(self, width: int, size: int) -> None:
         self._rows = np.full(size, UNKNOWN, np.int64)
-        self._numbers = np.full(size, UNKNOWN, np.int64)
+        self._versions = np.full(size, UNKNOWN, np.int64)
         self._values = np.zeros((size, width), np.float32)
-        self._sharing = UNKNOWN
-        self.origins: dict[int, str] = {}  # by server
+        self._sharding_version = UNKNOWN
+        self.replication_ids: dict[int, str] = {}  # by server
 
-    def numbers(self, rows: Array, sharing: int) -> Array:
+    def cached_versions(self, rows: Array, sharing: int) -> Array:
         """The number at which each of these rows is known here."""
-        if sharing != self._sharing:
+        if sharing != self._sharding_version:
             return np.full(len(rows), UNKNOWN, np.int64)
         places = rows % len(self._rows)
-        found: Array = np.where(self._rows[places] == rows, self._numbers[places], UNKNOWN)
+        found: Array = np.where(self._rows[places] == rows, self._versions[places], UNKNOWN)
         return found
 
-    def fill(self, piece: Piece, into: Array) -> None:
+    def fill_values(self, piece: RowUpdate, into: Array) -> None:
         """The values of a piece's rows: those that changed came with it."""
         kept = ~piece.changed
         into[kept] = self._values[piece.rows[kept] % len(self._rows)]
         into[piece.changed] = piece.values
 
-    def keep(self, sharing: int, pieces: list[Piece], values: list[Array]) -> None:
+    def store_updates(self, sharing: int, pieces: list[RowUpdate], values: list[Array]) -> None:
         """Remember the values of these pieces."""
-        if sharing != self._sharing or any(self.origins.get(p.server, p.origin) != p.origin for p in pieces):
+        if sharing != self._sharding_version or any(
+            self.replication_ids.get(p.server, p.replication_id) != p.replication_id for p in pieces
+        ):
             self._rows[:] = UNKNOWN
-            self.origins = {}
-        self._sharing = sharing
+            self.replication_ids = {}
+        self._sharding_version = sharing
         for piece, found in zip(pieces, values, strict=True):
-            self.origins[piece.server] = piece.origin
-            if piece.number >= 0:
+            self.replication_ids[piece.server] = piece.replication_id
+            if piece.version >= 0:
                 places = piece.rows % len(self._rows)
-                self._rows[places], self._numbers[places], self._values[places] = piece.rows, piece.number, found
+                self._rows[places], self._versions[places], self._values[places] = piece.rows, piece.version, found

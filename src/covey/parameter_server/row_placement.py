@@ -11,47 +11,47 @@ from covey.core.parameter_server.sharding import SLOTS, SlotOwners, count_slot_r
 from covey.parameter_server.optimizers import Array
 
 
-class Placement:
+class RowPlacement:
     """One parameter's rows under one layout. A server keeps its slots one after the other, in order of slot."""
 
     def __init__(self, rows: int, striped: bool, owners: SlotOwners) -> None:
-        self.rows, self.striped, self.owners = rows, striped, owners
-        self._owner = np.array(owners)
-        self._base = np.zeros(SLOTS, np.int64)
-        self._first = np.array([0 if striped else slot_row_range(slot, rows)[0] for slot in range(SLOTS)])
-        self._sizes: dict[int, int] = {}
-        self._runs = {} if striped else self._found_runs()  # asked for with every push and pull
+        self.row_count, self.striped, self.owners = rows, striped, owners
+        self._owner_by_slot = np.array(owners)
+        self._slot_offsets = np.zeros(SLOTS, np.int64)
+        self._first_rows = np.array([0 if striped else slot_row_range(slot, rows)[0] for slot in range(SLOTS)])
+        self._row_counts: dict[int, int] = {}
+        self._row_ranges = {} if striped else self._build_row_ranges()  # asked for with every push and pull
         for slot, owner in enumerate(owners):
-            self._base[slot] = self._sizes.get(owner, 0)
-            self._sizes[owner] = int(self._base[slot]) + count_slot_rows(slot, rows, striped)
+            self._slot_offsets[slot] = self._row_counts.get(owner, 0)
+            self._row_counts[owner] = int(self._slot_offsets[slot]) + count_slot_rows(slot, rows, striped)
 
-    def size(self, server: int) -> int:
+    def count_rows(self, server: int) -> int:
         """How many rows a server has."""
-        return self._sizes.get(server, 0)
+        return self._row_counts.get(server, 0)
 
-    def owner(self, rows: Array) -> Array:
+    def owners_of_rows(self, rows: Array) -> Array:
         """The server of each of these rows."""
-        found: Array = self._owner[self._slots(rows)]
+        found: Array = self._owner_by_slot[self._slots_of_rows(rows)]
         return found
 
-    def local(self, rows: Array) -> Array:
+    def local_indexes(self, rows: Array) -> Array:
         """The place of each of these rows among its server's."""
-        slots = self._slots(rows)
-        found: Array = self._base[slots] + (rows // SLOTS if self.striped else rows - self._first[slots])
+        slots = self._slots_of_rows(rows)
+        found: Array = self._slot_offsets[slots] + (rows // SLOTS if self.striped else rows - self._first_rows[slots])
         return found
 
-    def _slots(self, rows: Array) -> Array:
-        found: Array = slot_of(rows, self.rows, self.striped)
+    def _slots_of_rows(self, rows: Array) -> Array:
+        found: Array = slot_of(rows, self.row_count, self.striped)
         return found
 
-    def runs(self, server: int) -> list[tuple[int, int]]:
+    def row_ranges(self, server: int) -> list[tuple[int, int]]:
         """A server's part of a parameter that is not striped: pieces, first and last (not included), one after the other."""
-        return self._runs.get(server, [])
+        return self._row_ranges.get(server, [])
 
-    def _found_runs(self) -> dict[int, list[tuple[int, int]]]:
+    def _build_row_ranges(self) -> dict[int, list[tuple[int, int]]]:
         found: dict[int, list[tuple[int, int]]] = {}
         for slot, owner in enumerate(self.owners):
-            first, last = slot_row_range(slot, self.rows)
+            first, last = slot_row_range(slot, self.row_count)
             its = found.setdefault(owner, [])
             if its and its[-1][1] == first:
                 its[-1] = (its[-1][0], last)
@@ -59,12 +59,12 @@ class Placement:
                 its.append((first, last))
         return found
 
-    def numbers(self, server: int, first: int, last: int) -> Array:
+    def row_numbers(self, server: int, first: int, last: int) -> Array:
         """Which rows of the parameter lie at a server's places `first` to `last`."""
         if not self.striped:
-            parts = [range(a, b) for a, b in self.runs(server)]
+            parts = [range(a, b) for a, b in self.row_ranges(server)]
         else:
-            parts = [range(slot, self.rows, SLOTS) for slot, owner in enumerate(self.owners) if owner == server]
+            parts = [range(slot, self.row_count, SLOTS) for slot, owner in enumerate(self.owners) if owner == server]
         found: list[Array] = []
         offset = 0
         for part in parts:

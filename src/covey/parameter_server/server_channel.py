@@ -23,116 +23,131 @@ import msgspec
 
 from covey.core.parameter_server.sharding import Sharding
 from covey.errors import CoveyError
-from covey.parameter_server.discovery import AGAIN_S, Find
-from covey.parameter_server.messages import Answered, Moved, No, Request, Yes, receive_answer, send
+from covey.parameter_server.discovery import RETRY_DELAY_S, FindServer
+from covey.parameter_server.messages import (
+    Done,
+    ParameterRequest,
+    RequestFailed,
+    ServerReply,
+    ShardingChanged,
+    receive_reply,
+    send_message,
+)
 from covey.parameter_server.optimizers import Array
 
-HERE_MAX: Final = 4 << 20  # bytes that the caller's own thread moves: beyond, several threads move them faster
+INLINE_BYTES_MAX: Final = 4 << 20  # bytes that the caller's own thread moves: beyond, several threads move them faster
 Arrays = Sequence[Any]
 
 log = logging.getLogger("covey")
 
 
-class Servers(Protocol):
+class ServerDirectory(Protocol):
     """All of them, as seen from a worker."""
 
-    def sharing(self) -> Sharding: ...
-    def learn(self, sharing: Sharding | None) -> None: ...
+    def newest_sharding(self) -> Sharding: ...
+    def update_sharding(self, sharing: Sharding | None) -> None: ...
     def channel(self, server: int) -> Channel: ...
-    def check_size(self, asked: Asking) -> None: ...
+    def check_size(self, asked: PendingRequest) -> None: ...
 
 
-class Asking(msgspec.Struct, frozen=True):
+class PendingRequest(msgspec.Struct, frozen=True):
     """A message for one server, what goes with it, and where the answer goes."""
 
     server: int
-    message: Request
+    message: ParameterRequest
     arrays: Arrays = ()
-    into: Arrays = ()
-    heard: Callable[[Answered, Array], None] | None = None  # for an answer whose arrays have no place yet
+    reply_arrays: Arrays = ()
+    reply_callback: Callable[[ServerReply, Array], None] | None = None  # for an answer whose arrays have no place yet
 
 
-Make = Callable[[Sharding], list[Asking]]
+BuildRequests = Callable[[Sharding], list[PendingRequest]]
 
 
-class Work:
+class RequestBatch:
     """Requests under way, to one server or more. It is over when all have answered by the same sharing; if rows moved
     meanwhile, all are asked again, which does no harm. `done` is called once, in some thread. With `here` the
     constructor waits for the end, and asks in the caller's own thread if there is little to move."""
 
-    def __init__(self, servers: Servers, make: Make, done: Callable[[Work], None] | None = None, *, here: bool = False) -> None:
+    def __init__(
+        self,
+        servers: ServerDirectory,
+        make: BuildRequests,
+        done: Callable[[RequestBatch], None] | None = None,
+        *,
+        here: bool = False,
+    ) -> None:
         self.error: CoveyError | None = None
-        self.numbers: list[int] = []
-        self.over = threading.Event()
-        self._servers, self._make, self._done = servers, make, done
+        self.reply_numbers: list[int] = []
+        self.finished = threading.Event()
+        self._servers, self._build_requests, self._on_finished = servers, make, done
         self._lock = threading.Lock()
-        self._left = 0
-        self._moved: Sharding | None = None
-        self._begin(here=here)
+        self._pending_count = 0
+        self._newer_sharding: Sharding | None = None
+        self._start_requests(here=here)
         if here:
             self.wait()
 
-    def _begin(self, *, here: bool = False) -> None:
-        asked = self._make(self._servers.sharing())
+    def _start_requests(self, *, here: bool = False) -> None:
+        asked = self._build_requests(self._servers.newest_sharding())
         for one in asked:
             self._servers.check_size(one)
-        self._left, self.numbers, self._moved = len(asked), [], None
+        self._pending_count, self.reply_numbers, self._newer_sharding = len(asked), [], None
         channels = [self._servers.channel(one.server) for one in asked]
         if not asked:
             self._finish()
-        elif not here or not self._ask_here(channels, asked):
+        elif not here or not self._run_inline(channels, asked):
             for channel, one in zip(channels, asked, strict=True):
-                channel.ask(one, self)
+                channel.enqueue(one, self)
 
-    def _ask_here(self, channels: list[Channel], asked: list[Asking]) -> bool:
+    def _run_inline(self, channels: list[Channel], asked: list[PendingRequest]) -> bool:
         """Ask in this thread: all are sent before the first answer is waited for. False if there is much to move, or others
         are to be asked first."""
-        if sum(size_of(one.arrays) + size_of(one.into) for one in asked) > HERE_MAX:
+        if sum(count_bytes(one.arrays) + count_bytes(one.reply_arrays) for one in asked) > INLINE_BYTES_MAX:
             return False
         with contextlib.ExitStack() as taken:
             for channel in channels:
-                if not channel.take():
+                if not channel.acquire():
                     return False
-                taken.callback(channel.leave)
+                taken.callback(channel.release)
             try:
-                sent = [channel.send(one) for channel, one in zip(channels, asked, strict=True)]
-                answers = [c.answer(one, sent=went) for c, one, went in zip(channels, asked, sent, strict=True)]
+                sent = [channel.try_send(one) for channel, one in zip(channels, asked, strict=True)]
+                answers = [c.wait_for_answer(one, sent=went) for c, one, went in zip(channels, asked, sent, strict=True)]
             except BaseException:  # an interrupt: half an answer may be left in any of them
                 for channel in channels:
                     channel.close()
                 raise
         for answer in answers:
-            self.answered(answer)
+            self.on_reply(answer)
         return True
 
-    def answered(self, answer: Answered) -> None:
+    def on_reply(self, answer: ServerReply) -> None:
         with self._lock:
-            if isinstance(answer, Moved):
-                self._moved = answer.sharing
-            elif isinstance(answer, No):
-                self.error = self.error or answer.error()
+            if isinstance(answer, ShardingChanged):
+                self._newer_sharding = answer.sharding
+            elif isinstance(answer, RequestFailed):
+                self.error = self.error or answer.to_exception()
             else:
-                self.numbers.append(answer.number if isinstance(answer, Yes) else 0)
-            self._left -= 1
-            if self._left:
+                self.reply_numbers.append(answer.number if isinstance(answer, Done) else 0)
+            self._pending_count -= 1
+            if self._pending_count:
                 return
-        if self._moved is None or self.error is not None:
+        if self._newer_sharding is None or self.error is not None:
             self._finish()
             return
-        self._servers.learn(self._moved)
+        self._servers.update_sharding(self._newer_sharding)
         try:
-            self._begin()
+            self._start_requests()
         except CoveyError as error:
             self.error = error
             self._finish()
 
     def _finish(self) -> None:
-        self.over.set()
-        if self._done is not None:
-            self._done(self)
+        self.finished.set()
+        if self._on_finished is not None:
+            self._on_finished(self)
 
-    def wait(self) -> Work:
-        self.over.wait()
+    def wait(self) -> RequestBatch:
+        self.finished.wait()
         if self.error is not None:
             raise self.error
         return self
@@ -141,33 +156,33 @@ class Work:
 class Channel:
     """One server, as seen from here. `gone` says how rows are shared without it."""
 
-    def __init__(self, server: int, find: Find, gone: Callable[[], Sharding]) -> None:
-        self._server, self._find, self._gone = server, find, gone
+    def __init__(self, server: int, find: FindServer, gone: Callable[[], Sharding]) -> None:
+        self._server, self._find_server, self._get_sharding = server, find, gone
         self._connection: socket.socket | None = None
-        self._turn = threading.Lock()  # around the connection: one request after the other
-        self._requests: collections.deque[tuple[Asking, Work]] = collections.deque()  # the first is under way
-        self._news = threading.Semaphore(0)
+        self._connection_lock = threading.Lock()  # around the connection: one request after the other
+        self._requests: collections.deque[tuple[PendingRequest, RequestBatch]] = collections.deque()  # the first is under way
+        self._queued_requests = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
-    def ask(self, asked: Asking, work: Work) -> None:
+    def enqueue(self, asked: PendingRequest, work: RequestBatch) -> None:
         """In its turn, by this channel's thread; the work hears the answer."""
         self._requests.append((asked, work))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
             self._thread.start()
-        self._news.release()
+        self._queued_requests.release()
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Have the connection for the caller's own thread, unless others are to be asked first."""
-        if not self._turn.acquire(blocking=False):
+        if not self._connection_lock.acquire(blocking=False):
             return False
         if self._requests:
-            self._turn.release()
+            self._connection_lock.release()
             return False
         return True
 
-    def leave(self) -> None:
-        self._turn.release()
+    def release(self) -> None:
+        self._connection_lock.release()
 
     def close_in_child(self) -> None:
         if self._connection is not None:
@@ -176,48 +191,48 @@ class Channel:
 
     def _run(self) -> None:
         while True:
-            self._news.acquire()
+            self._queued_requests.acquire()
             asked, work = self._requests[0]
-            with self._turn:
+            with self._connection_lock:
                 try:
-                    answer = self.answer(asked, sent=False)
+                    answer = self.wait_for_answer(asked, sent=False)
                 except Exception as error:  # the thread must live, and whoever waits must hear
                     log.exception("server %d cannot be asked", self._server)
                     self.close()
-                    answer = No(f"server {self._server} cannot be asked: {error}")
+                    answer = RequestFailed(f"server {self._server} cannot be asked: {error}")
                 self._requests.popleft()
-            work.answered(answer)
+            work.on_reply(answer)
 
-    def send(self, asked: Asking) -> bool:
+    def try_send(self, asked: PendingRequest) -> bool:
         """Send a request over the connection there is; whether that seems to have worked."""
         if self._connection is None:
             return False
         try:
-            send(self._connection, asked.message, asked.arrays)
+            send_message(self._connection, asked.message, asked.arrays)
         except OSError:
             self.close()
             return False
         return True
 
-    def answer(self, asked: Asking, *, sent: bool) -> Answered:
+    def wait_for_answer(self, asked: PendingRequest, *, sent: bool) -> ServerReply:
         """The answer, from whichever life of the server gives one."""
         while True:
             try:
                 if self._connection is None:
-                    peer = self._find(self._server)
+                    peer = self._find_server(self._server)
                     if peer is None:
-                        return Moved(self._gone())
+                        return ShardingChanged(self._get_sharding())
                     self._connection = peer.connect()
                 if not sent:
-                    send(self._connection, asked.message, asked.arrays)
-                answer, body = receive_answer(self._connection, asked.into)
-                if asked.heard is not None:
-                    asked.heard(answer, body)
+                    send_message(self._connection, asked.message, asked.arrays)
+                answer, body = receive_reply(self._connection, asked.reply_arrays)
+                if asked.reply_callback is not None:
+                    asked.reply_callback(answer, body)
                 return answer
             except (OSError, EOFError, msgspec.MsgspecError):
                 sent = False
                 self.close()
-                time.sleep(AGAIN_S)
+                time.sleep(RETRY_DELAY_S)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -225,5 +240,5 @@ class Channel:
             self._connection = None
 
 
-def size_of(arrays: Arrays) -> int:
+def count_bytes(arrays: Arrays) -> int:
     return sum(array.nbytes for array in arrays)

@@ -16,20 +16,20 @@ from covey.transport import tls
 from covey.transport.address import is_loopback
 
 
-class Security(NamedTuple):
+class Credentials(NamedTuple):
     """Ready to use by either side."""
 
     secret: str = ""
-    server: ssl.SSLContext | None = None
-    client: ssl.SSLContext | None = None
-    configured: bool = False  # the secret comes from a setting, so a peer that does not require it is refused
+    server_context: ssl.SSLContext | None = None
+    client_context: ssl.SSLContext | None = None
+    secret_configured: bool = False  # the secret comes from a setting, so a peer that does not require it is refused
 
     @property
-    def encrypts(self) -> bool:
-        return self.server is not None or self.client is not None
+    def uses_tls(self) -> bool:
+        return self.server_context is not None or self.client_context is not None
 
 
-def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Security:
+def load_credentials(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Credentials:
     """For a scheduler that `listens_at` an address, or a node that `reaches` one.
 
     Beyond loopback there must be a secret; whoever comes first makes it, so that the order of start does not matter. On
@@ -40,13 +40,13 @@ def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Secu
     configured = bool(settings.secret or settings.secret_file)
     join_secret = ""
     if configured or beyond or not listens_at:
-        join_secret = secret.find(settings.secret, settings.secret_file, make=beyond)
+        join_secret = secret.load_join_secret(settings.secret, settings.secret_file, make=beyond)
     if not settings.tls_config and not ps_context.get_ps_context("enable_ssl"):
-        return Security(join_secret, configured=configured)
+        return Credentials(join_secret, secret_configured=configured)
     config = settings.tls_config or str(ps_context.get_ps_context("config_file_path"))
     files = tls.read_config(config)
     unused = {"client_cert_path": ""} if listens_at else {"server_cert_path": ""}  # a side needs only its own identity
-    contexts = tls.build(
+    contexts = tls.build_contexts(
         msgspec.structs.replace(files, **unused),
         server_password=settings.tls_server_password or str(ps_context.get_ps_context("server_password")),
         client_password=settings.tls_client_password or str(ps_context.get_ps_context("client_password")),
@@ -55,9 +55,9 @@ def find(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Secu
     for warning in contexts.warnings:
         log.warning("%s", warning)
     if listens_at and contexts.server is None:
-        raise tls.bad_tls(f"{config} names no server_cert_path, and a scheduler with TLS needs one")
+        raise tls.tls_error(f"{config} names no server_cert_path, and a scheduler with TLS needs one")
     if not listens_at and contexts.client is None:
-        raise tls.bad_tls(f"{config} names no client_cert_path, and a node of a cluster with TLS needs one")
+        raise tls.tls_error(f"{config} names no client_cert_path, and a node of a cluster with TLS needs one")
     if beyond and listens_at:
         log.warning("the control link is encrypted; the tensors that gloo exchanges between workers are not")
-    return Security(join_secret, contexts.server, contexts.client, configured)
+    return Credentials(join_secret, contexts.server, contexts.client, configured)

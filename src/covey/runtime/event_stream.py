@@ -7,52 +7,52 @@ import msgspec
 from covey.core.effects import PublishEvent
 from covey.core.event_log import Event, EventLog
 from covey.core.messages import EventsReply, EventsRequest, Refused
-from covey.log import tell
-from covey.transport.connection import Link
+from covey.log import log_event
+from covey.transport.connection import Connection
 from covey.wall_clock import wall
 
-LISTENERS_MAX = 64
+SUBSCRIBERS_MAX = 64
 
 
-class Storyteller:
+class EventStream:
     """One per scheduler."""
 
     def __init__(self) -> None:
-        self.story = EventLog()
-        self._listeners: dict[Link, EventsRequest] = {}  # who follows, and what they have not heard yet
+        self.event_log = EventLog()
+        self._subscriptions: dict[Connection, EventsRequest] = {}  # who follows, and what they have not heard yet
 
     @property
-    def listeners(self) -> list[Link]:
-        return list(self._listeners)
+    def subscribers(self) -> list[Connection]:
+        return list(self._subscriptions)
 
-    def note(self, news: PublishEvent) -> Event:
+    def append_event(self, news: PublishEvent) -> Event:
         """Log it and keep it."""
-        tell(news)
-        return self.story.add(news, wall())
+        log_event(news)
+        return self.event_log.add(news, wall())
 
-    def answer(self, link: Link, asked: EventsRequest) -> None:
+    def handle_events_request(self, link: Connection, asked: EventsRequest) -> None:
         """Tell what is known; and from now on the rest."""
-        if asked.follow and len(self._listeners) >= LISTENERS_MAX:
-            link.send(Refused(f"{LISTENERS_MAX} others follow this story already: end one of them, or ask without following"))
+        if asked.follow and len(self._subscriptions) >= SUBSCRIBERS_MAX:
+            link.send(Refused(f"{SUBSCRIBERS_MAX} others follow this story already: end one of them, or ask without following"))
             return
-        self._tell(link, asked, even_nothing=True)
+        self._send_events(link, asked, even_nothing=True)
         if asked.follow:
-            self._heard(link, asked)
+            self._update_subscription(link, asked)
 
-    def tell_on(self) -> None:
+    def notify_subscribers(self) -> None:
         """Those who follow hear what is new."""
-        for link, asked in list(self._listeners.items()):
-            self._tell(link, asked, even_nothing=False)
-            self._heard(link, asked)
+        for link, asked in list(self._subscriptions.items()):
+            self._send_events(link, asked, even_nothing=False)
+            self._update_subscription(link, asked)
 
-    def gone(self, link: Link) -> None:
-        self._listeners.pop(link, None)
+    def remove_subscriber(self, link: Connection) -> None:
+        self._subscriptions.pop(link, None)
 
-    def _tell(self, link: Link, asked: EventsRequest, *, even_nothing: bool) -> None:
-        events = self.story.events_after(asked.after, asked.node)
+    def _send_events(self, link: Connection, asked: EventsRequest, *, even_nothing: bool) -> None:
+        events = self.event_log.events_after(asked.after, asked.node)
         if events or even_nothing:
             link.send(EventsReply(msgspec.json.encode(events)))
 
-    def _heard(self, link: Link, asked: EventsRequest) -> None:
-        newest = self.story.events_after(limit=1)
-        self._listeners[link] = msgspec.structs.replace(asked, after=newest[-1].at if newest else asked.after)
+    def _update_subscription(self, link: Connection, asked: EventsRequest) -> None:
+        newest = self.event_log.events_after(limit=1)
+        self._subscriptions[link] = msgspec.structs.replace(asked, after=newest[-1].at if newest else asked.after)

@@ -22,8 +22,8 @@ from covey.errors import CoveyError
 
 PART_MAX: Final = 2000  # characters of one frame, or of the exception's text, in the traceback
 FILE_MAX: Final = 128 * 1024  # bytes; a description of the largest size fits, whatever its characters
-COVEY: Final = str(Path(__file__).parents[1]) + os.sep
-INSTALLED: Final = {"site-packages", "dist-packages"}
+COVEY_PREFIX: Final = str(Path(__file__).parents[1]) + os.sep
+INSTALL_FOLDERS: Final = {"site-packages", "dist-packages"}
 
 
 def describe(
@@ -36,7 +36,7 @@ def describe(
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return None
-    text = _text(error)
+    text = _exception_text(error)
     if isinstance(error, CoveyError):
         printed = f"covey: {text[:PART_MAX]}"
     else:
@@ -45,68 +45,68 @@ def describe(
     if len(printed) > ERROR_TRACE_MAX:
         printed = "...\n" + printed[-ERROR_TRACE_MAX + 4 :].partition("\n")[2]
     return ScriptError(
-        kind=_kind(type(error))[:ERROR_KIND_MAX],
+        kind=_exception_name(type(error))[:ERROR_KIND_MAX],
         text=text[:ERROR_TEXT_MAX],
-        place=encodable(_place(error, trace))[-ERROR_PLACE_MAX:],
-        traceback=encodable(printed),
+        place=replace_surrogates(_script_location(error, trace))[-ERROR_PLACE_MAX:],
+        traceback=replace_surrogates(printed),
         step=progress.step if progress is not None else -1,
         completed=progress.steps_completed if progress is not None else 0,
         loop=loop,
     )
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return the text without the surrogates that file names of other encodings bring: no message can carry them."""
     return text.encode("utf-8", "replace").decode()
 
 
-def write(folder: str | Path, error: ScriptError) -> None:
+def write_error(folder: str | Path, error: ScriptError) -> None:
     """Write the description for the agent; the first one counts. If it cannot be written, the agent reports the log's end."""
-    with contextlib.suppress(OSError), (Path(folder) / _name(os.getpid())).open("xb") as file:
+    with contextlib.suppress(OSError), (Path(folder) / _file_name(os.getpid())).open("xb") as file:
         file.write(msgspec.json.encode(error))
 
 
-def read(folder: str | Path, pid: int) -> ScriptError | None:
+def read_error(folder: str | Path, pid: int) -> ScriptError | None:
     """Return what process `pid` wrote; None if there is nothing, or nothing whole."""
     try:
-        with (Path(folder) / _name(pid)).open("rb") as file:
+        with (Path(folder) / _file_name(pid)).open("rb") as file:
             return msgspec.json.decode(file.read(FILE_MAX), type=ScriptError)
     except (OSError, msgspec.MsgspecError):  # it raised none; or the disk was full, or it was killed meanwhile
         return None
 
 
-def remove(folder: str | Path, pid: int) -> None:
+def remove_error(folder: str | Path, pid: int) -> None:
     """Remove what process `pid` wrote, because another process may get its number."""
     with contextlib.suppress(OSError):
-        (Path(folder) / _name(pid)).unlink(missing_ok=True)
+        (Path(folder) / _file_name(pid)).unlink(missing_ok=True)
 
 
-def _name(pid: int) -> str:
+def _file_name(pid: int) -> str:
     return f"error-{pid}.json"
 
 
-def _text(error: BaseException) -> str:
+def _exception_text(error: BaseException) -> str:
     try:
-        return encodable(str(error))
+        return replace_surrogates(str(error))
     except Exception:  # of the class's own __str__
         return "<exception str() failed>"
 
 
-def _kind(kind: type[BaseException]) -> str:
+def _exception_name(kind: type[BaseException]) -> str:
     """Return the name as Python prints it: with its module, unless that is the script or Python's own."""
     return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _place(error: BaseException, trace: TracebackType | None) -> str:
+def _script_location(error: BaseException, trace: TracebackType | None) -> str:
     """Return "file:line" of the innermost frame of the script's own code, or of all if none is; "" without a frame."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
-    own = [(file, line) for file, line in steps if _is_own(file)]
+    own = [(file, line) for file, line in steps if _is_script_code(file)]
     return "{}:{}".format(*(own or steps)[-1]) if steps else ""
 
 
-def _is_own(file: str) -> bool:
+def _is_script_code(file: str) -> bool:
     """Whether a file is the script's own code: not covey's, not Python's, not an installed package's."""
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-    return not file.startswith(("<", COVEY, *libraries)) and not INSTALLED.intersection(Path(file).parts)
+    return not file.startswith(("<", COVEY_PREFIX, *libraries)) and not INSTALL_FOLDERS.intersection(Path(file).parts)

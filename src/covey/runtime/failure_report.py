@@ -5,7 +5,7 @@ from __future__ import annotations
 from covey.core.types import Failure
 
 
-def grouped(others: list[str]) -> list[str]:
+def group_ranks_by_state(others: list[str]) -> list[str]:
     """Ranks that were doing the same, in one line: "ranks 0, 1, 3 on host: alive, step 7"."""
     same: dict[str, list[str]] = {}
     for line in others:
@@ -14,7 +14,7 @@ def grouped(others: list[str]) -> list[str]:
     return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {doing}" for doing, ranks in same.items()]
 
 
-def failure_report(failure: Failure, *, traceback_is_above: bool = False) -> list[str]:
+def describe_failure(failure: Failure, *, traceback_is_above: bool = False) -> list[str]:
     """Return the report: the node that failed first, how, its exception or else the end of its log, what the others did.
 
     `traceback_is_above`: the reader has seen it already, so it is not repeated.
@@ -32,5 +32,5 @@ def failure_report(failure: Failure, *, traceback_is_above: bool = False) -> lis
         lines += [f"  | {line}" for line in failure.tail]
     if failure.others:
         lines.append("the others at that moment:")
-        lines += [f"  {line}" for line in grouped(failure.others)]
+        lines += [f"  {line}" for line in group_ranks_by_state(failure.others)]
     return lines

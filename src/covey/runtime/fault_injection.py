@@ -26,35 +26,35 @@ from covey.wall_clock import CLOCK_VARIABLE
 PIDFD_GETFD: Final = 438  # the system call; Python has no word for it
 SLOW_ON_S: Final = 0.02  # of every tenth of a second
 SLOW_OFF_S: Final = 0.08
-DISK_MAX: Final = 1 << 30  # a file system that is larger is not ours to fill
-PIECE: Final = 1 << 20
-FILLER: Final = ".covey-chaos-fills-this-disk"
-KEEPERS: Final = ("run", "federated")
+FILLABLE_DISK_MAX: Final = 1 << 30  # a file system that is larger is not ours to fill
+FILL_CHUNK: Final = 1 << 20
+FILLER_FILE: Final = ".covey-chaos-fills-this-disk"
+SUPERVISOR_COMMANDS: Final = ("run", "federated")
 
 
-class Gone(Exception):
+class ProcessGone(Exception):
     """The process is not there any more, or is not one of a run."""
 
 
-def keeper_of(pid: int) -> psutil.Process:
-    """The `covey run` or `covey federated up` whose child a process is. Raises `Gone`."""
+def find_supervisor(pid: int) -> psutil.Process:
+    """The `covey run` or `covey federated up` whose child a process is. Raises `ProcessGone`."""
     try:
         parent = psutil.Process(pid).parent()
-        if parent is not None and parent.uids().real == os.getuid() and _keeps(parent.cmdline()):
+        if parent is not None and parent.uids().real == os.getuid() and _is_supervisor_command(parent.cmdline()):
             return parent
     except psutil.Error as error:
-        raise Gone(f"process {pid} is gone") from error
-    raise Gone(f"process {pid} is no child of a covey run of yours")
+        raise ProcessGone(f"process {pid} is gone") from error
+    raise ProcessGone(f"process {pid} is no child of a covey run of yours")
 
 
-def _keeps(command: list[str]) -> bool:
+def _is_supervisor_command(command: list[str]) -> bool:
     names = [Path(word).name for word in command]
-    return any(name.startswith("covey") and after in KEEPERS for name, after in itertools.pairwise(names)) or (
-        "covey.cli.main" in command and any(word in KEEPERS for word in command)
+    return any(name.startswith("covey") and after in SUPERVISOR_COMMANDS for name, after in itertools.pairwise(names)) or (
+        "covey.cli.main" in command and any(word in SUPERVISOR_COMMANDS for word in command)
     )
 
 
-def template_of(keeper: psutil.Process) -> int:
+def find_template_pid(keeper: psutil.Process) -> int:
     """The template of an agent; 0 if there is none just now."""
     with contextlib.suppress(psutil.Error):
         for child in keeper.children():
@@ -65,56 +65,56 @@ def template_of(keeper: psutil.Process) -> int:
 
 
 @contextlib.contextmanager
-def held(pid: int, keepers: Collection[psutil.Process]) -> Iterator[int]:
-    """A pidfd of a process that one of these keeps. Raises `Gone`."""
+def open_pidfd(pid: int, keepers: Collection[psutil.Process]) -> Iterator[int]:
+    """A pidfd of a process that one of these keeps. Raises `ProcessGone`."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:
-        raise Gone(f"process {pid} is gone") from error
+        raise ProcessGone(f"process {pid} is gone") from error
     try:
-        if keeper_of(pid) not in keepers:
-            raise Gone(f"process {pid} is of another run")
+        if find_supervisor(pid) not in keepers:
+            raise ProcessGone(f"process {pid} is of another run")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def kill(pid: int, keepers: Collection[psutil.Process]) -> None:
-    with held(pid, keepers) as process:
-        _send(process, signal.SIGKILL)
+def kill_process(pid: int, keepers: Collection[psutil.Process]) -> None:
+    with open_pidfd(pid, keepers) as process:
+        _send_signal(process, signal.SIGKILL)
 
 
-async def stop(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
+async def suspend_process(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
     """It stands still; if covey has it killed meanwhile, so be it."""
-    with held(pid, keepers) as process:
-        _send(process, signal.SIGSTOP)
+    with open_pidfd(pid, keepers) as process:
+        _send_signal(process, signal.SIGSTOP)
         try:
             await asyncio.sleep(for_s)
         finally:
-            _send(process, signal.SIGCONT)
+            _send_signal(process, signal.SIGCONT)
 
 
-async def slow(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
+async def slow_process(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
     """It runs a fifth of the time."""
     loop = asyncio.get_running_loop()
     until = loop.time() + for_s
-    with held(pid, keepers) as process:
+    with open_pidfd(pid, keepers) as process:
         try:
             while loop.time() < until:
-                _send(process, signal.SIGSTOP)
+                _send_signal(process, signal.SIGSTOP)
                 await asyncio.sleep(SLOW_OFF_S)
-                _send(process, signal.SIGCONT)
+                _send_signal(process, signal.SIGCONT)
                 await asyncio.sleep(SLOW_ON_S)
         finally:
-            _send(process, signal.SIGCONT)
+            _send_signal(process, signal.SIGCONT)
 
 
-def cut(pid: int, keepers: Collection[psutil.Process]) -> int:
+def cut_connections(pid: int, keepers: Collection[psutil.Process]) -> int:
     """Break its established connections over TCP, as a network that fails does; how many there were."""
     count = 0
-    with held(pid, keepers) as process:
-        for descriptor in _connections(pid):
-            copied = _copy(process, descriptor)
+    with open_pidfd(pid, keepers) as process:
+        for descriptor in _list_connection_fds(pid):
+            copied = _copy_fd(process, descriptor)
             if copied < 0:
                 continue  # closed meanwhile
             try:
@@ -128,10 +128,10 @@ def cut(pid: int, keepers: Collection[psutil.Process]) -> int:
     return count
 
 
-def why_no_cut(pid: int, keepers: Collection[psutil.Process]) -> str:
+def cut_blocker(pid: int, keepers: Collection[psutil.Process]) -> str:
     """Why a process's connections cannot be cut from here; "" if they can."""
-    with held(pid, keepers) as process:
-        copied = _copy(process, 0)
+    with open_pidfd(pid, keepers) as process:
+        copied = _copy_fd(process, 0)
         if copied >= 0:
             os.close(copied)
             return ""
@@ -142,12 +142,12 @@ def why_no_cut(pid: int, keepers: Collection[psutil.Process]) -> str:
 
 
 @contextlib.contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
+def fill_disk(folder: Path) -> Iterator[None]:
     """Not one byte more can be written where a folder lies."""
-    filler = folder / FILLER
+    filler = folder / FILLER_FILE
     try:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            for size in (PIECE, 512, 1):
+            for size in (FILL_CHUNK, 512, 1):
                 with contextlib.suppress(OSError):
                     while file.write(bytes(size)):
                         pass
@@ -156,13 +156,13 @@ def full_disk(folder: Path) -> Iterator[None]:
         filler.unlink(missing_ok=True)
 
 
-def why_no_disk(folder: Path) -> str:
+def fill_disk_blocker(folder: Path) -> str:
     """Why the file system of a folder may not be filled; "" if it may."""
     try:
         total = shutil.disk_usage(folder).total
     except OSError as error:
         return f"the log folder {folder} cannot be seen from here ({error.strerror})"
-    if total <= DISK_MAX:
+    if total <= FILLABLE_DISK_MAX:
         return ""
     return (
         f"{folder} lies on a disk of {total >> 20} MB, which others use too: give the run a small file system for its logs and"
@@ -170,7 +170,7 @@ def why_no_disk(folder: Path) -> str:
     )
 
 
-def clock_file(pid: int) -> Path:
+def find_clock_file(pid: int) -> Path:
     """The file by which a run's wall clock can be changed. Raises `UsageError` where it cannot."""
     try:
         named = psutil.Process(pid).environ().get(CLOCK_VARIABLE, "")
@@ -185,7 +185,7 @@ def clock_file(pid: int) -> Path:
 
 
 @contextlib.contextmanager
-def wrong_clock(file: Path, jump_s: float) -> Iterator[None]:
+def shift_clock(file: Path, jump_s: float) -> Iterator[None]:
     """The wall clock of a run is wrong by so many seconds."""
     file.write_text(f"{jump_s:.3f}")
     try:
@@ -194,18 +194,18 @@ def wrong_clock(file: Path, jump_s: float) -> Iterator[None]:
         file.write_text("0")
 
 
-def _send(process: int, number: signal.Signals) -> None:
+def _send_signal(process: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, number)
 
 
-def _connections(pid: int) -> list[int]:
+def _list_connection_fds(pid: int) -> list[int]:
     try:
         found = psutil.Process(pid).net_connections("tcp")
     except psutil.Error as error:
-        raise Gone(f"process {pid} is gone") from error
+        raise ProcessGone(f"process {pid} is gone") from error
     return [link.fd for link in found if link.status == psutil.CONN_ESTABLISHED and link.fd >= 0]
 
 
-def _copy(process: int, descriptor: int) -> int:
+def _copy_fd(process: int, descriptor: int) -> int:
     return int(ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, descriptor, 0))

@@ -30,20 +30,20 @@ class Lifeline:
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
 
-    def hand_over(self) -> None:
+    def close_read_end(self) -> None:
         """The child has its end now: ours would do no harm, but it is one descriptor per child."""
         if self.read_end >= 0:
             os.close(self.read_end)
             self.read_end = -1
 
     def close(self) -> None:
-        self.hand_over()
+        self.close_read_end()
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1
 
 
-def tie(read_end: int) -> None:
+def bind_to_agent(read_end: int) -> None:
     """Called in the child, when it leads its own process group: from here on it dies with the agent."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fd = fcntl.fcntl(read_end, fcntl.F_DUPFD, min(LOWEST_FD, allowed // 2))  # without close-on-exec: exec must not cut the line
@@ -51,18 +51,18 @@ def tie(read_end: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if is_cut(fd):
+    if has_agent_exited(fd):
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def is_cut(fd: int) -> bool:
+def has_agent_exited(fd: int) -> bool:
     """Whether the agent was gone before the kernel had been asked."""
     line = select.poll()
     line.register(fd, select.POLLIN)
     return bool(line.poll(0))
 
 
-def bind(cores: list[int]) -> str:
+def bind_to_cores(cores: list[int]) -> str:
     """Bind this process to `cores`; the answer is a sentence where that is impossible."""
     if cores:
         try:
@@ -74,8 +74,8 @@ def bind(cores: list[int]) -> str:
 
 def main(read_end: str, cores: str, *command: str) -> int:
     """Tie the lifeline and become the command; return only where that fails, with the code a shell would give."""
-    tie(int(read_end))
-    if sentence := bind([int(core) for core in cores.split(",") if core]):
+    bind_to_agent(int(read_end))
+    if sentence := bind_to_cores([int(core) for core in cores.split(",") if core]):
         sys.stderr.write(sentence + "\n")
         return 10
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by this interpreter, and exec would keep that

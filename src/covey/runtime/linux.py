@@ -16,9 +16,9 @@ from covey.errors import CoveyError
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 _ARG_START = 47  # of /proc/self/stat, counted from 0; the next field is the end
-_UID, _INODE = 7, 9  # of a line of /proc/net/tcp, counted from 0
+_UID_COLUMN, _INODE_COLUMN = 7, 9  # of a line of /proc/net/tcp, counted from 0
 _IPV4_BYTES = 4
-_MAPPED = bytes(10) + b"\xff\xff"  # in front of an IPv4 address in an IPv6 socket
+_IPV4_MAPPED_PREFIX = bytes(10) + b"\xff\xff"  # in front of an IPv4 address in an IPv6 socket
 
 
 def _prctl(option: int, value: int) -> None:
@@ -28,19 +28,19 @@ def _prctl(option: int, value: int) -> None:
         raise CoveyError(f"the kernel refused prctl option {option} ({reason}): covey needs Linux 5.4 or later")
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """SIGKILL this process when its parent ends; at once, if that has happened already."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def adopt_orphans(wanted: bool) -> None:
+def set_subreaper(wanted: bool) -> None:
     """Whether the orphans among this process's descendants become its children, instead of init's."""
     _prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
-def own_children() -> list[int]:
+def list_child_pids() -> list[int]:
     """The pids of this process's children, the dead included that nobody has waited for."""
     lists = list(Path("/proc/self/task").glob("*/children"))
     if not lists:  # a kernel built without them: read every process there is
@@ -54,45 +54,45 @@ def own_children() -> list[int]:
     return pids
 
 
-def tasks(pid: int) -> list[int]:
+def list_thread_ids(pid: int) -> list[int]:
     """The threads of a process, none if it is gone."""
     return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
 
 
-def connection_owner(client: tuple[str, int], server: tuple[str, int], workers: Collection[int]) -> int:
+def find_connection_owner(client: tuple[str, int], server: tuple[str, int], workers: Collection[int]) -> int:
     """Return the pid in `workers` whose process, or a descendant of it, holds the client's end of a local TCP connection.
 
     Return 0 if none does, or if the client's socket belongs to another user. That is checked first, from one file. Otherwise
     this function reads the parent of each process of the host once, and the descriptors of the workers' processes and their
     descendants. It takes milliseconds or more: call it in a thread, while the connection is open.
     """
-    socket_name = _own_socket(client, server)
-    children = _children() if socket_name else {}
+    socket_name = _find_own_socket(client, server)
+    children = _children_by_parent() if socket_name else {}
     for worker in workers if socket_name else ():
         family = [worker]
         for pid in family:  # grows meanwhile
-            if _holds(pid, socket_name):
+            if _has_socket_open(pid, socket_name):
                 return worker
             family += children.pop(pid, ())
     return 0
 
 
-def _own_socket(local: tuple[str, int], remote: tuple[str, int]) -> str:
+def _find_own_socket(local: tuple[str, int], remote: tuple[str, int]) -> str:
     """Return the name below /proc/PID/fd of the TCP socket with these ends; "" if there is none, or it is another user's."""
-    for path, mapped in (("/proc/net/tcp", b""), ("/proc/net/tcp6", _MAPPED)):
-        ends = " ".join(_as_in_proc(*end, mapped) for end in (local, remote))
+    for path, mapped in (("/proc/net/tcp", b""), ("/proc/net/tcp6", _IPV4_MAPPED_PREFIX)):
+        ends = " ".join(_format_proc_address(*end, mapped) for end in (local, remote))
         with contextlib.suppress(FileNotFoundError), Path(path).open() as lines:  # a kernel without IPv6 has no tcp6
             for line in lines:
                 if ends in line:
                     fields = line.split()
-                    return f"socket:[{fields[_INODE]}]" if int(fields[_UID]) == os.geteuid() else ""
+                    return f"socket:[{fields[_INODE_COLUMN]}]" if int(fields[_UID_COLUMN]) == os.geteuid() else ""
     return ""
 
 
-def _as_in_proc(address: str, port: int, mapped: bytes) -> str:
+def _format_proc_address(address: str, port: int, mapped: bytes) -> str:
     """Return one end of a connection as /proc/net/tcp writes it: 32-bit words in the byte order of the host, then the port."""
     if ":" in address:
-        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).removeprefix(_MAPPED)
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).removeprefix(_IPV4_MAPPED_PREFIX)
     else:
         packed = socket.inet_pton(socket.AF_INET, address)
     packed = mapped + packed if len(packed) == _IPV4_BYTES else packed
@@ -100,7 +100,7 @@ def _as_in_proc(address: str, port: int, mapped: bytes) -> str:
     return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
 
 
-def _children() -> dict[int, list[int]]:
+def _children_by_parent() -> dict[int, list[int]]:
     """Return the pids of the children of each process of the host."""
     found: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -110,7 +110,7 @@ def _children() -> dict[int, list[int]]:
     return found
 
 
-def _holds(pid: int, socket_name: str) -> bool:
+def _has_socket_open(pid: int, socket_name: str) -> bool:
     """Return whether a process has this socket open; False if it is gone or may not be read."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -120,7 +120,7 @@ def _holds(pid: int, socket_name: str) -> bool:
     return False
 
 
-def show_command(argv: Sequence[str]) -> None:
+def set_process_title(argv: Sequence[str]) -> None:
     """Let `ps` and `pkill -f` see this command, as far as it fits in the place of the one the process was started with."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(fields[n - 2]) for n in (_ARG_START, _ARG_START + 1))

@@ -14,45 +14,45 @@ from covey.settings import Settings
 from covey.transport import address
 
 
-class Sockets(msgspec.Struct, frozen=True):
+class ListeningSockets(msgspec.Struct, frozen=True):
     """Where the cluster and the REST API listen; no REST sockets: it is off."""
 
     cluster: list[socket.socket]
-    manage: list[socket.socket]
+    management: list[socket.socket]
 
     @property
     def address(self) -> str:
         host, port, *_ = self.cluster[0].getsockname()
-        return address.join(host, port)
+        return address.join_host_port(host, port)
 
     @property
     def manage_port(self) -> int:
-        return int(self.manage[0].getsockname()[1]) if self.manage else 0
+        return int(self.management[0].getsockname()[1]) if self.management else 0
 
 
-def bind(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> Sockets:
+def bind_scheduler_ports(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> ListeningSockets:
     """Listen at the scheduler's host and port (`what` says which), and at the REST port on loopback and on the same host."""
-    cluster, host = bind_cluster(settings, what)
-    return Sockets(cluster, bind_manage(settings.manage_port, host, strict=manage_given))
+    cluster, host = bind_cluster_port(settings, what)
+    return ListeningSockets(cluster, bind_management_port(settings.manage_port, host, strict=manage_given))
 
 
-def bind_cluster(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[list[socket.socket], str]:
+def bind_cluster_port(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[list[socket.socket], str]:
     """Where there are several addresses it is the first that is this host's and free. Returns the host too."""
-    addresses = address.several(settings.sched_host, settings.sched_port)
+    addresses = address.split_list(settings.sched_host, settings.sched_port)
     for number, (host, port) in enumerate(addresses, start=1):
         try:
             return address.listen(host, port, what), host
         except UsageError as error:
-            elsewhere = isinstance(error, address.NotLocal) or error.exit_code is ExitCode.PORT_IN_USE
+            elsewhere = isinstance(error, address.AddressNotLocal) or error.exit_code is ExitCode.PORT_IN_USE
             if number < len(addresses) and elsewhere:
                 continue
-            if not isinstance(error, address.NotLocal) or address.family(host) is not None:
+            if not isinstance(error, address.AddressNotLocal) or address.ip_version(host) is not None:
                 raise
     log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
     return address.listen("0.0.0.0", port, what), "0.0.0.0"
 
 
-def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
+def bind_management_port(port: int, host: str, *, strict: bool) -> list[socket.socket]:
     """The REST port: always on loopback, and on the cluster's own address if that is another one."""
     if port == 0:
         return []
@@ -62,7 +62,7 @@ def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
         if strict:
             raise
         log.warning("%s; the REST port was not given by you, so a free one is used", error)
-        return bind_manage(-1, host, strict=True)
+        return bind_management_port(-1, host, strict=True)
     port = found[0].getsockname()[1]
     if host in ("0.0.0.0", "::"):
         found[0].close()
@@ -72,9 +72,9 @@ def bind_manage(port: int, host: str, *, strict: bool) -> list[socket.socket]:
     return found
 
 
-def manage_words(sockets: Sockets, *, tls: bool) -> str:
+def describe_management_port(sockets: ListeningSockets, *, tls: bool) -> str:
     """Where the REST port is, for the first line a person reads."""
-    if not sockets.manage:
+    if not sockets.management:
         return ""
     return f", REST at {'https' if tls else 'http'}://127.0.0.1:{sockets.manage_port}"
 

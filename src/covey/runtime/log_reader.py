@@ -13,47 +13,47 @@ import msgspec
 
 from covey.core.messages import LOG_CHUNK_BYTES_MAX, LogChunk, ReadLog
 from covey.errors import ExitCode, PeerError
-from covey.transport.connection import Link
+from covey.transport.connection import Connection
 
 SCAN_MAX: Final = 8 << 20  # bytes looked through for one answer
-QUESTIONS_MAX: Final = 32  # at once
-ANSWER_S: Final = 10.0
+REQUESTS_MAX: Final = 32  # at once
+REPLY_TIMEOUT_S: Final = 10.0
 
 
-class LogQuestions:
+class LogRequests:
     """Those of one scheduler that are under way."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[Link, asyncio.Future[LogChunk]]] = {}  # whom, and for the answer
-        self._last = 0
+        self._pending_requests: dict[int, tuple[Connection, asyncio.Future[LogChunk]]] = {}  # whom, and for the answer
+        self._last_number = 0
 
-    async def ask(self, link: Link, host: str, question: ReadLog) -> LogChunk:
+    async def request_chunk(self, link: Connection, host: str, question: ReadLog) -> LogChunk:
         """The answer of the agent on a host; the question's number is given here. Raises `PeerError` where there is none."""
-        if len(self._asked) >= QUESTIONS_MAX:
-            raise PeerError(f"{QUESTIONS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
-        self._last += 1
-        number, told = self._last, asyncio.get_running_loop().create_future()
-        self._asked[number] = (link, told)
+        if len(self._pending_requests) >= REQUESTS_MAX:
+            raise PeerError(f"{REQUESTS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
+        self._last_number += 1
+        number, told = self._last_number, asyncio.get_running_loop().create_future()
+        self._pending_requests[number] = (link, told)
         try:
             link.send(msgspec.structs.replace(question, request_number=number))
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
                 answer: LogChunk = await told
         except TimeoutError:
-            raise PeerError(f"the agent on {host} did not answer within {ANSWER_S:g} s", ExitCode.REFUSED) from None
+            raise PeerError(f"the agent on {host} did not answer within {REPLY_TIMEOUT_S:g} s", ExitCode.REFUSED) from None
         finally:
-            del self._asked[number]
+            del self._pending_requests[number]
         if answer.failure:
             raise PeerError(answer.failure, ExitCode.REFUSED)
         return answer
 
-    def told(self, link: Link, answer: LogChunk) -> None:
+    def on_chunk(self, link: Connection, answer: LogChunk) -> None:
         """What an agent says; who was not asked is not believed."""
-        asked, waiting = self._asked.get(answer.request_number, (None, None))
+        asked, waiting = self._pending_requests.get(answer.request_number, (None, None))
         if asked is link and waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
 
-def piece(path: str, asked: ReadLog) -> LogChunk:
+def read_log_chunk(path: str, asked: ReadLog) -> LogChunk:
     """What `asked` wants of this file. A line that is not complete yet is left for the next question."""
     try:
         with Path(path).open("rb") as file:
@@ -70,10 +70,10 @@ def piece(path: str, asked: ReadLog) -> LogChunk:
         text = text[: text.rfind(b"\n") + 1]
     if not asked.search_text:
         return LogChunk(asked.request_number, text, start, start + len(text), size)
-    return _found(asked, text, start, size)
+    return _select_matching_lines(asked, text, start, size)
 
 
-def _found(asked: ReadLog, text: bytes, start: int, size: int) -> LogChunk:
+def _select_matching_lines(asked: ReadLog, text: bytes, start: int, size: int) -> LogChunk:
     wanted, found, room, end = asked.search_text.lower(), bytearray(), LOG_CHUNK_BYTES_MAX, start
     for line in text.splitlines(keepends=True):
         if wanted in line.decode("utf-8", "replace").lower():

@@ -11,41 +11,43 @@ import io
 import sys
 from typing import Final, TextIO
 
-FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Log(io.FileIO):
+class LogStream(io.FileIO):
     """A file that takes everything, and keeps what there is room for."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._lost = 0  # bytes
+        self._lost_bytes = 0  # bytes
 
     def write(self, data: bytes, /) -> int:  # type: ignore[override]
         try:
-            if self._lost:
-                super().write(b"covey: %d bytes that were printed here are lost: there was no room for them\n" % self._lost)
-                self._lost = 0
+            if self._lost_bytes:
+                super().write(
+                    b"covey: %d bytes that were printed here are lost: there was no room for them\n" % self._lost_bytes
+                )
+                self._lost_bytes = 0
             return super().write(data)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             size = memoryview(data).nbytes
-            self._lost += size
+            self._lost_bytes += size
             return size
 
 
-def outlast_full_disks() -> None:
+def install_log_streams() -> None:
     """Let stdout and stderr of this process be such files, unless the program has put something else there."""
-    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+    sys.stdout, sys.stderr = _wrap_stream(sys.stdout), _wrap_stream(sys.stderr)
 
 
-def _lasting(stream: TextIO) -> TextIO:
+def _wrap_stream(stream: TextIO) -> TextIO:
     raw = getattr(getattr(stream, "buffer", None), "raw", getattr(stream, "buffer", None))
     if type(stream) is not io.TextIOWrapper or type(raw) is not io.FileIO:
         return stream
     stream.flush()
-    file = Log(raw.fileno())
+    file = LogStream(raw.fileno())
     if stream.buffer is raw:  # python -u
         return io.TextIOWrapper(file, stream.encoding, stream.errors, write_through=True)
     return io.TextIOWrapper(io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True)  # type: ignore[type-var]

@@ -10,16 +10,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from covey.log import log
-from covey.runtime.credentials import Security
+from covey.runtime.credentials import Credentials
 
 
 @contextlib.asynccontextmanager
-async def managed(make: Callable[[], Any], sockets: list[socket.socket], guard: Security) -> AsyncIterator[None]:
+async def serve_management_port(
+    make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials
+) -> AsyncIterator[None]:
     """Serve what `make` returns, an application, while the body runs. Without sockets the port is off."""
     if not sockets:
         yield
         return
-    serving = asyncio.create_task(_serve(make, sockets, guard))
+    serving = asyncio.create_task(_serve_app(make, sockets, guard))
     try:
         yield
     finally:
@@ -28,9 +30,9 @@ async def managed(make: Callable[[], Any], sockets: list[socket.socket], guard: 
             await serving
 
 
-async def _serve(make: Callable[[], Any], sockets: list[socket.socket], guard: Security) -> None:
-    app, console = await asyncio.to_thread(lambda: (make(), _console()))
-    server = console.Server(app, sockets, guard.server)
+async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials) -> None:
+    app, console = await asyncio.to_thread(lambda: (make(), _import_http_server()))
+    server = console.Server(app, sockets, guard.server_context)
     try:
         await server.start()
     except OSError as error:
@@ -42,7 +44,7 @@ async def _serve(make: Callable[[], Any], sockets: list[socket.socket], guard: S
         await server.stop()
 
 
-def _console() -> Any:
+def _import_http_server() -> Any:
     from covey.management import http_server
 
     return http_server

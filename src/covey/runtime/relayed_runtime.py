@@ -10,75 +10,75 @@ from covey.core.events import Connected, ConnectionLost, MessageReceived
 from covey.core.messages import LastHeardReply, LastHeardRequest, Message, SchedulerReachable, SchedulerUnreachable
 from covey.errors import PeerError
 from covey.runtime.node_runtime import NodeRuntime
-from covey.transport.connection import Link, connect_to_agent
+from covey.transport.connection import Connection, connect_to_agent
 
-ANSWER_S: Final = 1.0  # for the agent's answer to one question
+AGENT_REPLY_TIMEOUT_S: Final = 1.0  # for the agent's answer to one question
 
 
-class ChildRuntime(NodeRuntime):
+class RelayedRuntime(NodeRuntime):
     """The connection to the agent lasts; over it the agent says when the scheduler is reached, and when it is not."""
 
-    _reached = False
-    _asked_at: float | None = None  # of the oldest question that is open
-    _answered: asyncio.Event | None = None
+    _scheduler_reachable = False
+    _last_heard_requested_at: float | None = None  # of the oldest question that is open
+    _last_heard_replied: asyncio.Event | None = None
 
     @property
-    def linked(self) -> bool:
-        return self._link is not None and self._reached
+    def is_connected(self) -> bool:
+        return self._connection is not None and self._scheduler_reachable
 
-    def say(self, message: Message) -> bool:
-        return self._reached and super().say(message)
+    def try_send(self, message: Message) -> bool:
+        return self._scheduler_reachable and super().try_send(message)
 
-    async def ask_unheard_s(self) -> float:
+    async def query_since_last_heard_s(self) -> float:
         """Only the agent knows what the scheduler's host acknowledged. While it is silent, nothing is sure."""
-        if self._link is not None:
-            if self._asked_at is None:
-                self._asked_at, self._answered = self._loop.time(), asyncio.Event()
-                self._link.send(LastHeardRequest())
-            assert self._answered is not None
+        if self._connection is not None:
+            if self._last_heard_requested_at is None:
+                self._last_heard_requested_at, self._last_heard_replied = self._loop.time(), asyncio.Event()
+                self._connection.send(LastHeardRequest())
+            assert self._last_heard_replied is not None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._answered.wait(), ANSWER_S)
-        return self._loop.time() - self._answered_at
+                await asyncio.wait_for(self._last_heard_replied.wait(), AGENT_REPLY_TIMEOUT_S)
+        return self._loop.time() - self._last_contact_at
 
     async def _connect(self) -> None:
-        if self._link is not None:
+        if self._connection is not None:
             return  # the agent calls for all of its children
-        calls = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls = {"on_open": self._on_connected, "on_message": self._on_message, "on_close": self._on_connection_closed}
         try:
-            await connect_to_agent(self._door.relay, **calls)
+            await connect_to_agent(self._scheduler_address.relay_path, **calls)
         except PeerError as error:
-            self._do(ConnectionLost(str(error)))
+            self._step_machine(ConnectionLost(str(error)))
 
-    def _hang_up(self) -> None:
-        self._reached, self._asked_at = False, None
-        super()._hang_up()
+    def _disconnect(self) -> None:
+        self._scheduler_reachable, self._last_heard_requested_at = False, None
+        super()._disconnect()
 
-    def _opened(self, link: Link) -> None:
-        self._link = link
+    def _on_connected(self, link: Connection) -> None:
+        self._connection = link
 
-    def _heard(self, link: Link, message: Any) -> None:
-        if link is not self._link:
+    def _on_message(self, link: Connection, message: Any) -> None:
+        if link is not self._connection:
             return
         if isinstance(message, SchedulerReachable):
-            self._reached = True
-            if not self._fixed_address:
+            self._scheduler_reachable = True
+            if not self._has_fixed_address:
                 self.address = message.address
-            self._do(Connected(message.silence_s))
+            self._step_machine(Connected(message.silence_s))
         elif isinstance(message, SchedulerUnreachable):
-            self._reached = False
-            self._do(ConnectionLost(message.reason))
+            self._scheduler_reachable = False
+            self._step_machine(ConnectionLost(message.reason))
         elif isinstance(message, LastHeardReply):
-            self._confirmed(message)
+            self._on_last_heard_reply(message)
         else:
-            self._do(MessageReceived(message))
+            self._step_machine(MessageReceived(message))
 
-    def _confirmed(self, answer: LastHeardReply) -> None:
-        if self._asked_at is not None and self._answered is not None:
-            self._answered_at = max(self._answered_at, self._asked_at - answer.age_s)
-            self._asked_at = None
-            self._answered.set()
+    def _on_last_heard_reply(self, answer: LastHeardReply) -> None:
+        if self._last_heard_requested_at is not None and self._last_heard_replied is not None:
+            self._last_contact_at = max(self._last_contact_at, self._last_heard_requested_at - answer.age_s)
+            self._last_heard_requested_at = None
+            self._last_heard_replied.set()
 
-    def _closed(self, link: Link, reason: str) -> None:
-        if link is self._link:
-            self._reached, self._asked_at = False, None
-        super()._closed(link, reason)
+    def _on_connection_closed(self, link: Connection, reason: str) -> None:
+        if link is self._connection:
+            self._scheduler_reachable, self._last_heard_requested_at = False, None
+        super()._on_connection_closed(link, reason)

@@ -10,45 +10,47 @@ import msgspec
 
 from covey.core.cluster.view import ClusterView
 from covey.core.messages import Refused, ViewReply, ViewRequest
-from covey.transport.connection import Link
+from covey.transport.connection import Connection
 
-FOLLOWERS_MAX: Final = 64
-SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster
+SUBSCRIBERS_MAX: Final = 64
+VIEW_TIME_SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster
 
 
-class Followers:
+class ViewStream:
     """One per scheduler, which lends its `view`."""
 
     def __init__(self, view: Callable[[], ClusterView]) -> None:
-        self.links: dict[int, Link] = {}  # of those who follow
+        self.subscribers: dict[int, Connection] = {}  # of those who follow
         self._view = view
-        self._again_at = 0.0  # not before this are they told again, unless there is news
+        self._next_update_at = 0.0  # not before this are they told again, unless there is news
 
-    def answer(self, link: Link, ask: ViewRequest) -> None:
+    def handle_view_request(self, link: Connection, ask: ViewRequest) -> None:
         """Show the cluster; and from now on again."""
-        if ask.follow and len(self.links) >= FOLLOWERS_MAX:
-            link.send(Refused(f"{FOLLOWERS_MAX} others follow this cluster already: end one of them, or ask without following"))
+        if ask.follow and len(self.subscribers) >= SUBSCRIBERS_MAX:
+            link.send(
+                Refused(f"{SUBSCRIBERS_MAX} others follow this cluster already: end one of them, or ask without following")
+            )
             return
-        link.send(self._told())
+        link.send(self._make_view_reply())
         if ask.follow:
-            self.links[link.id] = link
+            self.subscribers[link.id] = link
 
-    def tell(self) -> None:
+    def notify_subscribers(self) -> None:
         """There is news: those who follow see it now."""
-        if self.links:
+        if self.subscribers:
             began = time.monotonic()
-            told = self._told()
-            for link in list(self.links.values()):
+            told = self._make_view_reply()
+            for link in list(self.subscribers.values()):
                 link.send(told)
-            self._again_at = time.monotonic() + (time.monotonic() - began) / SHARE
+            self._next_update_at = time.monotonic() + (time.monotonic() - began) / VIEW_TIME_SHARE
 
-    def tell_again(self) -> None:
+    def notify_if_due(self) -> None:
         """Without news: as often as the time allows that may be spent on it."""
-        if time.monotonic() >= self._again_at:
-            self.tell()
+        if time.monotonic() >= self._next_update_at:
+            self.notify_subscribers()
 
-    def gone(self, link: Link) -> None:
-        self.links.pop(link.id, None)
+    def remove_subscriber(self, link: Connection) -> None:
+        self.subscribers.pop(link.id, None)
 
-    def _told(self) -> ViewReply:
+    def _make_view_reply(self) -> ViewReply:
         return ViewReply(msgspec.json.encode(self._view()))

@@ -20,109 +20,113 @@ from covey.core.messages import (
     ToChildrenEnvelope,
 )
 from covey.errors import PeerError
-from covey.transport.connection import Link
+from covey.transport.connection import Connection
 
-AGENT_LIVES: Final = Heartbeat()
+AGENT_HEARTBEAT: Final = Heartbeat()
 
 
-class Behind:
+class RelayedConnections:
     """The children behind one link: the line of each, by the agent's own number for it."""
 
-    __slots__ = ("lines", "newest")
+    __slots__ = ("newest_child", "numbers_by_child")
 
     def __init__(self) -> None:
-        self.lines: dict[int, int] = {}
-        self.newest = 0  # numbers go upwards: one that is not above this and has no line is over
+        self.numbers_by_child: dict[int, int] = {}
+        self.newest_child = 0  # numbers go upwards: one that is not above this and has no line is over
 
 
-class Lines:
+class ConnectionTable:
     """All lines that are open."""
 
     def __init__(self) -> None:
-        self.links: dict[int, Link] = {}
-        self._behind: dict[int, Behind] = {}  # by the agent's line
-        self._children: dict[int, tuple[int, int]] = {}  # by the child's line: its agent's, and the agent's number for it
-        self._last = 0
-        self._waiting: tuple[int, Any, list[int]] | None = None  # the agent's line, what is to be told, to whom
+        self.direct_connections: dict[int, Connection] = {}
+        self._relayed_by_agent: dict[int, RelayedConnections] = {}  # by the agent's line
+        self._child_routes: dict[int, tuple[int, int]] = {}  # by the child's line: its agent's, and the agent's number for it
+        self._last_number = 0
+        self._pending_envelope: tuple[int, Any, list[int]] | None = None  # the agent's line, what is to be told, to whom
 
-    def open(self, link: Link) -> None:
+    def open(self, link: Connection) -> None:
         """A link was made: give it its number."""
-        link.id = self._next()
-        self.links[link.id] = link
+        link.id = self._next_number()
+        self.direct_connections[link.id] = link
 
-    def closed(self, link: Link) -> list[int]:
+    def on_connection_lost(self, link: Connection) -> list[int]:
         """A link was lost: the lines that are lost with it, those behind it first."""
-        del self.links[link.id]
-        behind = self._behind.pop(link.id, Behind())
-        for line in behind.lines.values():
-            del self._children[line]
-        return [*behind.lines.values(), link.id]
+        del self.direct_connections[link.id]
+        behind = self._relayed_by_agent.pop(link.id, RelayedConnections())
+        for line in behind.numbers_by_child.values():
+            del self._child_routes[line]
+        return [*behind.numbers_by_child.values(), link.id]
 
-    def open_among(self, lines: set[int]) -> set[int]:
-        return {line for line in lines if line in self.links or line in self._children}
+    def filter_open(self, lines: set[int]) -> set[int]:
+        return {line for line in lines if line in self.direct_connections or line in self._child_routes}
 
-    def unwrap(
-        self, link: Link, said: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
+    def split_agent_message(
+        self, link: Connection, said: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
     ) -> Iterator[MessageReceived | ConnectionLost]:
         """What an agent's word is, line by line. Raises `PeerError` for what no agent says."""
-        behind = self._behind.setdefault(link.id, Behind())
+        behind = self._relayed_by_agent.setdefault(link.id, RelayedConnections())
         if isinstance(said, RelayedHeartbeats):
-            yield MessageReceived(AGENT_LIVES, link.id)
+            yield MessageReceived(AGENT_HEARTBEAT, link.id)
             for child, progress in said.children.items():
-                if child in behind.lines:
-                    yield MessageReceived(Heartbeat(progress), behind.lines[child])
+                if child in behind.numbers_by_child:
+                    yield MessageReceived(Heartbeat(progress), behind.numbers_by_child[child])
         elif isinstance(said, ChildDisconnected):
-            if said.child in behind.lines:
-                yield ConnectionLost(said.reason, self._forget(behind, said.child))
-        elif said.child in behind.lines:
-            yield MessageReceived(said.message, behind.lines[said.child])
-        elif said.child > behind.newest:
-            if len(behind.lines) >= RELAYED_CONNECTIONS_MAX:
+            if said.child in behind.numbers_by_child:
+                yield ConnectionLost(said.reason, self._remove_child(behind, said.child))
+        elif said.child in behind.numbers_by_child:
+            yield MessageReceived(said.message, behind.numbers_by_child[said.child])
+        elif said.child > behind.newest_child:
+            if len(behind.numbers_by_child) >= RELAYED_CONNECTIONS_MAX:
                 raise PeerError(f"an agent speaks for more than {RELAYED_CONNECTIONS_MAX} connections")
-            behind.newest = said.child
-            line = behind.lines[said.child] = self._next()
-            self._children[line] = (link.id, said.child)
+            behind.newest_child = said.child
+            line = behind.numbers_by_child[said.child] = self._next_number()
+            self._child_routes[line] = (link.id, said.child)
             yield MessageReceived(said.message, line)
 
     def send(self, line: int, message: Any) -> bool:
         """Say something over a line; False if it is not open. For a child it may wait until the next `flush`."""
-        if line in self._children:
-            agent, child = self._children[line]
-            if self._waiting is not None and self._waiting[0] == agent and self._waiting[1] is message:
-                self._waiting[2].append(child)
+        if line in self._child_routes:
+            agent, child = self._child_routes[line]
+            if (
+                self._pending_envelope is not None
+                and self._pending_envelope[0] == agent
+                and self._pending_envelope[1] is message
+            ):
+                self._pending_envelope[2].append(child)
             else:
                 self.flush()
-                self._waiting = (agent, message, [child])
+                self._pending_envelope = (agent, message, [child])
             return True
-        if line in self.links:
+        if line in self.direct_connections:
             self.flush()
-            self.links[line].send(message)
+            self.direct_connections[line].send(message)
             return True
         return False
 
     def close(self, line: int) -> None:
         """Close a line once what was sent has left."""
         self.flush()
-        if line in self._children:
-            agent, child = self._children[line]
-            self._forget(self._behind[agent], child)
-            self.links[agent].send(DisconnectChild(child))
-        elif line in self.links:
-            self.links[line].close()
+        if line in self._child_routes:
+            agent, child = self._child_routes[line]
+            self._remove_child(self._relayed_by_agent[agent], child)
+            self.direct_connections[agent].send(DisconnectChild(child))
+        elif line in self.direct_connections:
+            self.direct_connections[line].close()
 
     def flush(self) -> None:
         """Send what waits."""
-        if self._waiting is not None:
-            agent, message, children = self._waiting
-            self._waiting = None
-            if agent in self.links:
-                self.links[agent].send(ToChildrenEnvelope(children, message))
+        if self._pending_envelope is not None:
+            agent, message, children = self._pending_envelope
+            self._pending_envelope = None
+            if agent in self.direct_connections:
+                self.direct_connections[agent].send(ToChildrenEnvelope(children, message))
 
-    def _forget(self, behind: Behind, child: int) -> int:
-        line = behind.lines.pop(child)
-        del self._children[line]
+    def _remove_child(self, behind: RelayedConnections, child: int) -> int:
+        line = behind.numbers_by_child.pop(child)
+        del self._child_routes[line]
         return line
 
-    def _next(self) -> int:
-        self._last += 1
-        return self._last
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number

@@ -16,14 +16,14 @@ import msgspec
 
 from covey.errors import StoreError
 from covey.log import log
-from covey.storage.cas_journal import SharedJournal
-from covey.storage.journal import Fenced, Journal
+from covey.storage.cas_journal import CasJournal
+from covey.storage.journal import FencedError, Journal
 
 RETRY_DISK_S: Final = 1.0
-TOO_LATE: Final = "the lease could not be renewed in time"
+LEASE_NOT_RENEWED: Final = "the lease could not be renewed in time"
 
 
-class Term(msgspec.Struct, frozen=True):
+class LeaderTerm(msgspec.Struct, frozen=True):
     """How long this scheduler leads, where there are standbys: then nodes hear that it is there within `silence_s`."""
 
     token: int = 0
@@ -31,7 +31,7 @@ class Term(msgspec.Struct, frozen=True):
     silence_s: float = -1.0
 
 
-class HandedOver(Exception):
+class LeadershipHandedOver(Exception):
     """This scheduler was asked to go, and ends with `code`; its cluster goes on, led by another."""
 
     def __init__(self, code: int) -> None:
@@ -43,13 +43,13 @@ class SteppedDown(Exception):
     """This scheduler no longer leads; another does, or will."""
 
 
-class Commits:
+class JournalCommits:
     """The journal of one term; without a journal, the term alone."""
 
-    def __init__(self, journal: Journal | SharedJournal | None, term: Term) -> None:
+    def __init__(self, journal: Journal | CasJournal | None, term: LeaderTerm) -> None:
         self._journal = journal
         self._term = term
-        self.stuck = ""  # why nothing can be written now
+        self.write_blocker = ""  # why nothing can be written now
 
     async def commit(self, records: list[Any]) -> None:
         """Returns when the records are durable and this scheduler leads."""
@@ -57,32 +57,32 @@ class Commits:
             self._check_leads()
             try:
                 await self.write(records)
-            except Fenced as error:
+            except FencedError as error:
                 raise SteppedDown(str(error)) from None
             except StoreError as error:
-                if not self.stuck:
+                if not self.write_blocker:
                     log.error("%s", error)
-                self.stuck = str(error)
+                self.write_blocker = str(error)
                 await asyncio.sleep(RETRY_DISK_S)
                 continue
             self._check_leads()
-            if self.stuck:
-                self.stuck = ""
+            if self.write_blocker:
+                self.write_blocker = ""
                 log.warning("the journal can be written again: what waited is carried out now")
             return
 
-    def keep(self) -> None:
+    def rewrite_if_removed(self) -> None:
         """A journal that was removed is written anew before somebody needs it."""
         if isinstance(self._journal, Journal):
             with contextlib.suppress(StoreError):  # the next commit says so
-                self._journal.keep()
+                self._journal.rewrite_if_removed()
 
     async def write(self, records: list[Any]) -> None:
-        if isinstance(self._journal, SharedJournal) and records:
+        if isinstance(self._journal, CasJournal) and records:
             await self._journal.commit(records)
         elif self._journal is not None and records:
             self._journal.commit(records)
 
     def _check_leads(self) -> None:
         if not self._term.leads():
-            raise SteppedDown(TOO_LATE)
+            raise SteppedDown(LEASE_NOT_RENEWED)

@@ -1,6 +1,6 @@
 """A scheduler as a process, from the settings alone: `office` has what it is made from.
 
-`main` is what an agent starts; `covey.init()` calls `serve` in a process whose role is MS_SCHED.
+`main` is what an agent starts; `covey.init()` calls `run_scheduler` in a process whose role is MS_SCHED.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import msgspec
 
 from covey import ps_context
 from covey.errors import CoveyError
-from covey.log import configure, log
+from covey.log import configure_logging, log
 from covey.runtime import linux
-from covey.runtime.listeners import Sockets, raise_file_limit
+from covey.runtime.listeners import ListeningSockets, raise_file_limit
 from covey.scheduler.scheduler import exit_now
-from covey.scheduler.service import Kept, Office
+from covey.scheduler.service import SchedulerHandoff, SchedulerService
 from covey.settings import Loaded, load, require_raw
 
-KEPT_VARIABLE = "COVEY_KEPT"
+HANDOFF_VARIABLE = "COVEY_KEPT"
 
 
-def serve(loaded: Loaded, *, sockets: Sockets | None = None, kept: Kept | None = None) -> int:
+def run_scheduler(loaded: Loaded, *, sockets: ListeningSockets | None = None, kept: SchedulerHandoff | None = None) -> int:
     """Run a scheduler until its cluster has ended; returns the code to end with. `kept`: it is an agent's child."""
     raise_file_limit()
-    office = Office(loaded, sockets, kept)
+    office = SchedulerService(loaded, sockets, kept)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(office.stand_by() if loaded.settings.stands_by else office.serve())
 
@@ -39,9 +39,9 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-def run_in_this_process(loaded: Loaded) -> None:
+def run_scheduler_and_exit(loaded: Loaded) -> None:
     """The role MS_SCHED of `covey.init()`: serve, and never return to the training code."""
-    configure(loaded.settings, "scheduler")
+    configure_logging(loaded.settings, "scheduler")
     try:
         require_raw(loaded.settings)
         settings = loaded.settings
@@ -49,7 +49,7 @@ def run_in_this_process(loaded: Loaded) -> None:
         if ps_context.is_set("scheduler_manage_port"):
             origins = loaded.origins | {"manage_port": "set_ps_context"}
             loaded = Loaded(msgspec.structs.replace(settings, manage_port=port), origins)
-        code = serve(loaded)
+        code = run_scheduler(loaded)
     except CoveyError as error:
         log.error("%s", error)
         code = error.exit_code
@@ -58,14 +58,14 @@ def run_in_this_process(loaded: Loaded) -> None:
 
 def main() -> None:
     """The scheduler of `covey run`."""
-    kept = msgspec.json.decode(os.environ.pop(KEPT_VARIABLE), type=Kept)
-    if kept.agent:
-        linux.die_with(kept.agent)
-    cluster, manage = ([socket.socket(fileno=number) for number in group] for group in kept.sockets)
+    kept = msgspec.json.decode(os.environ.pop(HANDOFF_VARIABLE), type=SchedulerHandoff)
+    if kept.agent_pid:
+        linux.die_with_parent(kept.agent_pid)
+    cluster, manage = ([socket.socket(fileno=number) for number in group] for group in kept.socket_fds)
     try:
         loaded = load(os.environ)
-        configure(loaded.settings, "scheduler")
-        code = serve(loaded, sockets=Sockets(cluster, manage), kept=kept)
+        configure_logging(loaded.settings, "scheduler")
+        code = run_scheduler(loaded, sockets=ListeningSockets(cluster, manage), kept=kept)
     except CoveyError as error:
         log.error("%s", error)
         code = error.exit_code

@@ -45,29 +45,29 @@ from covey.core.messages import (
 )
 from covey.core.types import ClusterSettings, Phase, Role
 from covey.errors import ExitCode, PeerError, StoreError
-from covey.log import log, tell
+from covey.log import log, log_event
 from covey.runtime import linux
-from covey.runtime.event_stream import Storyteller
-from covey.runtime.failure_report import failure_report
-from covey.runtime.log_reader import LogQuestions
-from covey.runtime.view_stream import Followers
-from covey.scheduler.connections import Lines
-from covey.scheduler.journal_commits import TOO_LATE, Commits, HandedOver, SteppedDown, Term
-from covey.storage.cas_journal import SharedJournal
+from covey.runtime.event_stream import EventStream
+from covey.runtime.failure_report import describe_failure
+from covey.runtime.log_reader import LogRequests
+from covey.runtime.view_stream import ViewStream
+from covey.scheduler.connections import ConnectionTable
+from covey.scheduler.journal_commits import LEASE_NOT_RENEWED, JournalCommits, LeadershipHandedOver, LeaderTerm, SteppedDown
+from covey.storage.cas_journal import CasJournal
 from covey.storage.journal import Journal
-from covey.transport.connection import Link, Listener
+from covey.transport.connection import Connection, Listener
 from covey.wall_clock import wall
 
 TICK_S: Final = 0.25
-WAITING_EFFECTS_MAX: Final = 1_000_000
-OWNER_EVERY_S: Final = 1.0  # seconds between two lookups of a connection's owner
-STRANGERS_TOLD_MAX: Final = 1000  # different ones; the rest are counted
-GOODBYE_S: Final = 5.0
-PULSES: Final = 4  # in the silence after which nodes look for another leader
-COMMIT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
+PENDING_EFFECTS_MAX: Final = 1_000_000
+OWNER_LOOKUP_INTERVAL_S: Final = 1.0  # seconds between two lookups of a connection's owner
+UNAUTHENTICATED_LOGGED_MAX: Final = 1000  # different ones; the rest are counted
+SHUTDOWN_GRACE_S: Final = 5.0
+LEADER_HEARTBEATS_PER_SILENCE: Final = 4  # in the silence after which nodes look for another leader
+COMMIT_TIMEOUT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
 
 
-class Place(msgspec.Struct, frozen=True):
+class SchedulerInfo(msgspec.Struct, frozen=True):
     """What the scheduler is called and where it can be found: for views and the registry."""
 
     address: str
@@ -85,34 +85,34 @@ class Scheduler:
     def __init__(
         self,
         settings: ClusterSettings,
-        place: Place,
+        place: SchedulerInfo,
         *,
         cluster_id: str,
         secret: str = "",
         context: Any = None,
-        journal: Journal | SharedJournal | None = None,
-        term: Term | None = None,
+        journal: Journal | CasJournal | None = None,
+        term: LeaderTerm | None = None,
     ) -> None:
-        self.place = place
+        self.info = place
         self.cluster_id = cluster_id
         self._settings = settings
         self._secret = secret
-        self._context = context
+        self._ssl_context = context
         self._journal = journal
-        self._term = term or Term()
-        self._commits = Commits(journal, self._term)
-        self._pulsed_at = 0.0
-        self._lines = Lines()
-        self._logs = LogQuestions()
-        self._followers = Followers(self.view)
-        self._teller = Storyteller()
-        self._ending: set[int] = set()  # links whose nodes were told that the cluster ended
-        self._wishes: collections.deque[SchedulerEffect] = collections.deque()
-        self._turn: asyncio.Task[None] | None = None
-        self._told = (Phase.FORMING, 0)
-        self._strangers: set[tuple[str, str]] = set()  # whom we told about, and why
-        self._owner_asked_at = -OWNER_EVERY_S
-        self._lookup: asyncio.Task[None] | None = None  # of a connection's owner
+        self._term = term or LeaderTerm()
+        self._commits = JournalCommits(journal, self._term)
+        self._leader_heartbeat_at = 0.0
+        self._connections = ConnectionTable()
+        self._log_requests = LogRequests()
+        self._view_stream = ViewStream(self.view)
+        self._event_stream = EventStream()
+        self._end_notified: set[int] = set()  # links whose nodes were told that the cluster ended
+        self._pending_effects: collections.deque[SchedulerEffect] = collections.deque()
+        self._effects_task: asyncio.Task[None] | None = None
+        self._notified_state = (Phase.FORMING, 0)
+        self._logged_peers: set[tuple[str, str]] = set()  # whom we told about, and why
+        self._owner_looked_up_at = -OWNER_LOOKUP_INTERVAL_S
+        self._owner_lookup: asyncio.Task[None] | None = None  # of a connection's owner
         self._started_at = wall()
         self._ended: asyncio.Future[EndCluster] | None = None
         self._machine: SchedulerMachine | None = None
@@ -127,56 +127,56 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._machine = SchedulerMachine(
-            self._settings, cluster_id=self.cluster_id, job=self.place.job, now=loop.time(), wall=wall()
+            self._settings, cluster_id=self.cluster_id, job=self.info.job, now=loop.time(), wall=wall()
         )
         records = self._journal.read() if self._journal is not None else ()
-        self._teller.story.restore(self._journal.story() if self._journal is not None else ())
+        self._event_stream.event_log.restore(self._journal.read_events() if self._journal is not None else ())
         self._step(JournalRead(records))
         self.cluster_id = self._machine.cluster.cluster_id
         calls = {
-            "on_open": self._opened,
-            "on_message": self._heard,
-            "on_close": self._closed,
-            "on_mindspore": self._heard_mindspore,
+            "on_open": self._on_connection_opened,
+            "on_message": self._on_message,
+            "on_close": self._on_connection_closed,
+            "on_mindspore": self._on_mindspore_connection,
         }
         token, silence_s = self._term.token, self._term.silence_s
-        listener = Listener(sockets, self._secret, self._context, token=token, silence_s=silence_s, **calls)
+        listener = Listener(sockets, self._secret, self._ssl_context, token=token, silence_s=silence_s, **calls)
         await listener.open()
-        ticker = loop.create_task(self._tick())
+        ticker = loop.create_task(self._run_ticks())
         try:
             end = await self._ended
-            await self._let_go(end)
-            await self._write_told()
+            await self._await_disconnects(end)
+            await self._record_end_delivered()
         finally:
             ticker.cancel()
-            if self._turn is not None:
-                self._turn.cancel()
-            if self._lookup is not None:
-                self._lookup.cancel()
+            if self._effects_task is not None:
+                self._effects_task.cancel()
+            if self._owner_lookup is not None:
+                self._owner_lookup.cancel()
             listener.close()
-            for link in list(self._lines.links.values()):
+            for link in list(self._connections.direct_connections.values()):
                 link.abort("the scheduler ended")
         return end
 
-    def go(self, code: int) -> None:
+    def exit_process(self, code: int) -> None:
         """End this process, and nothing else."""
         if not self._term.token:
             exit_now(code)
-        self._fail(HandedOver(code))
+        self._fail(LeadershipHandedOver(code))
 
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
         self._step(MessageReceived(StopRequest(reason)))
 
-    async def ask(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
+    async def submit_request(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
         """A visitor's wish; returns once a scheduler that takes over would grant it too. Raises `PeerError` with the reason
         where it is not granted, and `StoreError` where that is not certain."""
-        self._be_acting()
+        self._check_active()
         self._step(MessageReceived(wish))
         answered = self.machine.last_reply
         if isinstance(answered, Refused):
             raise PeerError(answered.reason, ExitCode.REFUSED)
-        await self._committed()
+        await self._wait_until_committed()
         return answered
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
@@ -185,37 +185,40 @@ class Scheduler:
         agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
         if member is None:
             raise PeerError(f"there is no node {node[:100]!r}: GET /nodes lists them", ExitCode.REFUSED)
-        if agent is None or agent.connection not in self._lines.links:
+        if agent is None or agent.connection not in self._connections.direct_connections:
             raise PeerError(f"no agent is there that keeps {node}, so its output is where you sent it", ExitCode.REFUSED)
         asked = ReadLog(0, member.node_id, member.role, start, find)
-        return await self._logs.ask(self._lines.links[agent.connection], member.host.name, asked)
+        return await self._log_requests.request_chunk(
+            self._connections.direct_connections[agent.connection], member.host.name, asked
+        )
 
-    async def _committed(self) -> None:
+    async def _wait_until_committed(self) -> None:
         """Wait until all that was decided is durable."""
-        turn = self._turn
+        turn = self._effects_task
         if turn is None:
-            return self._be_acting()
-        await asyncio.wait({turn}, timeout=COMMIT_S)
+            return self._check_active()
+        await asyncio.wait({turn}, timeout=COMMIT_TIMEOUT_S)
         if not turn.done():
             raise StoreError(
-                f"it is decided, but cannot be written down yet, and may be lost: {self._commits.stuck or 'the store is slow'}"
+                "it is decided, but cannot be written down yet, and may be lost: "
+                f"{self._commits.write_blocker or 'the store is slow'}"
             )
-        return self._be_acting()
+        return self._check_active()
 
-    def _be_acting(self) -> None:
+    def _check_active(self) -> None:
         """Who acts no longer hears nobody, so it must not answer either."""
-        if not self._acts:
+        if not self._is_active:
             raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
 
-    async def host_gone(self, life: str, reason: str) -> None:
+    async def report_host_gone(self, life: str, reason: str) -> None:
         """A life of a host is over: nobody of it is waited for, or let in again. Raises `StoreError` where that may be lost."""
-        self._be_acting()
+        self._check_active()
         self._step(HostGone(life, reason))
-        await self._committed()
+        await self._wait_until_committed()
 
     def view(self) -> ClusterView:
         """The cluster as it is now."""
-        place = self.place
+        place = self.info
         me = NodeView(
             role=Role.SCHEDULER,
             node_id=place.node_id,
@@ -237,15 +240,15 @@ class Scheduler:
             manage_port=place.manage_port,
             log_dir=place.log_dir,
             counters=self.machine.counters,
-            gauges={"links": float(len(self._lines.links))},
+            gauges={"links": float(len(self._connections.direct_connections))},
         )
 
     @property
-    def story(self) -> EventLog:
+    def event_log(self) -> EventLog:
         """What happened so far."""
-        return self._teller.story
+        return self._event_stream.event_log
 
-    def about(self) -> dict[str, Any]:
+    def console_details(self) -> dict[str, Any]:
         """What the console shows besides."""
         return {"kind": "training"}
 
@@ -255,71 +258,74 @@ class Scheduler:
 
     # -- facts in ----------------------------------------------------------------------------------------------------
 
-    def _opened(self, link: Link) -> None:
-        self._lines.open(link)
+    def _on_connection_opened(self, link: Connection) -> None:
+        self._connections.open(link)
 
-    def _heard(self, link: Link, message: Any) -> None:
+    def _on_message(self, link: Connection, message: Any) -> None:
         if not self._term.leads():  # it was stopped, and wakes up with this: even a look at it would be old
-            self._fail(SteppedDown(TOO_LATE))
+            self._fail(SteppedDown(LEASE_NOT_RENEWED))
         elif isinstance(message, ViewRequest):
-            self._followers.answer(link, message)
+            self._view_stream.handle_view_request(link, message)
         elif isinstance(message, EventsRequest):
-            self._teller.answer(link, message)
+            self._event_stream.handle_events_request(link, message)
         elif isinstance(message, LogChunk):
-            self._logs.told(link, message)
+            self._log_requests.on_chunk(link, message)
         elif isinstance(message, FromChildEnvelope | ChildDisconnected | RelayedHeartbeats):
-            for event in self._lines.unwrap(link, message):
+            for event in self._connections.split_agent_message(link, message):
                 self._step(event)
         else:
             self._step(MessageReceived(message, link.id))
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _on_connection_closed(self, link: Connection, reason: str) -> None:
         if not link.id:
-            return self._stranger(link, reason)
-        self._followers.gone(link)
-        self._teller.gone(link)
-        if link.misbehaved:
-            self._stranger(link, reason)
-        for number in self._lines.closed(link):
+            return self._on_unauthenticated_peer(link, reason)
+        self._view_stream.remove_subscriber(link)
+        self._event_stream.remove_subscriber(link)
+        if link.violated_protocol:
+            self._on_unauthenticated_peer(link, reason)
+        for number in self._connections.on_connection_lost(link):
             self._step(ConnectionLost(reason, number))
         return None
 
-    async def _tick(self) -> None:
+    async def _run_ticks(self) -> None:
         try:
             while True:
                 await asyncio.sleep(TICK_S)
-                self._pulse()
-                self._commits.keep()
+                self._send_leader_heartbeat()
+                self._commits.rewrite_if_removed()
                 self._step(Tick())
-                self._followers.tell_again()
+                self._view_stream.notify_if_due()
         except Exception as error:  # a bug: a cluster over which nobody keeps watch would wait for ever
             self._fail(error)
 
-    def _pulse(self) -> None:
+    def _send_leader_heartbeat(self) -> None:
         if not self._term.leads():
-            self._fail(SteppedDown(TOO_LATE))
-        elif self._term.token and time.monotonic() - self._pulsed_at >= self._term.silence_s / PULSES:
-            self._pulsed_at = time.monotonic()
+            self._fail(SteppedDown(LEASE_NOT_RENEWED))
+        elif (
+            self._term.token
+            and time.monotonic() - self._leader_heartbeat_at >= self._term.silence_s / LEADER_HEARTBEATS_PER_SILENCE
+        ):
+            self._leader_heartbeat_at = time.monotonic()
             for number in self.machine.list_connections():
-                if number in self._lines.links:  # an agent tells its children
-                    self._lines.links[number].send(LeaderHeartbeat())
+                if number in self._connections.direct_connections:  # an agent tells its children
+                    self._connections.direct_connections[number].send(LeaderHeartbeat())
 
     def _step(self, event: SchedulerEvent) -> None:
-        if not self._acts:
+        if not self._is_active:
             return
         loop = asyncio.get_running_loop()
         try:
-            self._wishes.extend(self.machine.step(event, loop.time()))
+            self._pending_effects.extend(self.machine.step(event, loop.time()))
         except Exception as error:  # a bug: half a step must not be built upon; the journal brings a new process back
             self._fail(error)
             raise
-        if len(self._wishes) > WAITING_EFFECTS_MAX:
+        if len(self._pending_effects) > PENDING_EFFECTS_MAX:
             self._fail(StoreError("the disk has refused for too long: more wishes wait for it than can be kept"))
-        if self._wishes and self._turn is None:
-            self._turn = loop.create_task(self._take_turns())
+        if self._pending_effects and self._effects_task is None:
+            self._effects_task = loop.create_task(self._apply_pending_effects())
 
     @property
-    def _acts(self) -> bool:
+    def _is_active(self) -> bool:
         """Not once it was asked to go, or failed: the links it then closes itself are nobody's death."""
         ended = self._ended
         return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
@@ -331,59 +337,59 @@ class Scheduler:
 
     # -- wishes out --------------------------------------------------------------------------------------------------
 
-    async def _take_turns(self) -> None:
+    async def _apply_pending_effects(self) -> None:
         """Until no wish is left: what must be durable first, then the rest, in order."""
         try:
-            while self._wishes:
-                turn = list(self._wishes)
+            while self._pending_effects:
+                turn = list(self._pending_effects)
                 await self._commits.commit([wish.record for wish in turn if isinstance(wish, Persist)])
                 for wish in turn:
-                    self._wishes.popleft()
-                    self._carry_out(wish)
-                self._lines.flush()
-                self._tell_news()
-                self._teller.tell_on()
+                    self._pending_effects.popleft()
+                    self._apply_effect(wish)
+                self._connections.flush()
+                self._notify_on_change()
+                self._event_stream.notify_subscribers()
         except Exception as error:  # stepped down; or a bug: half a turn must not be built upon
             self._fail(error)
         finally:
-            self._turn = None
+            self._effects_task = None
 
-    def _tell_news(self) -> None:
+    def _notify_on_change(self) -> None:
         """What people must not miss is told at once, the rest at the next tick."""
         news = (self.machine.cluster.phase, self.machine.cluster.generation)
-        if news != self._told:
-            self._told = news
-            self._followers.tell()
+        if news != self._notified_state:
+            self._notified_state = news
+            self._view_stream.notify_subscribers()
 
-    def _carry_out(self, wish: SchedulerEffect) -> None:
+    def _apply_effect(self, wish: SchedulerEffect) -> None:
         if isinstance(wish, Send):
-            if self._lines.send(wish.connection, wish.message) and isinstance(wish.message, ClusterEnded):
-                self._ending.add(wish.connection)
+            if self._connections.send(wish.connection, wish.message) and isinstance(wish.message, ClusterEnded):
+                self._end_notified.add(wish.connection)
         elif isinstance(wish, Close):
-            self._lines.close(wish.connection)
+            self._connections.close(wish.connection)
         elif isinstance(wish, PublishEvent):
-            event = self._teller.note(wish)
+            event = self._event_stream.append_event(wish)
             if self._journal is not None:
-                self._journal.note(event)
+                self._journal.append_event(event)
         elif isinstance(wish, EndCluster):
             assert self._ended is not None
             if not self._ended.done():
                 self._ended.set_result(wish)
 
-    async def _let_go(self, end: EndCluster) -> None:
+    async def _await_disconnects(self, end: EndCluster) -> None:
         """Members and agents have been told: give them the time to end, then close."""
         if end.failure is not None:
-            for line in failure_report(end.failure):
+            for line in describe_failure(end.failure):
                 log.error("%s", line)
-        self._followers.tell()
-        deadline = asyncio.get_running_loop().time() + self._settings.grace_s + GOODBYE_S
-        while self._ending and asyncio.get_running_loop().time() < deadline:
-            for link in (*self._teller.listeners, *self._followers.links.values()):
+        self._view_stream.notify_subscribers()
+        deadline = asyncio.get_running_loop().time() + self._settings.grace_s + SHUTDOWN_GRACE_S
+        while self._end_notified and asyncio.get_running_loop().time() < deadline:
+            for link in (*self._event_stream.subscribers, *self._view_stream.subscribers.values()):
                 link.close("the cluster ended")
             await asyncio.sleep(0.01)
-            self._ending = self._lines.open_among(self._ending)
+            self._end_notified = self._connections.filter_open(self._end_notified)
 
-    async def _write_told(self) -> None:
+    async def _record_end_delivered(self) -> None:
         """Nobody needs to be told the end by a scheduler that comes after this one. If it cannot be written, one more will."""
         record = self.machine.cluster.record()
         if self._journal is None or record.ended is None:
@@ -394,7 +400,7 @@ class Scheduler:
         except StoreError as error:
             log.warning("%s", error)
 
-    def _heard_mindspore(self, link: Link) -> None:
+    def _on_mindspore_connection(self, link: Connection) -> None:
         """Find out whether a worker of this cluster speaks MindSpore's protocol to this port, and tell the machine.
 
         Anyone who reaches the port can send these bytes, so they alone end nothing. They count if the other end of the
@@ -406,24 +412,24 @@ class Scheduler:
         because the client closes its end when this side does.
         """
         now = time.monotonic()
-        busy = self._lookup is not None and not self._lookup.done()
-        if link.local_address() != link.peer or busy or now - self._owner_asked_at < OWNER_EVERY_S:
+        busy = self._owner_lookup is not None and not self._owner_lookup.done()
+        if link.local_address() != link.peer_address or busy or now - self._owner_looked_up_at < OWNER_LOOKUP_INTERVAL_S:
             return
         workers = {
             member.pid: member.name
             for member in self.machine.cluster.members_in_role(Role.WORKER)
-            if member.agent and member.is_present and member.pid and member.host.id == self.place.host_id
+            if member.agent and member.is_present and member.pid and member.host.id == self.info.host_id
         }
-        self._owner_asked_at = now
-        client, server = (link.peer, link.port), (link.local_address(), link.local_port())
+        self._owner_looked_up_at = now
+        client, server = (link.peer_address, link.peer_port), (link.local_address(), link.local_port())
         held = os.dup(link.fileno())
-        self._lookup = asyncio.get_running_loop().create_task(self._look_up_owner(client, server, workers))
-        self._lookup.add_done_callback(lambda _: os.close(held))
+        self._owner_lookup = asyncio.get_running_loop().create_task(self._look_up_owner(client, server, workers))
+        self._owner_lookup.add_done_callback(lambda _: os.close(held))
 
     async def _look_up_owner(self, client: tuple[str, int], server: tuple[str, int], workers: dict[int, str]) -> None:
         """Tell the machine which of these workers (names by pid) holds the client's end of a connection, if one does."""
         try:
-            pid = await asyncio.to_thread(linux.connection_owner, client, server, workers)
+            pid = await asyncio.to_thread(linux.find_connection_owner, client, server, workers)
         except OSError as error:
             log.warning("the owner of the connection from %s:%d cannot be looked up: %s", *client, error)
             return
@@ -432,12 +438,12 @@ class Scheduler:
         if pid:
             self._step(MindSporeDetected(workers[pid]))
 
-    def _stranger(self, link: Link, reason: str) -> None:
+    def _on_unauthenticated_peer(self, link: Connection, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""
         self.machine.counters["strangers"] = self.machine.counters.get("strangers", 0) + 1
-        if (link.peer, reason) not in self._strangers and len(self._strangers) < STRANGERS_TOLD_MAX:
-            self._strangers.add((link.peer, reason))
-            tell(PublishEvent(f"connection from {link.peer}", "turned away", reason, Level.WARNING))
+        if (link.peer_address, reason) not in self._logged_peers and len(self._logged_peers) < UNAUTHENTICATED_LOGGED_MAX:
+            self._logged_peers.add((link.peer_address, reason))
+            log_event(PublishEvent(f"connection from {link.peer_address}", "turned away", reason, Level.WARNING))
 
 
 def exit_now(code: int) -> None:
@@ -453,5 +459,5 @@ def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
     name = signal.Signals(number).name
     if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.has_ended:
         log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
-        return scheduler.go(128 + number)
+        return scheduler.exit_process(128 + number)
     return scheduler.stop(f"the scheduler received {name}")

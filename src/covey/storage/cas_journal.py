@@ -18,14 +18,14 @@ import msgspec
 from covey.core.event_log import Event
 from covey.core.types import ClusterRecord, Record
 from covey.errors import ExitCode, StoreError
-from covey.storage.cas_store import Cells
-from covey.storage.journal import Fenced, check_job, is_over, key_of
+from covey.storage.cas_store import CasStore
+from covey.storage.journal import FencedError, check_job, may_start_new_cluster, record_key
 
-KEY: Final = "journal"
-STORY_MAX: Final = 200
+JOURNAL_KEY: Final = "journal"
+EVENTS_MAX: Final = 200
 
 
-class _Page(msgspec.Struct):
+class _JournalContents(msgspec.Struct):
     """All of it."""
 
     token: int
@@ -33,48 +33,48 @@ class _Page(msgspec.Struct):
     story: list[tuple[float, str, str, str, str]]
 
 
-class SharedJournal:
-    """Open one with `open_shared`. It belongs to the leader with this token until another takes it."""
+class CasJournal:
+    """Open one with `open_cas_journal`. It belongs to the leader with this token until another takes it."""
 
-    def __init__(self, cells: Cells, page: _Page, version: int) -> None:
-        self._cells = cells
-        self._page = page
-        self._story = deque(page.story, maxlen=STORY_MAX)
+    def __init__(self, cells: CasStore, page: _JournalContents, version: int) -> None:
+        self._store = cells
+        self._contents = page
+        self._events = deque(page.story, maxlen=EVENTS_MAX)
         self._version = version
 
     def read(self) -> tuple[Record, ...]:
         """Everything the scheduler knew."""
-        return tuple(self._page.records.values())
+        return tuple(self._contents.records.values())
 
-    def note(self, event: Event) -> None:
+    def append_event(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
-        self._story.append((event.at, event.node, event.what, event.reason, str(event.level)))
+        self._events.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
-    def story(self, limit: int = STORY_MAX) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = EVENTS_MAX) -> list[tuple[float, str, str, str, str]]:
         """The newest events, oldest first."""
-        return list(self._story)[-limit:]
+        return list(self._events)[-limit:]
 
     async def commit(self, records: Iterable[Record] = ()) -> None:
-        """Make records (and the story so far) durable. Raises `StoreError`, and `Fenced` where another leads."""
-        self._page.records |= {key_of(record): record for record in records}
-        self._page.story = list(self._story)
-        packed = zlib.compress(msgspec.msgpack.encode(self._page), 1)
-        version = await self._cells.put(KEY, packed, self._version)
+        """Make records (and the story so far) durable. Raises `StoreError`, and `FencedError` where another leads."""
+        self._contents.records |= {record_key(record): record for record in records}
+        self._contents.story = list(self._events)
+        packed = zlib.compress(msgspec.msgpack.encode(self._contents), 1)
+        version = await self._store.put(JOURNAL_KEY, packed, self._version)
         if version is None:
-            version = await self._written_after_all()
+            version = await self._resolve_conflict()
         self._version = version
 
-    async def _written_after_all(self) -> int:
+    async def _resolve_conflict(self) -> int:
         """A write whose answer was lost looks like somebody else's: what is there says whose it is."""
-        value, version = await self._cells.get(KEY)
-        found = _unpacked(value)
-        if found.token != self._page.token:
-            raise Fenced(found.token, self._page.token)
+        value, version = await self._store.get(JOURNAL_KEY)
+        found = _decode_contents(value)
+        if found.token != self._contents.token:
+            raise FencedError(found.token, self._contents.token)
         self._version = version
-        return await self._retry()
+        return await self._retry_write()
 
-    async def _retry(self) -> int:
-        version = await self._cells.put(KEY, zlib.compress(msgspec.msgpack.encode(self._page), 1), self._version)
+    async def _retry_write(self) -> int:
+        version = await self._store.put(JOURNAL_KEY, zlib.compress(msgspec.msgpack.encode(self._contents), 1), self._version)
         if version is None:
             raise StoreError("the journal's cell changes while it is written: it is tried again")
         return version
@@ -83,30 +83,30 @@ class SharedJournal:
         """The cells are their opener's to close."""
 
 
-async def open_shared(
-    cells: Cells, *, token: int, job: str, worker_num: int, server_num: int, follows: bool = False
-) -> SharedJournal:
+async def open_cas_journal(
+    cells: CasStore, *, token: int, job: str, worker_num: int, server_num: int, follows: bool = False
+) -> CasJournal:
     """Take the journal over for the leader with this token: from now on its predecessors cannot write. `follows`: as in
     `open_journal`."""
-    value, version = await cells.get(KEY)
-    page = _unpacked(value) if value else _Page(0, {}, [])
+    value, version = await cells.get(JOURNAL_KEY)
+    page = _decode_contents(value) if value else _JournalContents(0, {}, [])
     kept = page.records.get("cluster")
     if page.token > token:
-        raise Fenced(page.token, token)
+        raise FencedError(page.token, token)
     if isinstance(kept, ClusterRecord):
-        if is_over(kept, follows=follows):
-            page = _Page(token, {}, [])
+        if may_start_new_cluster(kept, follows=follows):
+            page = _JournalContents(token, {}, [])
         else:
             check_job(kept, "the shared journal", job=job, worker_num=worker_num, server_num=server_num)
     page.token = token
-    journal = SharedJournal(cells, page, version)
+    journal = CasJournal(cells, page, version)
     await journal.commit()
     return journal
 
 
-def _unpacked(value: bytes) -> _Page:
+def _decode_contents(value: bytes) -> _JournalContents:
     try:
-        return msgspec.msgpack.decode(zlib.decompress(value), type=_Page)
+        return msgspec.msgpack.decode(zlib.decompress(value), type=_JournalContents)
     except (zlib.error, msgspec.MsgspecError) as error:
         sentence = f"the shared journal is damaged ({error}): remove it while no scheduler runs"
         raise StoreError(sentence, ExitCode.BAD_JOURNAL) from None

@@ -19,12 +19,12 @@ import msgspec
 
 from covey.errors import StoreError, UsageError
 
-TIMEOUT_S: Final = 2.0  # of one request
-OLD_VERSIONS: Final = 8  # that may have been left behind by somebody who ended in between
-VALUE_MAX: Final = 1_000_000  # bytes; etcd takes a request of 1.5 MiB, in base64
+ETCD_TIMEOUT_S: Final = 2.0  # of one request
+OLD_VERSIONS_MAX: Final = 8  # that may have been left behind by somebody who ended in between
+ETCD_VALUE_MAX: Final = 1_000_000  # bytes; etcd takes a request of 1.5 MiB, in base64
 
 
-class Cells(Protocol):
+class CasStore(Protocol):
     """A store of cells. The version of a cell that is not there is 0."""
 
     async def get(self, key: str) -> tuple[bytes, int]:
@@ -36,73 +36,73 @@ class Cells(Protocol):
     async def close(self) -> None: ...
 
 
-class FileCells:
+class FileCasStore:
     """Cells in a folder, a file per version: its name can be taken once, and no lock is held by somebody who is stopped."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
-        self._name = secrets.token_hex(8)  # not the process's number: two hosts, or containers, may have the same
+        self._writer_id = secrets.token_hex(8)  # not the process's number: two hosts, or containers, may have the same
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self._folder_error(error) from None
 
     async def get(self, key: str) -> tuple[bytes, int]:
         try:
-            while version := self._newest(key):
+            while version := self._newest_version(key):
                 with contextlib.suppress(FileNotFoundError):  # a newer one came, and this one was removed
-                    return self._path(key, version).read_bytes(), version
+                    return self._version_path(key, version).read_bytes(), version
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self._folder_error(error) from None
         return b"", 0
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        draft = self._folder / f"{key}-{self._name}.draft"
+        draft = self._folder / f"{key}-{self._writer_id}.draft"
         try:
             try:
                 with draft.open("wb") as file:
                     file.write(value)
                     file.flush()
                     os.fsync(file.fileno())
-                done = self._claim(draft, key, version)
+                done = self._claim_version(draft, key, version)
             finally:
                 draft.unlink(missing_ok=True)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self._folder_error(error) from None
         return version + 1 if done else None
 
     async def close(self) -> None:
         """Nothing is held between two calls."""
 
-    def _claim(self, draft: Path, key: str, version: int) -> bool:
+    def _claim_version(self, draft: Path, key: str, version: int) -> bool:
         """Give the draft the next version's name. A version that came and went long ago leaves its name free again, for one who
         was stopped meanwhile: but then there is a newer one."""
-        if self._newest(key) != version:
+        if self._newest_version(key) != version:
             return False
-        mine = self._path(key, version + 1)
+        mine = self._version_path(key, version + 1)
         try:
             mine.hardlink_to(draft)
         except FileExistsError:
             return False
-        if self._newest(key) > version + 1:
+        if self._newest_version(key) > version + 1:
             mine.unlink()
             return False
-        for old in range(max(1, version - OLD_VERSIONS), version + 1):
-            self._path(key, old).unlink(missing_ok=True)
+        for old in range(max(1, version - OLD_VERSIONS_MAX), version + 1):
+            self._version_path(key, old).unlink(missing_ok=True)
         return True
 
-    def _newest(self, key: str) -> int:
+    def _newest_version(self, key: str) -> int:
         names = (path.name for path in self._folder.glob(f"{key}.*"))
         return max((int(name.rpartition(".")[2]) for name in names), default=0)
 
-    def _path(self, key: str, version: int) -> Path:
+    def _version_path(self, key: str, version: int) -> Path:
         return self._folder / f"{key}.{version}"
 
-    def _unusable(self, error: OSError) -> StoreError:
+    def _folder_error(self, error: OSError) -> StoreError:
         return StoreError(f"the lease in {self._folder} cannot be read or written ({error.strerror}): make the folder usable")
 
 
-class EtcdCells:
+class EtcdCasStore:
     """Cells as keys of etcd, below a prefix."""
 
     def __init__(self, url: str, prefix: str) -> None:
@@ -110,65 +110,65 @@ class EtcdCells:
 
         self._url = url
         self._prefix = prefix
-        self._client = httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False)
-        self._broken = httpx2.HTTPError
-        self._newest = 0  # the store's revision: each change makes it higher
-        self._lost = ""
+        self._client = httpx2.AsyncClient(base_url=url, timeout=ETCD_TIMEOUT_S, trust_env=False)
+        self._http_error = httpx2.HTTPError
+        self._newest_revision = 0  # the store's revision: each change makes it higher
+        self._data_loss_reason = ""
 
     async def get(self, key: str) -> tuple[bytes, int]:
-        answer = await self._ask("range", {"key": self._key(key)})
+        answer = await self._post("range", {"key": self._encode_key(key)})
         found = answer.get("kvs") or [{}]
         return base64.b64decode(found[0].get("value", "")), int(found[0].get("mod_revision", 0))
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        if len(value) > VALUE_MAX:
-            raise StoreError(f"{key} has {len(value)} bytes, and etcd takes {VALUE_MAX}: this cluster is too large for it")
-        name, encoded = self._key(key), base64.b64encode(value).decode()
+        if len(value) > ETCD_VALUE_MAX:
+            raise StoreError(f"{key} has {len(value)} bytes, and etcd takes {ETCD_VALUE_MAX}: this cluster is too large for it")
+        name, encoded = self._encode_key(key), base64.b64encode(value).decode()
         compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": str(version)}
         change = {"request_put": {"key": name, "value": encoded}}
-        answer = await self._ask("txn", {"compare": [compare], "success": [change]})
+        answer = await self._post("txn", {"compare": [compare], "success": [change]})
         return int(answer["header"]["revision"]) if answer.get("succeeded") else None
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _key(self, key: str) -> str:
+    def _encode_key(self, key: str) -> str:
         return base64.b64encode(f"{self._prefix}/{key}".encode()).decode()
 
-    async def _ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        known = self._newest  # answers to questions under way at once may come in any order
+    async def _post(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        known = self._newest_revision  # answers to questions under way at once may come in any order
         try:
             reply = await self._client.post(f"/v3/kv/{what}", content=msgspec.json.encode(body))
             answer = msgspec.json.decode(reply.content)
-        except (self._broken, msgspec.MsgspecError) as error:
+        except (self._http_error, msgspec.MsgspecError) as error:
             why = str(error) or type(error).__name__
             raise StoreError(f"etcd at {self._url} does not answer as it should ({why}): check that it runs") from None
         if reply.status_code != 200 or not isinstance(answer, dict):
             raise StoreError(f"etcd at {self._url} refused: {str(answer)[:200]}")
-        self._look_back(int((answer.get("header") or {}).get("revision", 0)), known)
+        self._check_revision(int((answer.get("header") or {}).get("revision", 0)), known)
         return answer
 
-    def _look_back(self, revision: int, known: int) -> None:
+    def _check_revision(self, revision: int, known: int) -> None:
         """A store that was emptied, or set back to a copy, has forgotten who leads and what was promised. Whoever saw that it
         knew more believes it no longer, even when it has grown again."""
-        if revision < known and not self._lost:
-            self._lost = (
+        if revision < known and not self._data_loss_reason:
+            self._data_loss_reason = (
                 f"etcd at {self._url} has lost data (it was at revision {known}, and then at {revision}):"
                 " put it back and start the schedulers again, or end the cluster"
             )
-        if self._lost:
-            raise StoreError(self._lost)
-        self._newest = max(self._newest, revision)
+        if self._data_loss_reason:
+            raise StoreError(self._data_loss_reason)
+        self._newest_revision = max(self._newest_revision, revision)
 
 
-def open_cells(where: str, *, folder: str, job: str) -> Cells:
+def open_cas_store(where: str, *, folder: str, job: str) -> CasStore:
     """The store that COVEY_LEASE names: `file`, `etcd://HOST:PORT[/PREFIX]`, or `kubernetes://[NAMESPACE/]NAME`."""
     scheme, _, rest = where.partition("://")
     if scheme == "file":
-        return FileCells(Path(rest or folder) / "lease")
+        return FileCasStore(Path(rest or folder) / "lease")
     if scheme in ("etcd", "etcds"):
         authority, _, prefix = rest.partition("/")
-        return EtcdCells(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
+        return EtcdCasStore(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
     if scheme == "kubernetes":
         from covey.kubernetes.cas_store import KubernetesCells
 

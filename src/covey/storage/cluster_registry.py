@@ -17,7 +17,7 @@ import psutil
 from covey.errors import StoreError
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RegistryEntry(msgspec.Struct, frozen=True):
     """How to reach one running cluster."""
 
     cluster_id: str
@@ -33,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True):
     tls: str = ""  # the TLS config file, where the cluster uses one
 
 
-def folder(*, make: bool) -> Path:
+def registry_folder(*, make: bool) -> Path:
     """Where the entries lie: the user's runtime folder, else one of their own under the temporary folder."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     try:
@@ -42,18 +42,18 @@ def folder(*, make: bool) -> Path:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = path.stat().st_uid if make or path.exists() else os.getuid()
     except OSError as error:
-        raise _unusable(error) from None
+        raise _registry_error(error) from None
     if owner != os.getuid():
         raise StoreError(f"{path} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
     return path
 
 
-def add(entry: Entry) -> Path:
+def register_cluster(entry: RegistryEntry) -> Path:
     """Write an entry in one move, in the place of those of the schedulers that led this cluster before."""
-    for other in running():
+    for other in running_clusters():
         if other.cluster_id == entry.cluster_id and other.pid != entry.pid:
-            _path(other.pid).unlink(missing_ok=True)
-    path = _path(entry.pid)
+            _entry_path(other.pid).unlink(missing_ok=True)
+    path = _entry_path(entry.pid)
     temporary = path.with_suffix(".new")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -61,32 +61,32 @@ def add(entry: Entry) -> Path:
             file.write(msgspec.json.encode(entry))
         temporary.rename(path)
     except OSError as error:
-        raise _unusable(error) from None
+        raise _registry_error(error) from None
     return path
 
 
-def _unusable(error: OSError) -> StoreError:
+def _registry_error(error: OSError) -> StoreError:
     return StoreError(f"clusters cannot be noted down ({error}): set XDG_RUNTIME_DIR to a folder of yours")
 
 
-def _path(pid: int) -> Path:
-    return folder(make=True) / f"{pid}.json"
+def _entry_path(pid: int) -> Path:
+    return registry_folder(make=True) / f"{pid}.json"
 
 
-def running() -> list[Entry]:
+def running_clusters() -> list[RegistryEntry]:
     """This user's clusters on this host, oldest first."""
-    found: list[Entry] = []
-    for path in folder(make=False).glob("*.json"):
+    found: list[RegistryEntry] = []
+    for path in registry_folder(make=False).glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            entry = msgspec.json.decode(path.read_bytes(), type=Entry)
-            if process_started(entry.pid) == entry.created:
+            entry = msgspec.json.decode(path.read_bytes(), type=RegistryEntry)
+            if process_start_time(entry.pid) == entry.created:
                 found.append(entry)
             else:
                 path.unlink(missing_ok=True)
     return sorted(found, key=lambda entry: entry.created)
 
 
-def process_started(pid: int) -> float:
+def process_start_time(pid: int) -> float:
     """When a process started; 0 if there is none."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)

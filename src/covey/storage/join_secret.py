@@ -13,20 +13,20 @@ from pathlib import Path
 from covey.errors import StoreError, UsageError
 
 
-def user_file() -> Path:
+def user_secret_path() -> Path:
     """This user's own secret file."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "covey" / "secret"
 
 
-def find(secret: str, secret_file: str, *, make: bool) -> str:
+def load_join_secret(secret: str, secret_file: str, *, make: bool) -> str:
     """The secret to use, "" if there is none. With `make`, this user's file is created when nothing else is there."""
     if secret:
         return secret
     if secret_file:
-        return _read(Path(secret_file))
+        return _read_secret(Path(secret_file))
     try:
-        path = user_file()
+        path = user_secret_path()
         there = path.exists()
     except (OSError, RuntimeError) as error:  # a home of somebody else, or none
         if not make:
@@ -35,11 +35,11 @@ def find(secret: str, secret_file: str, *, make: bool) -> str:
     if not there:
         if not make:
             return ""
-        _create(path)
-    return _read(path)
+        _create_secret(path)
+    return _read_secret(path)
 
 
-def _read(path: Path) -> str:
+def _read_secret(path: Path) -> str:
     try:
         mode = path.stat().st_mode
         text = path.read_text().strip()
@@ -54,7 +54,7 @@ def _read(path: Path) -> str:
     return text
 
 
-def _create(path: Path) -> None:
+def _create_secret(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f"secret.{secrets.token_hex(8)}")

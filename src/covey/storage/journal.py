@@ -26,7 +26,7 @@ from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Re
 from covey.errors import ExitCode, StoreError
 
 FORMAT = 1
-STORY_MAX = 100_000  # events kept
+EVENTS_MAX = 100_000  # events kept
 _SCHEMA = f"""
 create table facts (key text primary key, value blob not null) without rowid;
 create table story (seq integer primary key, at real, node text, what text, reason text, level text);
@@ -37,12 +37,12 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
-class Fenced(StoreError):
+class FencedError(StoreError):
     """Another scheduler leads, or has led since, by the token `newest`: what this one wants to write comes too late."""
 
     def __init__(self, newest: int, token: int) -> None:
         super().__init__(f"another scheduler leads, with token {newest}: this one's is {token}")
-        self.newest = newest
+        self.newest_token = newest
 
 
 class Journal:
@@ -50,12 +50,12 @@ class Journal:
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
-        self._lock = lock
+        self._lock_fd = lock
         self._database = database
         self._token = 0
-        self._pending: list[tuple[float, str, str, str, str]] = []
+        self._pending_events: list[tuple[float, str, str, str, str]] = []
 
-    def take(self, token: int) -> None:
+    def claim_token(self, token: int) -> None:
         """From now on only the leader with this token writes."""
         self._token = token
         self.commit()
@@ -65,48 +65,50 @@ class Journal:
         try:
             return tuple(_decode(value) for (value,) in self._database.execute("select value from facts order by key"))
         except (sqlite3.Error, msgspec.MsgspecError) as error:
-            raise _damaged(self.path, error) from None
+            raise _damaged_error(self.path, error) from None
 
-    def note(self, event: Event) -> None:
+    def append_event(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
-        if len(self._pending) < STORY_MAX:
-            self._pending.append((event.at, event.node, event.what, event.reason, str(event.level)))
+        if len(self._pending_events) < EVENTS_MAX:
+            self._pending_events.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
-    def keep(self) -> None:
+    def rewrite_if_removed(self) -> None:
         """Write the journal anew where somebody has removed it, as what clears temporary folders does with a file that nobody
         has touched for days. Raises `StoreError`. Not with a token: another scheduler may have done so, or begun a new one."""
         if self._token or self.path.exists():
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = _lock(self.path, shared=False)
+            lock = _acquire_lock(self.path, shared=False)
             try:
-                _create(self.path, self._database.backup)
-                database = _open(self.path)
+                _create_journal(self.path, self._database.backup)
+                database = _open_database(self.path)
             except BaseException:
                 os.close(lock)
                 raise
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the journal {self.path} was removed and cannot be written anew ({error})") from None
         self._database.close()
-        os.close(self._lock)
-        self._lock, self._database = lock, database
+        os.close(self._lock_fd)
+        self._lock_fd, self._database = lock, database
 
     def commit(self, records: Iterable[Record] = ()) -> None:
         """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""
-        self.keep()
+        self.rewrite_if_removed()
         database = self._database
         try:
             database.execute("begin immediate")
             self._check_token()
             database.executemany(
                 "insert into facts values (?, ?) on conflict (key) do update set value = excluded.value",
-                ((key_of(record), _encode(record)) for record in records),
+                ((record_key(record), _encode(record)) for record in records),
             )
-            database.executemany("insert into story (at, node, what, reason, level) values (?, ?, ?, ?, ?)", self._pending)
-            database.execute("delete from story where seq <= (select max(seq) from story) - ?", (STORY_MAX,))
+            database.executemany(
+                "insert into story (at, node, what, reason, level) values (?, ?, ?, ?, ?)", self._pending_events
+            )
+            database.execute("delete from story where seq <= (select max(seq) from story) - ?", (EVENTS_MAX,))
             database.execute("commit")
-            self._pending.clear()
+            self._pending_events.clear()
         except sqlite3.Error as error:
             with contextlib.suppress(sqlite3.Error):
                 database.execute("rollback")
@@ -122,11 +124,11 @@ class Journal:
         newest = self._database.execute("pragma application_id").fetchone()[0]
         if newest > self._token:
             self._database.execute("rollback")
-            raise Fenced(newest, self._token)
+            raise FencedError(newest, self._token)
         if newest < self._token:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
-    def story(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
         """The newest events, oldest first."""
         rows = self._database.execute(
             "select at, node, what, reason, level from story order by seq desc limit ?", (limit,)
@@ -136,10 +138,10 @@ class Journal:
     def close(self) -> None:
         """Write what is left of the story and let go."""
         with contextlib.suppress(StoreError):  # the story is for people; a full disk at the end loses only its last lines
-            if self._pending:
+            if self._pending_events:
                 self.commit()
         self._database.close()
-        os.close(self._lock)
+        os.close(self._lock_fd)
 
 
 def open_journal(
@@ -150,24 +152,24 @@ def open_journal(
     path = Path(folder) / "scheduler.journal"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path, shared=token > 0)
+        lock = _acquire_lock(path, shared=token > 0)
         if not path.exists():
-            _create(path)
+            _create_journal(path)
     except OSError as error:
         raise StoreError(f"the folder {folder} for the journal is not usable: {error.strerror}") from None
     except sqlite3.Error as error:
         raise StoreError(f"no journal can be made in {folder}: {error}") from None
-    journal = Journal(path, lock, _open(path))
+    journal = Journal(path, lock, _open_database(path))
     if token:
         try:
-            journal.take(token)
+            journal.claim_token(token)
         except StoreError:
             journal.close()
             raise
     kept = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
     if kept is None:
         return journal
-    if is_over(kept, follows=follows):
+    if may_start_new_cluster(kept, follows=follows):
         journal.close()
         path.rename(path.with_name(f"{path.name}.{kept.cluster_id}"))
         return open_journal(folder, job=job, worker_num=worker_num, server_num=server_num, token=token)
@@ -179,7 +181,7 @@ def open_journal(
     return journal
 
 
-def is_over(kept: ClusterRecord, *, follows: bool) -> bool:
+def may_start_new_cluster(kept: ClusterRecord, *, follows: bool) -> bool:
     """Whether the next cluster may begin: this one has ended, and everyone was told. Who `follows` a leader that was lost ends
     what that one led, and begins nothing."""
     return kept.phase is Phase.ENDED and not follows and (kept.ended is None or kept.ended.told)
@@ -198,7 +200,7 @@ def check_job(kept: ClusterRecord, where: str, *, job: str, worker_num: int, ser
         )
 
 
-def has_journal(folder: Path, job: str) -> bool:
+def has_resumable_journal(folder: Path, job: str) -> bool:
     """Whether a cluster of this job that has not ended can be taken up there. Nothing is changed by looking."""
     path = folder / "scheduler.journal"
     try:
@@ -214,7 +216,7 @@ def has_journal(folder: Path, job: str) -> bool:
     return any(isinstance(r, ClusterRecord) and r.job == job and r.phase is not Phase.ENDED for r in records)
 
 
-def key_of(record: Record) -> str:
+def record_key(record: Record) -> str:
     if isinstance(record, MemberRecord):
         group = "server" if record.role.group is Role.PSERVER else record.role
         return f"member/{group}/{record.rank:08}"
@@ -223,7 +225,7 @@ def key_of(record: Record) -> str:
     return f"agent/{record.id}" if isinstance(record, AgentRecord) else "cluster"
 
 
-def _lock(path: Path, *, shared: bool) -> int:
+def _acquire_lock(path: Path, *, shared: bool) -> int:
     """Hold the lock beside the journal; the kernel lets go of it when this process ends. Leaders share it: one that is stopped
     must not keep its successor out, but a scheduler without standbys knows nothing of tokens."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -238,7 +240,7 @@ def _lock(path: Path, *, shared: bool) -> int:
     return lock
 
 
-def _create(path: Path, fill: Callable[[sqlite3.Connection], object] = lambda new: new.executescript(_SCHEMA)) -> None:
+def _create_journal(path: Path, fill: Callable[[sqlite3.Connection], object] = lambda new: new.executescript(_SCHEMA)) -> None:
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as database:
@@ -251,36 +253,36 @@ def _create(path: Path, fill: Callable[[sqlite3.Connection], object] = lambda ne
     os.close(folder)
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open_database(path: Path) -> sqlite3.Connection:
     if path.stat().st_size == 0:
-        raise _damaged(path, "it is empty")
+        raise _damaged_error(path, "it is empty")
     try:
-        _look(path)
+        _check_journal(path)
         database = sqlite3.connect(path, isolation_level=None)
         database.execute("pragma journal_mode = truncate")
         database.execute("pragma synchronous = full")
     except sqlite3.Error as error:
         if "readonly" in str(error) or "read-only" in str(error):
             raise StoreError(f"the journal {path} is read-only: make it writable") from None
-        raise _damaged(path, error) from None
+        raise _damaged_error(path, error) from None
     return database
 
 
-def _look(path: Path) -> None:
+def _check_journal(path: Path) -> None:
     """Judge a journal without touching it: one that is refused must stay as it was. If its last writer was killed in the middle
     of a commit, that has to be taken back before anything can be read: then a copy is judged."""
     try:
-        _judge(path, "ro")
+        _check_database(path, "ro")
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
             raise
         with tempfile.TemporaryDirectory(prefix="covey-journal-") as folder:
             for file in (path, path.with_name(f"{path.name}-journal")):
                 shutil.copy(file, folder)
-            _judge(Path(folder) / path.name, "rw")
+            _check_database(Path(folder) / path.name, "rw")
 
 
-def _judge(path: Path, mode: str) -> None:
+def _check_database(path: Path, mode: str) -> None:
     database = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     try:
         version = database.execute("pragma user_version").fetchone()[0]
@@ -288,11 +290,11 @@ def _judge(path: Path, mode: str) -> None:
     finally:
         database.close()
     if version != FORMAT:
-        raise _damaged(path, f"format {version}, and this version of covey reads {FORMAT}")
+        raise _damaged_error(path, f"format {version}, and this version of covey reads {FORMAT}")
     if verdict != "ok":
-        raise _damaged(path, verdict)
+        raise _damaged_error(path, verdict)
 
 
-def _damaged(path: Path, why: object) -> StoreError:
+def _damaged_error(path: Path, why: object) -> StoreError:
     sentence = f"the journal {path} is damaged ({why}): move it away to start a new cluster; it was not changed"
     return StoreError(sentence, ExitCode.BAD_JOURNAL)

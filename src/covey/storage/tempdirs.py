@@ -17,10 +17,10 @@ from typing import Final
 
 from covey.errors import StoreError
 
-LOCK: Final = "in-use"
+LOCK_FILE: Final = "in-use"
 
 
-class Scratch:
+class TempDirectory:
     """A folder of this process. It goes with `close`, or with the process unless that is killed."""
 
     def __init__(self, what: str) -> None:
@@ -32,8 +32,8 @@ class Scratch:
             raise StoreError(f"no temporary folder can be made ({error}): set TMPDIR to one that can be written to") from None
         with contextlib.suppress(OSError):  # a file system without locks: then nobody gets this one, and nobody clears up
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(Path(self.name) / LOCK)  # not before it is locked: who finds it unlocked may remove it
-        self._remove = weakref.finalize(self, _remove, self.name, lock)
+        made.rename(Path(self.name) / LOCK_FILE)  # not before it is locked: who finds it unlocked may remove it
+        self._finalizer = weakref.finalize(self, _remove_folder, self.name, lock)
 
     @property
     def exists(self) -> bool:
@@ -41,18 +41,18 @@ class Scratch:
         return Path(self.name).exists()
 
     def close(self) -> None:
-        self._remove()
-        clear_up()
+        self._finalizer()
+        remove_abandoned_folders()
 
 
-def _remove(name: str, lock: int) -> None:
+def _remove_folder(name: str, lock: int) -> None:
     shutil.rmtree(name, ignore_errors=True)
     os.close(lock)
 
 
-def clear_up() -> None:
+def remove_abandoned_folders() -> None:
     """Remove what killed runs of this user have left behind."""
-    for path in Path(tempfile.gettempdir()).glob(f"covey-*/{LOCK}"):
+    for path in Path(tempfile.gettempdir()).glob(f"covey-*/{LOCK_FILE}"):
         with contextlib.suppress(OSError):  # another run was faster, or it is in use, or another user's
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:

@@ -1,8 +1,8 @@
 """The agent's side of the template: start it, keep it up, ask it for forks.
 
-One `TemplateLife` is one process with one socket, on which at most one order is open. `Keeper` replaces a life that is over:
-at once when it had lived, with growing pauses when lives are short, and not at all after the fifth short one. From then on
-children are started by exec, which is slower and says so.
+One `TemplateProcess` is one process with one socket, on which at most one order is open. `TemplateClient` replaces a life that
+is over: at once when it had lived, with growing pauses when lives are short, and not at all after the fifth short one. From
+then on children are started by exec, which is slower and says so.
 """
 
 from __future__ import annotations
@@ -30,101 +30,101 @@ from covey.template_process.protocol import (
     Import,
     Imported,
     NotForked,
-    Order,
-    Reply,
+    TemplateReply,
+    TemplateRequest,
     encode_spec,
-    exit_of,
+    exit_from_status,
 )
 
-IMPORT_S = 300.0  # limit of one import order
-FORK_S = 60.0  # limit of one fork order
-SHORT_LIFE_S = 30.0  # a template that ends sooner has failed
-SHORT_LIVES_MAX = 5
-FORK_TRIES = 5  # each with another template
+IMPORT_TIMEOUT_S = 300.0  # limit of one import order
+FORK_TIMEOUT_S = 60.0  # limit of one fork order
+EARLY_EXIT_S = 30.0  # a template that ends sooner has failed
+EARLY_EXITS_MAX = 5
+FORK_ATTEMPTS_MAX = 5  # each with another template
 MODULES_MAX = 1000
-SAID_MAX = 2000  # characters of what a template printed
+OUTPUT_TAIL_MAX = 2000  # characters of what a template printed
 
 log = logging.getLogger("covey.agent")
 
 
-def pause_after(short_lives: int) -> float | None:
+def restart_delay_s(short_lives: int) -> float | None:
     """Seconds until the next template after so many short lives in a row; None: no more templates."""
-    if short_lives >= SHORT_LIVES_MAX:
+    if short_lives >= EARLY_EXITS_MAX:
         return None
     return 0.0 if short_lives <= 1 else 0.1 * 2 ** (short_lives - 2)
 
 
-class TemplateOver(Exception):
+class TemplateExited(Exception):
     """The template ended before it replied."""
 
 
-class TemplateLife:
+class TemplateProcess:
     """One template process. Its orders are answered one after the other; its end is an event."""
 
     def __init__(self) -> None:
-        self.replaced = False  # ended by us, for the sake of one module
-        self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how it ended
+        self.was_replaced = False  # ended by us, for the sake of one module
+        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how it ended
         self._loop = asyncio.get_running_loop()
-        self._turn = asyncio.Lock()
-        self._reply: asyncio.Future[Reply] | None = None
-        self._said = os.memfd_create("covey-template")
+        self._request_lock = asyncio.Lock()
+        self._pending_reply: asyncio.Future[TemplateReply] | None = None
+        self._output_fd = os.memfd_create("covey-template")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
             process = subprocess.Popen(
-                fork_server.command(theirs.fileno()),
-                env={**os.environ, **fork_server.ONE_THREAD},
+                fork_server.build_command(theirs.fileno()),
+                env={**os.environ, **fork_server.SINGLE_THREAD_VARIABLES},
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
+                stdout=self._output_fd,
+                stderr=self._output_fd,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the agent to hear
             )
         except OSError:
             self._socket.close()
-            os.close(self._said)
+            os.close(self._output_fd)
             raise
         finally:
             theirs.close()
         self.pid = process.pid
         process.returncode = 0  # reaped by us, so that nobody else may
         self._pidfd = os.pidfd_open(self.pid)
-        self._loop.add_reader(self._pidfd, self._ended)
-        self._loop.add_reader(self._socket, self._heard)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        self._loop.add_reader(self._socket, self._on_packet)
 
-    async def ask(self, order: Order, fds: Sequence[int] = (), *, limit_s: float) -> Reply:
+    async def request(self, order: TemplateRequest, fds: Sequence[int] = (), *, limit_s: float) -> TemplateReply:
         """Raises TemplateOver. A caller that gives up early does not disturb the next: the turn ends with the reply."""
         # Copies, since the turn may come when the caller has closed its own and their numbers mean something else.
         copies = [os.dup(fd) for fd in fds]
-        turn = asyncio.ensure_future(self._take_turn(order, copies, limit_s))
+        turn = asyncio.ensure_future(self._request_in_turn(order, copies, limit_s))
         turn.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, also if the caller has gone
         return await asyncio.shield(turn)
 
-    async def _take_turn(self, order: Order, fds: Sequence[int], limit_s: float) -> Reply:
+    async def _request_in_turn(self, order: TemplateRequest, fds: Sequence[int], limit_s: float) -> TemplateReply:
         try:
-            async with self._turn:
-                return await self._ask(order, fds, limit_s)
+            async with self._request_lock:
+                return await self._send_request(order, fds, limit_s)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    async def _ask(self, order: Order, fds: Sequence[int], limit_s: float) -> Reply:
-        if self.over.done():
-            raise TemplateOver
-        self._reply = self._loop.create_future()
+    async def _send_request(self, order: TemplateRequest, fds: Sequence[int], limit_s: float) -> TemplateReply:
+        if self.exited.done():
+            raise TemplateExited
+        self._pending_reply = self._loop.create_future()
         try:
             socket.send_fds(self._socket, [msgspec.msgpack.encode(order)], fds)
-            return await asyncio.wait_for(self._reply, limit_s)
+            return await asyncio.wait_for(self._pending_reply, limit_s)
         except (OSError, msgspec.MsgspecError) as error:  # a TimeoutError is an OSError
-            if self.over.done():
-                raise TemplateOver from error
+            if self.exited.done():
+                raise TemplateExited from error
             log.warning("the template (pid %d) is ended: %s failed (%s)", self.pid, order, error or "no reply in time")
             self.kill()
-            raise TemplateOver from error
+            raise TemplateExited from error
         finally:
-            self._reply = None
+            self._pending_reply = None
 
-    def _heard(self) -> None:
+    def _on_packet(self) -> None:
         try:
             packet = self._socket.recv(PACKET_MAX)
         except BlockingIOError:
@@ -133,75 +133,75 @@ class TemplateLife:
             packet = b""
         if not packet:  # its end comes by the pidfd
             self._loop.remove_reader(self._socket)
-        elif self._reply is not None and not self._reply.done():
+        elif self._pending_reply is not None and not self._pending_reply.done():
             try:
-                self._reply.set_result(msgspec.msgpack.decode(packet, type=Reply))
+                self._pending_reply.set_result(msgspec.msgpack.decode(packet, type=TemplateReply))
             except msgspec.MsgspecError as error:
-                self._reply.set_exception(error)
+                self._pending_reply.set_exception(error)
 
-    def _ended(self) -> None:
+    def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         _, status = os.waitpid(self.pid, 0)
-        self._heard()  # its last word may still be in the socket
+        self._on_packet()  # its last word may still be in the socket
         self._loop.remove_reader(self._socket)
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(TemplateOver())
-        how = exit_of("template", self.pid, os.waitstatus_to_exitcode(status)).reason
-        said = self.said()
-        self.over.set_result(f"{how}, after saying: {said}" if said else how)
+        if self._pending_reply is not None and not self._pending_reply.done():
+            self._pending_reply.set_exception(TemplateExited())
+        how = exit_from_status("template", self.pid, os.waitstatus_to_exitcode(status)).reason
+        said = self.output_tail()
+        self.exited.set_result(f"{how}, after saying: {said}" if said else how)
         self._socket.close()
-        os.close(self._said)
+        os.close(self._output_fd)
         os.close(self._pidfd)
 
-    def said(self) -> str:
+    def output_tail(self) -> str:
         """The end of what it and its imports have printed."""
-        size = os.fstat(self._said).st_size
-        return os.pread(self._said, SAID_MAX, max(0, size - SAID_MAX)).decode(errors="replace").strip()
+        size = os.fstat(self._output_fd).st_size
+        return os.pread(self._output_fd, OUTPUT_TAIL_MAX, max(0, size - OUTPUT_TAIL_MAX)).decode(errors="replace").strip()
 
     def kill(self) -> None:
-        if not self.over.done():
+        if not self.exited.done():
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Keeper:
+class TemplateClient:
     """Keeps one template alive, with the wanted modules imported."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = list(dict.fromkeys(modules))[:MODULES_MAX]
-        self._life: TemplateLife | None = None
-        self._ready: asyncio.Future[TemplateLife | None] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._keep())
+        self._template: TemplateProcess | None = None
+        self._ready: asyncio.Future[TemplateProcess | None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep_template_running())
 
     @property
     def pid(self) -> int:
         """The living template's; 0 when there is none."""
-        return 0 if self._life is None or self._life.over.done() else self._life.pid
+        return 0 if self._template is None or self._template.exited.done() else self._template.pid
 
     async def fork(self, spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
         """A child of this process, or None when there is no template to fork it from."""
-        with open_memory(encode_spec(spec)) as data:
-            for _ in range(FORK_TRIES):
-                life = await self._ready_life()
+        with open_memory_file(encode_spec(spec)) as data:
+            for _ in range(FORK_ATTEMPTS_MAX):
+                life = await self._wait_until_ready()
                 if life is None:
                     return None
                 line = Lifeline()
                 try:
-                    reply = await life.ask(Fork(), [data, line.read_end, *outputs], limit_s=FORK_S)
+                    reply = await life.request(Fork(), [data, line.read_end, *outputs], limit_s=FORK_TIMEOUT_S)
                 except BaseException as error:
                     line.close()  # if the child was born all the same, this ends it
-                    if not isinstance(error, TemplateOver):
+                    if not isinstance(error, TemplateExited):
                         raise
                     continue
                 if isinstance(reply, Forked):
-                    line.hand_over()
+                    line.close_read_end()
                     return reply.pid, line
                 line.close()
-                self._not_forked(spec.name, life, reply)
+                self._on_fork_refused(spec.name, life, reply)
         return None
 
-    def _not_forked(self, name: str, life: TemplateLife, reply: Reply) -> None:
+    def _on_fork_refused(self, name: str, life: TemplateProcess, reply: TemplateReply) -> None:
         reason = reply.reason if isinstance(reply, NotForked) else f"it answered {type(reply).__name__}"
-        if not isinstance(reply, NotForked) or reply.spoiled:
+        if not isinstance(reply, NotForked) or reply.template_unusable:
             log.warning("the template (pid %d) cannot be forked any more (%s): it is replaced", life.pid, reason)
             life.kill()
         else:
@@ -213,89 +213,89 @@ class Keeper:
         if len(self._modules) + len(new) > MODULES_MAX:
             raise UsageError(f"the template imports at most {MODULES_MAX} modules: leave out some of {', '.join(new)}")
         self._modules += new
-        life = await self._ready_life()
+        life = await self._wait_until_ready()
         if life is not None and new:
-            await self._import(life, new)
+            await self._import_modules(life, new)
 
     async def close(self) -> None:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        if self._life is not None:
-            self._life.kill()
-            await self._life.over
-        self._renew()
+        if self._template is not None:
+            self._template.kill()
+            await self._template.exited
+        self._reset_ready()
         self._ready.set_result(None)
 
     # -- one life after the other ----------------------------------------------------------------------------------
 
-    async def _keep(self) -> None:
+    async def _keep_template_running(self) -> None:
         short_lives = 0
-        while (pause := pause_after(short_lives)) is not None:
+        while (pause := restart_delay_s(short_lives)) is not None:
             await asyncio.sleep(pause)
             began = time.monotonic()
-            how = await self._live()
-            self._renew()
+            how = await self._run_template()
+            self._reset_ready()
             if how is None:
                 continue
-            short_lives = short_lives + 1 if time.monotonic() - began < SHORT_LIFE_S else 1
+            short_lives = short_lives + 1 if time.monotonic() - began < EARLY_EXIT_S else 1
             log.warning("the template ended (%s): no child is hurt by that, and it is started again", how)
         log.error("the template failed %d times: children are started by exec from now on", short_lives)
         self._ready.set_result(None)
 
-    async def _live(self) -> str | None:
+    async def _run_template(self) -> str | None:
         """From start to end; how it ended, or None when it was replaced for the sake of one module."""
         try:
-            life = self._life = TemplateLife()
+            life = self._template = TemplateProcess()
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
-        await self._import(life, self._modules)
-        if not life.over.done():
-            if said := life.said():
+        await self._import_modules(life, self._modules)
+        if not life.exited.done():
+            if said := life.output_tail():
                 log.info("the template said: %s", said)
             self._ready.set_result(life)
-        how = await asyncio.shield(life.over)
-        return None if life.replaced else how
+        how = await asyncio.shield(life.exited)
+        return None if life.was_replaced else how
 
-    def _renew(self) -> None:
+    def _reset_ready(self) -> None:
         if self._ready.done():
             self._ready = asyncio.get_running_loop().create_future()
 
-    async def _ready_life(self) -> TemplateLife | None:
+    async def _wait_until_ready(self) -> TemplateProcess | None:
         while True:
             life = await asyncio.shield(self._ready)
-            if life is None or not life.over.done():
+            if life is None or not life.exited.done():
                 return life
             await asyncio.sleep(0)  # its end is known and `_keep` will hear of it in this very turn
 
-    async def _import(self, life: TemplateLife, names: Sequence[str]) -> None:
+    async def _import_modules(self, life: TemplateProcess, names: Sequence[str]) -> None:
         try:
-            reply = await life.ask(Import(list(names)), limit_s=IMPORT_S)
-        except TemplateOver:
+            reply = await life.request(Import(list(names)), limit_s=IMPORT_TIMEOUT_S)
+        except TemplateExited:
             return
         if not isinstance(reply, Imported):
             life.kill()
             return
         for name, reason in reply.failed.items():
             log.warning("the template goes on without %s, which cannot be imported (%s)", name, reason)
-            self._forget(name)
-        if reply.culprit:
+            self._drop_module(name)
+        if reply.blocking_module:
             log.warning(
                 "importing %s in the template is impossible, because %s: it is left to the children",
-                reply.culprit,
+                reply.blocking_module,
                 reply.reason,
             )
-            self._forget(reply.culprit)
-            life.replaced = True
+            self._drop_module(reply.blocking_module)
+            life.was_replaced = True
             life.kill()
 
-    def _forget(self, name: str) -> None:
+    def _drop_module(self, name: str) -> None:
         if name in self._modules:
             self._modules.remove(name)
 
 
 @contextlib.contextmanager
-def open_memory(data: bytes) -> Iterator[int]:
+def open_memory_file(data: bytes) -> Iterator[int]:
     """A descriptor to read `data` from: it may be larger than a packet."""
     fd = os.memfd_create("covey-spec")
     try:

@@ -34,13 +34,15 @@ from covey.template_process.protocol import (
     Import,
     Imported,
     NotForked,
-    Order,
-    Reply,
+    TemplateReply,
+    TemplateRequest,
     decode_spec,
 )
 
 # Set before anything is imported: numpy starts its pool of threads at import. The child gets its own values back.
-ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM")}
+SINGLE_THREAD_VARIABLES = {
+    f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM")
+}
 FDS_MAX = 4
 PID_SIZE = 8  # bytes; any other length is a reason in words
 THREAD_END_S = 0.5  # a thread that was joined may be visible a moment longer
@@ -48,9 +50,9 @@ THREAD_END_S = 0.5  # a thread that was joined may be visible a moment longer
 
 def main(fd: int, parent: int) -> None:
     """The whole life of the template, and of each child forked from it."""
-    linux.die_with(parent)
-    linux.show_command(["covey: template"])
-    atexit.register(child_bootstrap.set_imports_aside)  # first to come, last to run
+    linux.die_with_parent(parent)
+    linux.set_process_title(["covey: template"])
+    atexit.register(child_bootstrap.skip_module_teardown)  # first to come, last to run
     spec = serve(socket.socket(fileno=fd))
     if spec is not None:
         child_bootstrap.run(spec)
@@ -62,13 +64,13 @@ def serve(agent: socket.socket) -> ChildSpec | None:
         packet, fds, _, _ = socket.recv_fds(agent, PACKET_MAX, FDS_MAX)
         if not packet:
             return None
-        order: Order = msgspec.msgpack.decode(packet, type=Order)
-        reply: Reply | ChildSpec
+        order: TemplateRequest = msgspec.msgpack.decode(packet, type=TemplateRequest)
+        reply: TemplateReply | ChildSpec
         if isinstance(order, Import):
-            reply = import_all(order.names)
-            _flush()  # the agent logs the output of the imports when it has the reply
+            reply = import_modules(order.names)
+            _flush_output()  # the agent logs the output of the imports when it has the reply
         else:
-            reply = fork(agent, fds)
+            reply = fork_child(agent, fds)
         if isinstance(reply, ChildSpec):
             return reply
         for fd in fds:
@@ -76,7 +78,7 @@ def serve(agent: socket.socket) -> ChildSpec | None:
         agent.send(msgspec.msgpack.encode(reply))
 
 
-def import_all(names: Sequence[str]) -> Imported:
+def import_modules(names: Sequence[str]) -> Imported:
     """Import each; stop at the first that leaves a thread or a process behind."""
     failed: dict[str, str] = {}
     for name in names:
@@ -86,14 +88,14 @@ def import_all(names: Sequence[str]) -> Imported:
             raise
         except BaseException as error:  # a module may end in any way, sys.exit() included
             failed[name] = f"{type(error).__name__}: {error}"[:REASON_MAX]
-        if reason := company():
+        if reason := fork_blocker():
             return Imported(failed, name, reason)
     gc.collect()
     gc.freeze()
     return Imported(failed)
 
 
-def company() -> str:
+def fork_blocker() -> str:
     """Why this process cannot be forked now: it is not alone. Empty when it is."""
     patience = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
@@ -107,10 +109,10 @@ def company() -> str:
     return "a process was started"
 
 
-def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | ChildSpec:
+def fork_child(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | ChildSpec:
     """In the template the reply; in the child what it is to become."""
-    if reason := company():
-        return NotForked(reason, spoiled=True)
+    if reason := fork_blocker():
+        return NotForked(reason, template_unusable=True)
     data, line, *outputs = fds
     size = os.fstat(data).st_size
     if size > SPEC_MAX:
@@ -118,7 +120,7 @@ def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | Child
     spec = decode_spec(os.pread(data, size, 0))
     gc.collect()
     gc.freeze()
-    _flush()
+    _flush_output()
     inbox, outbox = os.pipe()
     adopted, gate = os.pipe()  # closed by the template once the agent is the child's parent
     try:
@@ -129,7 +131,7 @@ def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | Child
         return NotForked(f"{error.strerror}: is a limit on processes or memory reached?")
     if between == 0:
         os.close(gate)
-        _leave_template(agent, inbox, outbox, data, line, outputs)
+        _finish_double_fork(agent, inbox, outbox, data, line, outputs)
         os.read(adopted, 1)
         os.close(adopted)
         return spec
@@ -144,12 +146,12 @@ def fork(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | Child
     return NotForked(said.decode(errors="replace").strip() or "the child was killed at birth")
 
 
-def _flush() -> None:
+def _flush_output() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def _leave_template(agent: socket.socket, inbox: int, outbox: int, data: int, line: int, outputs: Sequence[int]) -> None:
+def _finish_double_fork(agent: socket.socket, inbox: int, outbox: int, data: int, line: int, outputs: Sequence[int]) -> None:
     """Fork the child from the process in between, and let only the child return.
 
     Whatever goes wrong ends the process here: there must never be a second template.
@@ -160,7 +162,7 @@ def _leave_template(agent: socket.socket, inbox: int, outbox: int, data: int, li
         agent.close()
         os.close(inbox)
         os.close(data)
-        _settle(line, outputs)
+        _set_up_child(line, outputs)
         os.write(outbox, os.getpid().to_bytes(PID_SIZE, "little"))
         os.close(outbox)
     except BaseException as error:
@@ -168,17 +170,17 @@ def _leave_template(agent: socket.socket, inbox: int, outbox: int, data: int, li
         os._exit(1)
 
 
-def _settle(line: int, outputs: Sequence[int]) -> None:
+def _set_up_child(line: int, outputs: Sequence[int]) -> None:
     """Become somebody of its own: session, lifeline, outputs. The agent hears of the child only after this."""
     os.setsid()
-    lifeline.tie(line)
+    lifeline.bind_to_agent(line)
     os.dup2(outputs[0], 1)
     os.dup2(outputs[-1], 2)
     for fd in outputs:
         os.close(fd)
 
 
-def command(fd: int) -> list[str]:
+def build_command(fd: int) -> list[str]:
     """How the agent starts a template that will speak on `fd`.
 
     Not with -m: that would put the current folder on the path of every child. The trailing blanks are the room in which

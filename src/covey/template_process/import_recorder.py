@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-LEARN_VARIABLE: Final = "COVEY_LEARN"  # the file in which a child notes what it imports
-NAMES_MAX: Final = 500
+RECORD_IMPORTS_VARIABLE: Final = "COVEY_LEARN"  # the file in which a child notes what it imports
+RECORDED_IMPORTS_MAX: Final = 500
 
 
-class Learner:
+class ImportRecorder:
     """A finder that only listens."""
 
     def __init__(self, path: str) -> None:
@@ -36,13 +36,13 @@ class Learner:
         return None
 
 
-def learned(path: Path) -> list[str]:
+def read_recorded_imports(path: Path) -> list[str]:
     """The installed modules among those noted, in the order of their import."""
     if not path.exists():
         return []
     names = list(dict.fromkeys(path.read_text().split()))
     installed = {top: _is_installed(top) for top in {name.partition(".")[0] for name in names}}
-    return [name for name in names if installed[name.partition(".")[0]]][:NAMES_MAX]
+    return [name for name in names if installed[name.partition(".")[0]]][:RECORDED_IMPORTS_MAX]
 
 
 def _is_installed(top: str) -> bool:

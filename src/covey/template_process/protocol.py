@@ -17,7 +17,7 @@ PACKET_MAX = 64 << 10  # bytes of one order or reply, which the socket carries i
 REASON_MAX = 500  # characters of one reason inside a reply
 
 Reason = Annotated[str, Meta(max_length=REASON_MAX)]
-Module = Annotated[str, Meta(max_length=200)]
+ModuleName = Annotated[str, Meta(max_length=200)]
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +33,10 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_err: str = ""
     append: bool = False  # to the log of an earlier life
     cores: list[int] = []  # bound to these; empty: to none in particular
-    errors: str = ""  # folder in which a forked child describes the exception that ends it; "": nowhere
-    source: bytes | None = None  # of the script, where it counts and not what lies there now; only for a child that is forked
+    error_folder: str = ""  # folder in which a forked child describes the exception that ends it; "": nowhere
+    script_source: bytes | None = (
+        None  # of the script, where it counts and not what lies there now; only for a child that is forked
+    )
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -46,7 +48,7 @@ class Exit(msgspec.Struct, frozen=True):
     reason: str  # "exit code 3", "killed by SIGKILL"
 
 
-def exit_of(name: str, pid: int, status: int) -> Exit:
+def exit_from_status(name: str, pid: int, status: int) -> Exit:
     """`status` as os.waitstatus_to_exitcode gives it: negative for a signal."""
     if status >= 0:
         return Exit(name, pid, status, f"exit code {status}")
@@ -72,7 +74,7 @@ def decode_spec(data: bytes) -> ChildSpec:
 class Import(msgspec.Struct, frozen=True, tag=True):
     """Import these, in this order."""
 
-    names: list[Module]
+    names: list[ModuleName]
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
@@ -85,8 +87,8 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 class Imported(msgspec.Struct, frozen=True, tag=True):
     """Done. `failed` says why a module is not there; `culprit` began a thread or process, so nothing can be forked now."""
 
-    failed: dict[Module, Reason] = {}
-    culprit: Module = ""
+    failed: dict[ModuleName, Reason] = {}
+    blocking_module: ModuleName = ""
     reason: Reason = ""
 
 
@@ -100,8 +102,8 @@ class NotForked(msgspec.Struct, frozen=True, tag=True):
     """No child, and why. `spoiled`: and there never will be one from this template."""
 
     reason: Reason
-    spoiled: bool = False
+    template_unusable: bool = False
 
 
-Order = Import | Fork
-Reply = Imported | Forked | NotForked
+TemplateRequest = Import | Fork
+TemplateReply = Imported | Forked | NotForked

@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import NoReturn
 
 
-def end(sentence: str, code: int) -> NoReturn:
+def exit_with_message(sentence: str, code: int) -> NoReturn:
     """A sentence into the log, and the end of the child."""
     sys.stderr.write(sentence + "\n")
     raise SystemExit(int(code))
@@ -27,59 +27,63 @@ def load_script(script: str, source: bytes | None = None) -> tuple[ModuleType, C
     path = str(Path.cwd() / script)
     if (inside := PathFinder.find_spec("__main__", [path])) is not None:
         sys.path.insert(0, path)
-        return _main_of(inside)
+        return _main_from_spec(inside)
     try:
         source = Path(path).read_bytes() if source is None else source
     except IsADirectoryError:
-        end(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
+        exit_with_message(f"{sys.executable}: can't find '__main__' module in {path!r}", 1)
     except OSError as error:
-        end(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
+        exit_with_message(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
     _prepend_path(str(Path(path).resolve().parent))
-    main = _fresh_main(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    main = _make_main_module(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     return main, compile(source, path, "exec", dont_inherit=True)
 
 
 def load_module(name: str) -> tuple[ModuleType, CodeType]:
     """`python -m name`, where the name may also be a package with a __main__ in it."""
     if name.startswith("."):
-        end(f"{sys.executable}: Relative module names not supported", 1)
+        exit_with_message(f"{sys.executable}: Relative module names not supported", 1)
     _prepend_path(os.getcwd())  # noqa: PTH109 (sys.path holds strings)
-    found = _find(name)
+    found = _find_module_spec(name)
     if found is None:
-        end(f"{sys.executable}: No module named {name}", 1)
+        exit_with_message(f"{sys.executable}: No module named {name}", 1)
     if found.submodule_search_locations is not None:
-        found = _find(f"{name}.__main__")
+        found = _find_module_spec(f"{name}.__main__")
         if found is None:
-            end(
+            exit_with_message(
                 f"{sys.executable}: No module named {name}.__main__; {name!r} is a package and cannot be directly executed",
                 1,
             )
-    loaded = _main_of(found)
+    loaded = _main_from_spec(found)
     sys.argv[0] = str(found.origin)
     return loaded
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find_module_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the package is there, and its own code misses something
-        end(f"{sys.executable}: Error while finding module specification for {name!r} ({_said(error)})", 1)
+        exit_with_message(
+            f"{sys.executable}: Error while finding module specification for {name!r} ({_format_error(error)})", 1
+        )
     except ValueError as error:
-        end(f"{sys.executable}: Error while finding module specification for {name!r} ({_said(error)})", 1)
+        exit_with_message(
+            f"{sys.executable}: Error while finding module specification for {name!r} ({_format_error(error)})", 1
+        )
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _main_of(found: ModuleSpec) -> tuple[ModuleType, CodeType]:
+def _main_from_spec(found: ModuleSpec) -> tuple[ModuleType, CodeType]:
     get_code = getattr(found.loader, "get_code", None)
     code = get_code(found.name) if get_code else None
     if code is None:
-        end(f"{sys.executable}: No code object available for {found.name}", 1)
-    main = _fresh_main(
+        exit_with_message(f"{sys.executable}: No code object available for {found.name}", 1)
+    main = _make_main_module(
         __file__=found.origin,
         __cached__=found.cached,
         __loader__=found.loader,
@@ -89,7 +93,7 @@ def _main_of(found: ModuleSpec) -> tuple[ModuleType, CodeType]:
     return main, code
 
 
-def _fresh_main(**attributes: object) -> ModuleType:
+def _make_main_module(**attributes: object) -> ModuleType:
     """A main module of the child's own.
 
     Under both names: multiprocessing, imported by the template, has made `__mp_main__` the template's main module, where the

@@ -21,7 +21,7 @@ _OPENBLAS_SETTERS = (
 )
 
 
-def asked(env: Mapping[str, str], *variables: str) -> int:
+def requested_threads(env: Mapping[str, str], *variables: str) -> int:
     """The first of these that holds a count, or 0. "4,2" is OpenMP's way to say 4, and 2 below that."""
     for variable in variables:
         first = env.get(variable, "").split(",")[0].strip()
@@ -33,12 +33,12 @@ def asked(env: Mapping[str, str], *variables: str) -> int:
 def torch_threads(env: Mapping[str, str], cpus: int, cores: int, *, mkl: bool) -> int:
     """torch takes OpenMP's count; with MKL it takes MKL's, which is never more than there are physical cores."""
     if mkl:
-        return min(asked(env, "MKL_NUM_THREADS", "OMP_NUM_THREADS") or cores, cores)
-    return asked(env, "OMP_NUM_THREADS") or cpus
+        return min(requested_threads(env, "MKL_NUM_THREADS", "OMP_NUM_THREADS") or cores, cores)
+    return requested_threads(env, "OMP_NUM_THREADS") or cpus
 
 
 def openblas_threads(env: Mapping[str, str], cpus: int) -> int:
-    return min(asked(env, "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS") or cpus, cpus)
+    return min(requested_threads(env, "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS") or cpus, cpus)
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
@@ -62,10 +62,10 @@ def restore_threads() -> None:
             torch.set_num_threads(count)
     count = openblas_threads(os.environ, len(cpus))
     if "numpy" in sys.modules and count > 1:
-        _set_openblas(count)
+        _set_openblas_threads(count)
 
 
-def _set_openblas(count: int) -> None:
+def _set_openblas_threads(count: int) -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split(maxsplit=5)[5] for line in maps if "openblas" in line}:
         library = ctypes.CDLL(path)

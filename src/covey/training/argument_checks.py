@@ -7,14 +7,15 @@ from typing import Any
 from covey.errors import UsageError
 
 
-def whole(where: str, name: str, value: Any, least: int) -> None:
+def check_int(where: str, name: str, value: Any, least: int) -> None:
     """A whole number, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{where}({name}={value!r}) is not possible: it takes a whole number, {least} or more")
 
 
-def of_kind(where: str, name: str, value: Any, *kinds: type) -> None:
+def check_type(where: str, name: str, value: Any, *kinds: type) -> None:
     """An object of one of these kinds."""
     if not isinstance(value, kinds):
         words = " or ".join(kind.__name__ for kind in kinds)
-        raise UsageError(f"{where}({name}=...) is not possible: it takes a {words}, not a {type(value).__name__}")
+        article = "an" if words[0] in "AEIOU" else "a"
+        raise UsageError(f"{where}({name}=...) is not possible: it takes {article} {words}, not a {type(value).__name__}")

@@ -16,8 +16,14 @@ from torch import nn
 from covey.errors import UsageError
 
 # How torch's does it, which changes no result: taken, and not needed.
-IDLE: Final = {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
-KEPT: Final = {"device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": True, "init_sync": True}
+IGNORED_OPTIONS: Final = {
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "check_reduction",
+}
+REQUIRED_OPTIONS: Final = {"device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": True, "init_sync": True}
 
 
 class DistributedDataParallel(nn.Module):  # type: ignore[misc]
@@ -26,7 +32,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
     def __init__(self, module: Any, **options: Any) -> None:
         super().__init__()
         for name, value in options.items():
-            if name not in IDLE and (name not in KEPT or value != KEPT[name]):
+            if name not in IGNORED_OPTIONS and (name not in REQUIRED_OPTIONS or value != REQUIRED_OPTIONS[name]):
                 raise UsageError(
                     f"DistributedDataParallel({name}={value!r}) is not possible: covey's averages the gradients of a module on"
                     " one device over all ranks, and copies rank 0's buffers"
@@ -34,7 +40,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         self.module = module
         self._loop: Any = None
 
-    def trained_by(self, loop: Any) -> None:
+    def attach_loop(self, loop: Any) -> None:
         """The loop that averages the gradients from here on."""
         self._loop = loop
 

@@ -7,22 +7,22 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from covey.errors import UsageError
-from covey.parameter_server.messages import ROWS_MAX, WIDTH_MAX, Begin
-from covey.parameter_server.optimizers import Array, Rule
-from covey.training.argument_checks import of_kind, whole
+from covey.parameter_server.messages import ROWS_MAX, WIDTH_MAX, InitialValues
+from covey.parameter_server.optimizers import Array, OptimizerRule
+from covey.training.argument_checks import check_int, check_type
 from covey.training.collectives.gloo_group import torch_module
 
 torch = torch_module()
 Module: Any = torch.nn.Module
 
-NORMAL: Final = 0.01
-INITS: Final = ("normal", "uniform", "zeros")
+DEFAULT_SCALE: Final = 0.01
+INIT_KINDS: Final = ("normal", "uniform", "zeros")
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Who knows the way to the servers: the loop's `Served`."""
 
-    def rows(self, table: Embedding, numbers: Array) -> Array: ...
+    def fetch_rows(self, table: Embedding, numbers: Array) -> Array: ...
 
 
 class Embedding(Module):  # type: ignore[misc]
@@ -37,41 +37,41 @@ class Embedding(Module):  # type: ignore[misc]
         vocab_size: int,
         embedding_size: int,
         *,
-        optimizer: Rule | None = None,
+        optimizer: OptimizerRule | None = None,
         init: Literal["normal", "uniform", "zeros"] = "normal",
-        scale: float = NORMAL,
+        scale: float = DEFAULT_SCALE,
         seed: int = 0,
         vocab_cache_size: int = 0,
     ) -> None:
         super().__init__()
-        whole("Embedding", "vocab_size", vocab_size, 1)
-        whole("Embedding", "embedding_size", embedding_size, 1)
-        whole("Embedding", "vocab_cache_size", vocab_cache_size, 0)
-        whole("Embedding", "seed", seed, 0)
-        of_kind("Embedding", "scale", scale, float, int)
+        check_int("Embedding", "vocab_size", vocab_size, 1)
+        check_int("Embedding", "embedding_size", embedding_size, 1)
+        check_int("Embedding", "vocab_cache_size", vocab_cache_size, 0)
+        check_int("Embedding", "seed", seed, 0)
+        check_type("Embedding", "scale", scale, float, int)
         if optimizer is not None:
-            of_kind("Embedding", "optimizer", optimizer, Rule)
-        if init not in INITS:
-            raise UsageError(f"Embedding(init={init!r}) is not possible: it takes {', '.join(INITS)}")
+            check_type("Embedding", "optimizer", optimizer, OptimizerRule)
+        if init not in INIT_KINDS:
+            raise UsageError(f"Embedding(init={init!r}) is not possible: it takes {', '.join(INIT_KINDS)}")
         if vocab_size > ROWS_MAX or embedding_size > WIDTH_MAX or seed >= 1 << 63:
             raise UsageError(
                 f"Embedding({vocab_size}, {embedding_size}, seed={seed}) is not possible: at most {ROWS_MAX} rows of"
                 f" {WIDTH_MAX} numbers and a seed below 2**63"
             )
         self.vocab_size, self.embedding_size, self.vocab_cache_size = vocab_size, embedding_size, vocab_cache_size
-        self.rule, self.begin = optimizer, Begin(init, scale, seed)
-        self.source: Source | None = None
-        self.next: Array | None = None  # rows that the next step will need
-        self.used: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
+        self.optimizer_rule, self.initial_values = optimizer, InitialValues(init, scale, seed)
+        self.row_source: RowSource | None = None
+        self.next_rows: Array | None = None  # rows that the next step will need
+        self.used_rows: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
 
     def forward(self, ids: Any) -> Any:
-        if self.source is None:
+        if self.row_source is None:
             raise UsageError("an Embedding on the servers can be used once its model is in a covey.Loop")
-        numbers, places = np.unique(_numbers(ids), return_inverse=True)
-        values = torch.from_numpy(self.source.rows(self, numbers)).to(ids.device)
+        numbers, places = np.unique(_row_numbers(ids), return_inverse=True)
+        values = torch.from_numpy(self.row_source.fetch_rows(self, numbers)).to(ids.device)
         if torch.is_grad_enabled():
             values.requires_grad_()
-            self.used.append((numbers, values))
+            self.used_rows.append((numbers, values))
         where = torch.from_numpy(places.reshape(tuple(ids.shape))).to(ids.device)
         return torch.nn.functional.embedding(where, values)
 
@@ -79,18 +79,18 @@ class Embedding(Module):  # type: ignore[misc]
         """The next step will look these up: they are fetched as soon as its values are there, while this step ends."""
         if self.vocab_cache_size == 0:
             raise UsageError("prefetch needs room for what it fetches: give Embedding a vocab_cache_size")
-        self.next = np.unique(_numbers(ids))
-        if len(self.next) and not (self.next[0] >= 0 and self.next[-1] < self.vocab_size):
-            wrong, self.next = int(self.next[0] if self.next[0] < 0 else self.next[-1]), None
+        self.next_rows = np.unique(_row_numbers(ids))
+        if len(self.next_rows) and not (self.next_rows[0] >= 0 and self.next_rows[-1] < self.vocab_size):
+            wrong, self.next_rows = int(self.next_rows[0] if self.next_rows[0] < 0 else self.next_rows[-1]), None
             raise UsageError(f"row {wrong} does not exist: the rows of this Embedding go from 0 to {self.vocab_size - 1}")
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.embedding_size}, on the servers"
 
 
-def _numbers(ids: Any) -> Array:
+def _row_numbers(ids: Any) -> Array:
     """The rows that a tensor of any whole numbers names."""
-    of_kind("Embedding", "ids", ids, torch.Tensor)
+    check_type("Embedding", "ids", ids, torch.Tensor)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise UsageError(f"an Embedding looks up whole numbers, and ids of {ids.dtype} came: convert them with .long()")
     found: Array = ids.detach().cpu().numpy().reshape(-1).astype(np.int64)

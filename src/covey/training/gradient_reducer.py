@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import Gloo, torch_module
-from covey.training.collectives.numbered import Collectives
-from covey.training.state.training_state import Buffers
+from covey.training.collectives.gloo_group import GlooGroup, torch_module
+from covey.training.collectives.numbered import NumberedCollectives
+from covey.training.state.training_state import ModelBuffers
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
-SERVED: Final = "covey_served"  # marks a parameter whose gradients go to the parameter servers
+SERVED_ATTRIBUTE: Final = "covey_served"  # marks a parameter whose gradients go to the parameter servers
 
 
 class Bucket:
@@ -31,21 +31,21 @@ class Bucket:
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
         self.offsets: list[int] = []
-        self._marks = 0  # from here on, one number for each parameter: whether any rank has a gradient of it
+        self._flags_start = 0  # from here on, one number for each parameter: whether any rank has a gradient of it
         for parameter in parameters:
-            self.offsets.append(self._marks)
-            self._marks += parameter.numel()
-        self.missing = len(parameters)
+            self.offsets.append(self._flags_start)
+            self._flags_start += parameter.numel()
+        self.missing_gradients = len(parameters)
 
-    def flat(self) -> Any:
+    def allocate_flat(self) -> Any:
         """Memory for all of its gradients."""
         first = self.parameters[0]
-        return torch_module().empty(self._marks + len(self.parameters), dtype=first.dtype, device=first.device)
+        return torch_module().empty(self._flags_start + len(self.parameters), dtype=first.dtype, device=first.device)
 
-    def fill(self, flat: Any, parts: list[Any], scale: float) -> None:
+    def copy_gradients_in(self, flat: Any, parts: list[Any], scale: float) -> None:
         """This rank's gradients, as far as it has them."""
         torch = torch_module()
-        marks = flat[self._marks :]
+        marks = flat[self._flags_start :]
         marks.fill_(1)
         for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             if parameter.grad is None:
@@ -59,30 +59,30 @@ class Bucket:
             else:
                 torch.mul(parameter.grad, scale, out=part)
 
-    def empty(self, flat: Any, parts: list[Any]) -> None:
+    def copy_gradients_out(self, flat: Any, parts: list[Any]) -> None:
         """Give the sums to the parameters. One that nobody has a gradient of keeps none, as if it were trained alone."""
         torch = torch_module()
         if any(parameter.grad is None for parameter in self.parameters):
-            for parameter, mark in zip(self.parameters, flat[self._marks :].tolist(), strict=True):
+            for parameter, mark in zip(self.parameters, flat[self._flags_start :].tolist(), strict=True):
                 if parameter.grad is None and mark:
                     parameter.grad = torch.empty_like(parameter)
         pairs = [(p.grad, part) for p, part in zip(self.parameters, parts, strict=True) if p.grad is not None]
         if pairs:
             torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
 
-    def parts(self, flat: Any) -> list[Any]:
+    def gradient_views(self, flat: Any) -> list[Any]:
         """Where each parameter's gradient lies in it."""
         places = zip(self.parameters, self.offsets, strict=True)
         return [flat[offset : offset + parameter.numel()].view_as(parameter) for parameter, offset in places]
 
 
-def cut(parameters: Iterable[Any]) -> list[Bucket]:
+def make_buckets(parameters: Iterable[Any]) -> list[Bucket]:
     """Buckets by registration order reversed, as gradients come; a dtype or device change begins a new one."""
     buckets: list[list[Any]] = []
     filled, limit = 0, FIRST_BUCKET_BYTES
     for parameter in reversed(list(parameters)):
         size = parameter.numel() * parameter.element_size()
-        fits = buckets and filled + size <= limit and _kind(buckets[-1][0]) == _kind(parameter)
+        fits = buckets and filled + size <= limit and _dtype_and_device(buckets[-1][0]) == _dtype_and_device(parameter)
         if not fits:
             limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
             buckets.append([])
@@ -92,175 +92,181 @@ def cut(parameters: Iterable[Any]) -> list[Bucket]:
     return [Bucket(found) for found in buckets]
 
 
-class Shares(Protocol):
+class SampleWeights(Protocol):
     """Who holds how many of a step's samples: the loop knows."""
 
-    def scale(self) -> float:
+    def gradient_scale(self) -> float:
         """What this rank's gradients count for among those of all who take part now."""
 
-    def present(self) -> Any:
+    def participants_tensor(self) -> Any:
         """Who takes part now, as a tensor: it stays with the result, for who is handed it."""
 
-    def counted(self, present: Any) -> None:
+    def on_reduction_complete(self, present: Any) -> None:
         """The reduction is complete: this is who took part in it."""
 
 
-class Reducer:
+class GradientReducer:
     """The hooks of one model. `active` says whether this backward pass ends a step."""
 
-    def __init__(self, model: Any, collectives: Collectives, *, shares: Shares, active: Callable[[], bool]) -> None:
-        self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED)]
-        self._trained: list[Any] = []
+    def __init__(
+        self, model: Any, collectives: NumberedCollectives, *, shares: SampleWeights, active: Callable[[], bool]
+    ) -> None:
+        self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED_ATTRIBUTE)]
+        self._trainable: list[Any] = []
         self._buckets: list[Bucket] = []
-        self._spare: collections.deque[Spare] = collections.deque([{}, {}])  # the kept one, and the one before it
-        self._place: dict[int, Bucket] = {}
-        self._hooked: set[int] = set()
-        self._buffers = Buffers(model)
+        self._free_buffers: collections.deque[FlatBuffers] = collections.deque([{}, {}])  # the kept one, and the one before it
+        self._bucket_by_parameter: dict[int, Bucket] = {}
+        self._hooked_ids: set[int] = set()
+        self._model_buffers = ModelBuffers(model)
         self._collectives = collectives
-        self._shares = shares
-        self._active = active
-        self._reduction: Reduction | None = None
-        self._first = True
-        self._hook()
+        self._sample_weights = shares
+        self._ends_step = active
+        self._reduction: GradientReduction | None = None
+        self._first_of_step = True
+        self._update_buckets()
 
-    def _hook(self) -> None:
+    def _update_buckets(self) -> None:
         """Cut buckets of what is trained from now on: a program may freeze and unfreeze parameters on its way."""
         trained = [p for p in self._parameters if p.requires_grad]
-        if len(trained) == len(self._trained) and all(p is q for p, q in zip(trained, self._trained, strict=True)):
+        if len(trained) == len(self._trainable) and all(p is q for p, q in zip(trained, self._trainable, strict=True)):
             return
-        self._trained = trained
-        self._buckets = cut(trained)
-        self._spare = collections.deque([{}, {}])
-        self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._trainable = trained
+        self._buckets = make_buckets(trained)
+        self._free_buffers = collections.deque([{}, {}])
+        self._bucket_by_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in trained:
-            if id(parameter) not in self._hooked:
-                self._hooked.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(self._ready)
+            if id(parameter) not in self._hooked_ids:
+                self._hooked_ids.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def begin_step(self) -> None:
         """The first reduction of a step uses memory again; further ones may not, their step's results are all kept."""
-        self._first = True
-        self._hook()
+        self._first_of_step = True
+        self._update_buckets()
 
     def begin_micro_batch(self) -> None:
         """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
         if self._reduction is not None:
             self._reduction = None
-            if self._first:
-                self._spare.appendleft({})  # the abandoned group may still write to what was taken
-            self._collectives.spoil("a backward pass failed")
+            if self._first_of_step:
+                self._free_buffers.appendleft({})  # the abandoned group may still write to what was taken
+            self._collectives.abort_generation("a backward pass failed")
             for bucket in self._buckets:
-                bucket.missing = len(bucket.parameters)
+                bucket.missing_gradients = len(bucket.parameters)
 
-    def _ready(self, parameter: Any) -> None:
-        if not self._active():
+    def _on_gradient_ready(self, parameter: Any) -> None:
+        if not self._ends_step():
             return
         if self._reduction is None:
-            self._hook()
-            spare = self._spare.popleft() if self._first else {}
-            buffers = [buffer for buffer in self._buffers.now().values() if buffer.numel()]
-            self._reduction = Reduction(self._buckets, buffers, self._shares, spare)
-            torch_module().autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket = self._place[id(parameter)]
-        bucket.missing -= 1  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
-        if bucket.missing == 0:
-            self._collectives.early(self._reduction.early)
+            self._update_buckets()
+            spare = self._free_buffers.popleft() if self._first_of_step else {}
+            buffers = [buffer for buffer in self._model_buffers.current_buffers().values() if buffer.numel()]
+            self._reduction = GradientReduction(self._buckets, buffers, self._sample_weights, spare)
+            torch_module().autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        bucket = self._bucket_by_parameter[id(parameter)]
+        bucket.missing_gradients -= (
+            1  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
+        )
+        if bucket.missing_gradients == 0:
+            self._collectives.issue_ahead(self._reduction.issue_full_buckets)
 
-    def _finish(self) -> None:
+    def _on_backward_end(self) -> None:
         """The end of the backward pass: autograd calls this before `backward()` returns."""
         reduction, self._reduction = self._reduction, None
         assert reduction is not None
         try:
-            self._collectives.run(reduction, limited=not self._first)  # the first is needed at any size
-            if self._first:
-                self._spare.append(reduction.filled)
-            self._first = False
+            self._collectives.run(reduction, limited=not self._first_of_step)  # the first is needed at any size
+            if self._first_of_step:
+                self._free_buffers.append(reduction.filled_buffers)
+            self._first_of_step = False
         finally:
             for bucket in self._buckets:
-                bucket.missing = len(bucket.parameters)
+                bucket.missing_gradients = len(bucket.parameters)
 
 
-Spare = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat buffer and its parts
+FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat buffer and its parts
 
 
-class Reduction:
+class GradientReduction:
     """One step's reduction, as a collective that can be issued again on another group.
 
     `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
     """
 
-    def __init__(self, buckets: list[Bucket], buffers: list[Any], shares: Shares, spare: Spare) -> None:
-        self.filled: Spare = {}
+    def __init__(self, buckets: list[Bucket], buffers: list[Any], shares: SampleWeights, spare: FlatBuffers) -> None:
+        self.filled_buffers: FlatBuffers = {}
         self._buckets = buckets
-        self._buffers = buffers
-        self._shares = shares
-        self._spare = spare
-        self._group: Gloo | None = None
+        self._model_buffers = buffers
+        self._sample_weights = shares
+        self._free_buffers = spare
+        self._group: GlooGroup | None = None
         self._flats: list[Any] = []
         self._results: list[Any] = []
         self._works: list[Any] = []
 
-    def early(self, group: Gloo) -> None:
+    def issue_full_buckets(self, group: GlooGroup) -> None:
         """Issue the buckets that are full, in order, while the backward pass goes on."""
-        self._begin(group)
-        while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].missing == 0:
-            self._issue_next(group)
+        self._reset_for_group(group)
+        while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].missing_gradients == 0:
+            self._issue_next_bucket(group)
 
-    def issue(self, group: Gloo) -> list[Any]:
+    def issue(self, group: GlooGroup) -> list[Any]:
         """Issue whatever has not been issued on this group yet; a gradient that this rank does not have counts as zero."""
-        self._begin(group)
+        self._reset_for_group(group)
         while len(self._flats) < len(self._buckets):
-            self._issue_next(group)
-        if self._buffers and len(self._flats) == len(self._buckets):
+            self._issue_next_bucket(group)
+        if self._model_buffers and len(self._flats) == len(self._buckets):
             for flat in self._pack_buffers(group.rank):
-                self._issue(group, flat)
+                self._issue_flat(group, flat)
         return self._works
 
     def results(self) -> list[Any]:
-        self._results = [*self._flats, self._shares.present()]
+        self._results = [*self._flats, self._sample_weights.participants_tensor()]
         return self._results
 
     def complete(self, results: list[Any]) -> None:
         """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
         if results is not self._results:  # handed over: what was issued here is an abandoned group's, which may write to it
-            self.filled = {}
+            self.filled_buffers = {}
         *flats, present = results
-        self._shares.counted(present)
+        self._sample_weights.on_reduction_complete(present)
         for number, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=False)):
-            bucket.empty(flat, self.filled[number][1] if self.filled else bucket.parts(flat))
+            bucket.copy_gradients_out(
+                flat, self.filled_buffers[number][1] if self.filled_buffers else bucket.gradient_views(flat)
+            )
         self._unpack_buffers(flats[len(self._buckets) :])
 
-    def _begin(self, group: Gloo) -> None:
+    def _reset_for_group(self, group: GlooGroup) -> None:
         if self._group is not group:
             if self._group is not None:
-                self._spare = {}  # the abandoned group may still write there
-            self._group, self._flats, self._works, self.filled = group, [], [], {}
+                self._free_buffers = {}  # the abandoned group may still write there
+            self._group, self._flats, self._works, self.filled_buffers = group, [], [], {}
 
-    def _issue_next(self, group: Gloo) -> None:
+    def _issue_next_bucket(self, group: GlooGroup) -> None:
         number = len(self._flats)
         bucket = self._buckets[number]
-        flat, parts = self._spare.get(number) or (None, [])
+        flat, parts = self._free_buffers.get(number) or (None, [])
         if flat is None:
-            flat = bucket.flat()
-            parts = bucket.parts(flat)
-        self.filled[number] = (flat, parts)
-        bucket.fill(flat, parts, self._shares.scale())
-        self._issue(group, flat)
+            flat = bucket.allocate_flat()
+            parts = bucket.gradient_views(flat)
+        self.filled_buffers[number] = (flat, parts)
+        bucket.copy_gradients_in(flat, parts, self._sample_weights.gradient_scale())
+        self._issue_flat(group, flat)
 
-    def _issue(self, group: Gloo, flat: Any) -> None:
+    def _issue_flat(self, group: GlooGroup, flat: Any) -> None:
         self._flats.append(flat)
         self._works.append(group.all_reduce(flat, torch_module().distributed.ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
         """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""
         torch = torch_module()
-        flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._buffers])
+        flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._model_buffers])
         return [flat if rank == 0 else torch.zeros_like(flat)]
 
     def _unpack_buffers(self, flats: list[Any]) -> None:
         torch = torch_module()
         offset = 0
-        for buffer in self._buffers if flats else []:
+        for buffer in self._model_buffers if flats else []:
             size = buffer.numel() * buffer.element_size()
             part = flats[0][offset : offset + size].clone().view(buffer.dtype).view_as(buffer)
             with torch.no_grad():
@@ -268,5 +274,5 @@ class Reduction:
             offset += size
 
 
-def _kind(parameter: Any) -> tuple[Any, Any]:
+def _dtype_and_device(parameter: Any) -> tuple[Any, Any]:
     return (parameter.dtype, parameter.device)

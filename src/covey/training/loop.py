@@ -27,20 +27,20 @@ from covey.core.messages import DumpWritten, RankResumed
 from covey.core.types import Progress
 from covey.errors import UsageError
 from covey.training import loop_arguments
-from covey.training.argument_checks import of_kind
+from covey.training.argument_checks import check_type
 from covey.training.checkpoint.checkpoint import Checkpoint
-from covey.training.checkpoint.writer import Keeping
-from covey.training.collectives.communicator import Group
+from covey.training.checkpoint.writer import CheckpointWriter
+from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.gloo_group import torch_module
-from covey.training.data.cursor import Walk
-from covey.training.gradient_reducer import Reducer
-from covey.training.state.grad_accumulation import Carried
+from covey.training.data.cursor import DataCursor
+from covey.training.gradient_reducer import GradientReducer
+from covey.training.state.grad_accumulation import GradAccumulationDetector
 from covey.training.state.handover import Handover
 from covey.training.state.pytree import pack
-from covey.training.state.spare_sync import follow
-from covey.training.state.training_state import State
-from covey.training.state.transfer import NOTHING, Known
-from covey.training.step_timer import Pace
+from covey.training.state.spare_sync import start_spare_sync
+from covey.training.state.training_state import TrainingState
+from covey.training.state.transfer import NO_TENSORS, ReceiverTensors
+from covey.training.step_timer import StepTimer
 
 log = logging.getLogger("covey")
 
@@ -61,74 +61,84 @@ class Loop:
         scaler: Any = None,
         checkpoint: Checkpoint | None = None,
         seed: int = 0,
-        group: Group,
+        group: Communicator,
     ) -> None:
-        from covey.training.ps_parameters import Served  # these import torch: a program without a loop does without it
+        from covey.training.ps_parameters import (
+            ServedParameters,  # these import torch: a program without a loop does without it
+        )
         from covey.training.sharded_optimizer import ShardedOptimizer
 
-        loop_arguments.numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
-        data = loop_arguments.data_of(data)
-        of_kind("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
-        of_kind("Loop", "schedulers", schedulers, list, tuple)
-        model = loop_arguments.model_of(model, self)
-        loop_arguments.admit(model, optimizer)
+        loop_arguments.check_numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
+        data = loop_arguments.as_covey_data(data)
+        check_type("Loop", "checkpoint", checkpoint, Checkpoint, type(None))
+        check_type("Loop", "schedulers", schedulers, list, tuple)
+        model = loop_arguments.unwrap_model(model, self)
+        loop_arguments.check_model_and_optimizer(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self._parameters = {id(parameter) for parameter in model.parameters()}
-        self._optimized = sum(
+        self._parameter_ids = {id(parameter) for parameter in model.parameters()}
+        self._optimized_count = sum(
             len(group["params"]) for group in optimizer.param_groups
         )  # how many, when that was last looked at
         self.data, self.seed = data, seed
         self._group, self._checkpoint = group, checkpoint
-        self._walk = Walk(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
-        self._state = State(model, optimizer)
-        self._again, self._repeats = False, 0  # this step is to be repeated; was, so often
-        self._runs_it_once = loop_arguments.runs_closure_once(optimizer)
-        self._open = False  # an epoch's batches are not at their end
-        self._checked = False  # that the state can be given
-        self._served = Served(model, optimizer, group)
+        self._cursor = DataCursor(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
+        self._state = TrainingState(model, optimizer)
+        self._repeat_requested, self._repeat_count = False, 0  # this step is to be repeated; was, so often
+        self._runs_closure_once = loop_arguments.runs_closure_once(optimizer)
+        self._epoch_open = False  # an epoch's batches are not at their end
+        self._state_checked = False  # that the state can be given
+        self._served = ServedParameters(model, optimizer, group)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
-        if self._sharded is not None and self._served.any:
+        if self._sharded is not None and self._served.has_parameters:
             raise UsageError("ShardedOptimizer cannot train parameters that are served: give it a model without them")
-        follower = follow(group.meeting) if not self._served.any else None
+        follower = start_spare_sync(group.worker_context) if not self._served.has_parameters else None
         # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
-        self._collectives = None if self._served.independent else group.collectives
-        known = follower.take() if follower is not None else NOTHING
-        self._walk.set_out(group, self._collectives)
-        self._handover = Handover(self._state, self._walk, self._served, self._sharded, group, self._collectives, checkpoint)
-        self._keeping = Keeping(checkpoint, self._handover.save, group.meeting) if checkpoint is not None else None
+        self._collectives = None if self._served.is_independent else group.collectives
+        known = follower.stop_and_get_tensors() if follower is not None else NO_TENSORS
+        self._cursor.start_at_rank(group, self._collectives)
+        self._handover = Handover(self._state, self._cursor, self._served, self._sharded, group, self._collectives, checkpoint)
+        self._checkpoint_writer = (
+            CheckpointWriter(checkpoint, self._handover.save, group.worker_context) if checkpoint is not None else None
+        )
         if self._sharded is not None:
-            self._sharded.begin(self._handover.share)
-        self._pace = Pace()
-        self._carried = Carried(model, self._state.carry)
-        self._said_resumed = group.meeting.place.generation if group.meeting is not None else 0  # the generation
+            self._sharded.attach_to_loop(self._handover.run_sharded_update)
+        self._step_timer = StepTimer()
+        self._accumulation_detector = GradAccumulationDetector(model, self._state.on_accumulation_detected)
+        self._resumed_generation = (
+            group.worker_context.assignment.generation if group.worker_context is not None else 0
+        )  # the generation
         self._register_parts(schedulers, scaler)
-        optimizer.register_step_pre_hook(self._optimizer_steps)
-        optimizer.register_step_post_hook(self._optimizer_stepped)
-        self._begin(known)
+        optimizer.register_step_pre_hook(self._before_optimizer_step)
+        optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._begin_training(known)
 
     def _register_parts(self, schedulers: Sequence[Any], scaler: Any) -> None:
         """What changes with the training, beside model and optimizer."""
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
-        if (stream := self._walk.stream) is not None:
-            self.register("stream", stream.known, stream.put)
+        if (stream := self._cursor.stream) is not None:
+            self.register("stream", stream.current_state, stream.load_state)
         if scaler is not None:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
-    def _begin(self, known: Known) -> None:
+    def _begin_training(self, known: ReceiverTensors) -> None:
         """Take up the training, at its start or wherever it is."""
         if self._collectives is not None:
-            if self._collectives.source is not None:
+            if self._collectives.state_source is not None:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
-            self._reducer = Reducer(self.model, self._collectives, shares=self._walk, active=lambda: self._walk.boundary)
-        self._handover.begin(known)
-        self._walk.begin(aloud=self._group.rank == 0 and not self._handover.received)
-        if self._served.any:
+            self._reducer = GradientReducer(
+                self.model, self._collectives, shares=self._cursor, active=lambda: self._cursor.boundary
+            )
+        self._handover.take_initial_state(known)
+        self._cursor.begin_training(aloud=self._group.rank == 0 and not self._handover.is_replacement)
+        if self._served.has_parameters:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
-            self._walk.step = self._served.begin(self._group.rank, self.step, folder, given=self._handover.received)
-        self._first = -1 if self._handover.received else self.step
-        if self._group.meeting is not None:  # the step to blame for an exception, also before one is completed
-            self._group.meeting.report(Progress(self.step, "train", first_step=self._first))
+            self._cursor.step = self._served.align_start_step(
+                self._group.rank, self.step, folder, given=self._handover.is_replacement
+            )
+        self._first_step = -1 if self._handover.is_replacement else self.step
+        if self._group.worker_context is not None:  # the step to blame for an exception, also before one is completed
+            self._group.worker_context.report_progress(Progress(self.step, "train", first_step=self._first_step))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
@@ -136,7 +146,7 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """Everything a replacement or a checkpoint must have, as it is now."""
-        return self._handover.now()
+        return self._handover.current_state()
 
     @property
     def replaying(self) -> bool:
@@ -146,49 +156,49 @@ class Loop:
     @property
     def step(self) -> int:
         """Which step this is, from 0."""
-        return self._walk.step
+        return self._cursor.step
 
     @property
     def micro(self) -> int:
         """Which micro-batch of the step this is, from 0."""
-        return self._walk.micro
+        return self._cursor.micro
 
     @property
     def steps(self) -> int:
         """How many steps this training has. Where the world shrinks in an epoch's last step, one more than planned."""
-        return self._walk.ahead.end
+        return self._cursor.schedule_ahead.total_steps
 
     @property
     def steps_per_epoch(self) -> int:
-        return self._walk.course.steps_per_epoch
+        return self._cursor.schedule.steps_per_epoch
 
     @property
     def epoch(self) -> int:
-        return self._walk.course.place(self.step)[0]
+        return self._cursor.schedule.locate_step(self.step)[0]
 
     @property
     def step_of_epoch(self) -> int:
-        return self._walk.course.place(self.step)[1]
+        return self._cursor.schedule.locate_step(self.step)[1]
 
     @property
     def ends_epoch(self) -> bool:
         """Whether this step is its epoch's last. Certain once the step's gradients are there."""
-        return self._walk.ends_epoch
+        return self._cursor.ends_epoch
 
     @property
     def accumulate(self) -> int:
         """How many micro-batches this step has on this rank."""
-        return len(self._walk.cut)
+        return len(self._cursor.micro_batches)
 
     @property
     def boundary(self) -> bool:
         """Whether this micro-batch is its step's last: the one after which the optimizer steps."""
-        return self._walk.boundary
+        return self._cursor.boundary
 
     @property
     def weight(self) -> float:
         """What this micro-batch's mean loss counts for in this rank's: multiply by it where a step has several."""
-        cut = self._walk.cut
+        cut = self._cursor.micro_batches
         return len(cut[self.micro]) / sum(len(part) for part in cut)
 
     def __iter__(self) -> Iterator[Any]:
@@ -199,44 +209,46 @@ class Loop:
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """Each epoch's number and its micro-batches, from where this rank stands. What the program does before the first batch
         belongs to the epoch's first step, what it does after the last one to the last step, and is healed with it."""
-        self._walk.unload()
-        self._handover.take_again()
+        self._cursor.discard_loader()
+        self._handover.undo_script_changes()
         try:
             while self.step < self.steps:
-                self._open = True
-                self._open_epoch()
-                yield self.epoch, self._of_epoch()
-                if self._open:
+                self._epoch_open = True
+                self._begin_epoch()
+                yield self.epoch, self._epoch_batches()
+                if self._epoch_open:
                     raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
-                self._commit()
-            if self._keeping is not None and not self._served.any:  # servers write down a step only as it is committed
-                self._keeping.try_again(self.step)
+                self._commit_step()
+            if (
+                self._checkpoint_writer is not None and not self._served.has_parameters
+            ):  # servers write down a step only as it is committed
+                self._checkpoint_writer.retry_failed(self.step)
         finally:  # also where the program leaves early
-            if self._keeping is not None:
-                self._keeping.close()
-        if self._walk.stream is not None:
-            self._walk.stream.close()
+            if self._checkpoint_writer is not None:
+                self._checkpoint_writer.close()
+        if self._cursor.stream is not None:
+            self._cursor.stream.close()
         self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
-        self._walk.seed_outside(self.step)
+        self._cursor.seed_outside(self.step)
 
-    def _open_epoch(self) -> None:
+    def _begin_epoch(self) -> None:
         """A rank that takes the epoch up in its middle comes by its beginning, too: what it does there is done already."""
         first = self.step - self.step_of_epoch
-        self._walk.begin_step()
-        self._walk.unload(ends=False)
+        self._cursor.begin_step()
+        self._cursor.discard_loader(ends=False)
         if self._collectives is not None:
-            self._collectives.open(first)
-        self._walk.seed_outside(first)
+            self._collectives.begin_epoch(first)
+        self._cursor.seed_outside(first)
         if self.step == first:
             self._begin_step()
         else:
-            self._state.mark_boundary()
+            self._state.snapshot_boundary()
 
-    def _of_epoch(self) -> Iterator[Any]:
+    def _epoch_batches(self) -> Iterator[Any]:
         """Steps up to the epoch's last, which is left uncommitted."""
-        walk = self._walk
+        walk = self._cursor
         if self._collectives is not None:
-            self._collectives.opened()
+            self._collectives.on_first_batch()
         begun = self.step_of_epoch == 0
         if not begun:
             self._state.rewind()
@@ -244,20 +256,20 @@ class Loop:
             if not begun:
                 self._begin_step()
             begun = False
-            walk.load()
+            walk.prepare_loader()
             while walk.micro < self.accumulate:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
-                yield walk.take()
-                if self._again:
-                    self._again = False
-                    walk.load(anew=True)
+                yield walk.next_micro_batch()
+                if self._repeat_requested:
+                    self._repeat_requested = False
+                    walk.prepare_loader(anew=True)
                 else:
                     walk.micro += 1
             if self.ends_epoch or self.step + 1 >= self.steps:
-                self._open = False
+                self._epoch_open = False
                 return
-            self._commit()
+            self._commit_step()
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
@@ -268,70 +280,70 @@ class Loop:
         try:
             yield
         except kinds as error:
-            meeting = self._group.meeting
-            spent = self._state.applied or not self._state.whole
-            if spent or self._repeats >= times or (meeting is not None and not meeting.retries):
+            meeting = self._group.worker_context
+            spent = self._state.optimizer_applied or not self._state.is_consistent
+            if spent or self._repeat_count >= times or (meeting is not None and not meeting.allows_retry):
                 raise
-            self._repeats += 1
+            self._repeat_count += 1
             sentence = "step %d is repeated in place (%d of at most %d times): %s: %s"
-            log.warning(sentence, self.step, self._repeats, times, type(error).__name__, error)
-            self._rewind()
+            log.warning(sentence, self.step, self._repeat_count, times, type(error).__name__, error)
+            self._rewind_step()
 
-    def _rewind(self) -> None:
-        self._again = True
+    def _rewind_step(self) -> None:
+        self._repeat_requested = True
         self._state.rewind()
-        self._served.forget()
+        self._served.discard_gradients()
         if self._collectives is not None:
             self._collectives.rewind()
 
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        self._walk.begin_step()
-        self._carried.begin_step()
+        self._cursor.begin_step()
+        self._accumulation_detector.begin_step()
         if self._collectives is not None:
-            self._collectives.enter(self.step)
+            self._collectives.begin_step(self.step)
             self._reducer.begin_step()
-            if not self._checked:  # better now than at the first death
+            if not self._state_checked:  # better now than at the first death
                 pack(self.state())
-                self._checked = True
-        if self._served.any:
-            self._served.refresh(self.step)
-        if self._walk.stream is not None:
-            self._walk.stream.mark_boundary(self.step, self._group)
-        self._state.mark_boundary()
+                self._state_checked = True
+        if self._served.has_parameters:
+            self._served.pull_for_step(self.step)
+        if self._cursor.stream is not None:
+            self._cursor.stream.begin_step(self.step, self._group)
+        self._state.snapshot_boundary()
 
-    def _commit(self) -> None:
-        if not self._served.pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
-            self._served.forget()
+    def _commit_step(self) -> None:
+        if not self._served.is_pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
+            self._served.discard_gradients()
             self._served.push(self._collectives)
-        self._handover.catch_up()
-        self._walk.end_step()
-        self._repeats = 0
+        self._handover.finish_replay()
+        self._cursor.end_step()
+        self._repeat_count = 0
         self._state.end_step()
-        meeting = self._group.meeting
+        meeting = self._group.worker_context
         if meeting is not None:
-            if self._collectives is None and meeting.place.generation != self._said_resumed:
-                self._said_resumed = meeting.place.generation
-                meeting.say(RankResumed(self._said_resumed, self.step))
+            if self._collectives is None and meeting.assignment.generation != self._resumed_generation:
+                self._resumed_generation = meeting.assignment.generation
+                meeting.send_to_scheduler(RankResumed(self._resumed_generation, self.step))
             together = self._sharded.copies if self._sharded is not None else 0
-            busy_s = self._pace.lap(self._collectives.waited_s if self._collectives is not None else 0.0)
-            meeting.report(
-                Progress(self.step, "train", in_loop=True, busy_s=busy_s, departing_max=together, first_step=self._first)
+            busy_s = self._step_timer.record_step(self._collectives.waited_s if self._collectives is not None else 0.0)
+            meeting.report_progress(
+                Progress(self.step, "train", in_loop=True, busy_s=busy_s, departing_max=together, first_step=self._first_step)
             )
-        if self._keeping is not None and self._keeping.due(self.step):
-            self._keeping.save(self.step)
-        if meeting is not None and meeting.asked_to_leave:
+        if self._checkpoint_writer is not None and self._checkpoint_writer.is_due(self.step):
+            self._checkpoint_writer.save(self.step)
+        if meeting is not None and meeting.leave_requested:
             if self._checkpoint is not None:
-                meeting.say(DumpWritten(*self._handover.dump()))  # in case nobody is left to take this rank over
-            meeting.depart()
+                meeting.send_to_scheduler(DumpWritten(*self._handover.dump()))  # in case nobody is left to take this rank over
+            meeting.hand_over_rank()
 
-    def _optimizer_steps(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary. One
         that may be run several times, each with other parameters, is left to the optimizer."""
-        if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized:
-            loop_arguments.of_the_model(optimizer, self._parameters)
-            self._optimized = count
+        if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized_count:
+            loop_arguments.check_optimizer_parameters(optimizer, self._parameter_ids)
+            self._optimized_count = count
         if self._collectives is not None and not self.boundary:
             raise UsageError(
                 f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
@@ -339,14 +351,14 @@ class Loop:
             )
         given = None
         closure = args[1] if len(args) > 1 else named.get("closure")
-        if closure is not None and self._runs_it_once:
+        if closure is not None and self._runs_closure_once:
             with torch_module().enable_grad():
                 loss = closure()
             given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
-        if self._served.any:
+        if self._served.has_parameters:
             self._served.push(self._collectives)
-        self._state.stepping = self._sharded is None  # one that is sharded changes nothing before all have its values
+        self._state.optimizer_running = self._sharded is None  # one that is sharded changes nothing before all have its values
         return given
 
-    def _optimizer_stepped(self, *_: Any) -> None:
-        self._handover.optimizer_stepped()
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self._handover.on_optimizer_stepped()

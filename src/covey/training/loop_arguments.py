@@ -6,58 +6,58 @@ from collections.abc import Set
 from typing import Any, Final
 
 from covey.errors import UsageError
-from covey.training.argument_checks import of_kind, whole
+from covey.training.argument_checks import check_int, check_type
 from covey.training.data.loader import Data
 
-CUT: Final = "it cuts the parameters by collectives of its own, which do not heal: use covey.ShardedOptimizer"
-WRAPPERS: Final = {
+SHARDING_REFUSAL: Final = "it cuts the parameters by collectives of its own, which do not heal: use covey.ShardedOptimizer"
+REFUSED_WRAPPERS: Final = {
     "DistributedDataParallel": "the loop averages the gradients itself: give it the module inside",
-    "FullyShardedDataParallel": CUT,
-    "FSDPModule": CUT,
+    "FullyShardedDataParallel": SHARDING_REFUSAL,
+    "FSDPModule": SHARDING_REFUSAL,
 }
-OPTIMIZERS: Final = {
+REFUSED_OPTIMIZERS: Final = {
     "ZeroRedundancyOptimizer": "its collectives are torch's own, which do not heal: use covey.ShardedOptimizer",
 }
 
 
-def numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> None:
+def check_numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> None:
     """Raises `UsageError` for one that is none."""
-    whole("Loop", "epochs", epochs, 0)
-    whole("Loop", "steps", 0 if steps is None else steps, 0)
-    whole("Loop", "accumulate", accumulate, 1)
-    whole("Loop", "seed", seed, 0)
+    check_int("Loop", "epochs", epochs, 0)
+    check_int("Loop", "steps", 0 if steps is None else steps, 0)
+    check_int("Loop", "accumulate", accumulate, 1)
+    check_int("Loop", "seed", seed, 0)
 
 
-def data_of(data: Any) -> Data:
+def as_covey_data(data: Any) -> Data:
     """Ours, also from a torch DataLoader."""
-    from covey.training.data.torch_dataloader import as_data, is_loader
+    from covey.training.data.torch_dataloader import data_from_dataloader, is_torch_dataloader
 
-    found = as_data(data) if is_loader(data) else data
-    of_kind("Loop", "data", found, Data)
+    found = data_from_dataloader(data) if is_torch_dataloader(data) else data
+    check_type("Loop", "data", found, Data)
     assert isinstance(found, Data)
     return found
 
 
-def model_of(model: Any, loop: Any) -> Any:
+def unwrap_model(model: Any, loop: Any) -> Any:
     """The one to train, also from what stands for torch's DistributedDataParallel."""
     from covey.training.ddp import DistributedDataParallel
 
     if not isinstance(model, DistributedDataParallel):
         return model
-    model.trained_by(loop)
+    model.attach_loop(loop)
     return model.module
 
 
-def admit(model: Any, optimizer: Any) -> None:
+def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     """Raises `UsageError` for what a death would break. By name: nothing is imported to find out that it is not used."""
     from torch.nn.parameter import is_lazy
     from torch.optim import Optimizer
 
-    of_kind("Loop", "optimizer", optimizer, Optimizer)
+    check_type("Loop", "optimizer", optimizer, Optimizer)
     for module in model.modules():
-        _refuse(type(module), WRAPPERS)
-    _refuse(type(optimizer), OPTIMIZERS)
-    of_the_model(optimizer, {id(parameter) for parameter in model.parameters()})
+        _refuse_listed_types(type(module), REFUSED_WRAPPERS)
+    _refuse_listed_types(type(optimizer), REFUSED_OPTIMIZERS)
+    check_optimizer_parameters(optimizer, {id(parameter) for parameter in model.parameters()})
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(f"Loop cannot train {name}, which has no shape yet: run a batch through the model before the loop")
@@ -68,7 +68,7 @@ def admit(model: Any, optimizer: Any) -> None:
                 )
 
 
-def of_the_model(optimizer: Any, known: Set[int]) -> None:
+def check_optimizer_parameters(optimizer: Any, known: Set[int]) -> None:
     """Raises `UsageError` for a parameter that no other rank would hear of: its gradients would be this rank's alone."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -88,7 +88,7 @@ def runs_closure_once(optimizer: Any) -> bool:
     return str(type(optimizer).step.__module__).startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
-def _refuse(kind: type, table: dict[str, str]) -> None:
+def _refuse_listed_types(kind: type, table: dict[str, str]) -> None:
     for base in kind.__mro__:
         if base.__name__ in table and base.__module__.startswith("torch."):
             raise UsageError(f"Loop cannot train with {base.__name__}: {table[base.__name__]}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from covey.errors import UsageError
 from covey.training.checkpoint.checkpoint import Checkpoint
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.data.loader import Data
 from covey.training.loop import Loop
 
@@ -79,7 +79,7 @@ class ModelCheckpoint(Callback):
 class Model:
     """A network, its loss and its optimizer."""
 
-    def __init__(self, net: Any, loss_fn: Callable[[Any, Any], Any], optimizer: Any, *, group: Group) -> None:
+    def __init__(self, net: Any, loss_fn: Callable[[Any, Any], Any], optimizer: Any, *, group: Communicator) -> None:
         self.net, self.loss_fn, self.optimizer = net, loss_fn, optimizer
         self._group = group
 
@@ -101,11 +101,11 @@ class Model:
         loop = Loop(
             self.net,
             self.optimizer,
-            self._data(data, batch_size),
+            self._as_data(data, batch_size),
             epochs=epochs,
             schedulers=schedulers,
             seed=seed,
-            checkpoint=self._checkpoint(callbacks),
+            checkpoint=self._find_checkpoint(callbacks),
             group=self._group,
         )
         self.net.train()
@@ -123,7 +123,7 @@ class Model:
                     callback.epoch_end(loop)
         return loop
 
-    def _data(self, data: Any, batch_size: int | None) -> Data:
+    def _as_data(self, data: Any, batch_size: int | None) -> Data:
         if isinstance(data, Data):
             if batch_size is not None:
                 raise UsageError("train(..., batch_size=...) is not possible with a covey.Data: it has a batch size already")
@@ -132,7 +132,7 @@ class Model:
             raise UsageError("train() needs a batch size: give covey.Data(dataset, batch_size), or batch_size= with a data set")
         return Data(data, batch_size)
 
-    def _checkpoint(self, callbacks: Sequence[Callback]) -> Checkpoint | None:
+    def _find_checkpoint(self, callbacks: Sequence[Callback]) -> Checkpoint | None:
         found = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         if len(found) > 1:
             raise UsageError(f"train() takes one ModelCheckpoint, not {len(found)}: a training resumes from one place")

@@ -9,28 +9,28 @@ from typing import Final
 
 from covey.training.collectives.gloo_group import torch_module
 
-MIX: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """A seed from several numbers: the same everywhere, and different for neighbours."""
     value = 0
     for number in numbers:
-        value = (value + number + 1) * MIX[0] & (1 << 64) - 1
-        value = (value ^ value >> 30) * MIX[1] & (1 << 64) - 1
-        value = (value ^ value >> 27) * MIX[2] & (1 << 64) - 1
+        value = (value + number + 1) * SPLITMIX64_CONSTANTS[0] & (1 << 64) - 1
+        value = (value ^ value >> 30) * SPLITMIX64_CONSTANTS[1] & (1 << 64) - 1
+        value = (value ^ value >> 27) * SPLITMIX64_CONSTANTS[2] & (1 << 64) - 1
         value ^= value >> 31
     return value >> 1
 
 
 def seed_all(seed: int) -> None:
     """Python's, numpy's and torch's generators; quickly, because it happens for every batch."""
-    for put in _seeders():
+    for put in _seed_functions():
         put(seed)
 
 
 @functools.cache
-def _seeders() -> tuple[Callable[[int], object], ...]:
+def _seed_functions() -> tuple[Callable[[int], object], ...]:
     import numpy as np
 
     torch = torch_module()

@@ -1,4 +1,4 @@
-"""What a training process needs of its node: its place, the board, and news of the cluster. A node is a `Meeting`."""
+"""What a training process needs of its node: its place, the board, and news of the cluster. A node is a `WorkerContext`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.core.parameter_server.sharding import Sharding
 from covey.core.types import Progress
 
 
-class Place(Protocol):
+class RankInfo(Protocol):
     """Where a rank stands."""
 
     @property
@@ -31,22 +31,22 @@ class Place(Protocol):
     def sharding(self) -> Sharding | None: ...
 
 
-class Meeting(Protocol):
+class WorkerContext(Protocol):
     """How the ranks of a generation find each other and hear of a new one."""
 
-    waits: CollectiveNumber | None  # the collective this rank waits in, as its beats say it
-    finishes_steps: bool  # a loop runs, which leaves at a step's boundary
-    keep_bytes: int  # of collectives' results, for a replacement
+    waiting_in: CollectiveNumber | None  # the collective this rank waits in, as its beats say it
+    leaves_at_step_boundary: bool  # a loop runs, which leaves at a step's boundary
+    result_cache_max_bytes: int  # of collectives' results, for a replacement
     may_grow: bool  # others may come, also to one that is alone, or come back
-    retries: bool  # retry is among the strategies
-    follow_every: int  # steps, after which spares take a copy of the state; 0: never
+    allows_retry: bool  # retry is among the strategies
+    spare_sync_every: int  # steps, after which spares take a copy of the state; 0: never
 
     @property
-    def asked_to_leave(self) -> bool: ...  # SIGTERM came: finish the step and go
+    def leave_requested(self) -> bool: ...  # SIGTERM came: finish the step and go
     @property
-    def place(self) -> Place: ...  # a spare waits here for one
+    def assignment(self) -> RankInfo: ...  # a spare waits here for one
     @property
-    def placed(self) -> bool: ...  # not a spare, or one no more
+    def has_rank(self) -> bool: ...  # not a spare, or one no more
     @property
     def generation(self) -> int: ...
     @property
@@ -55,23 +55,23 @@ class Meeting(Protocol):
     def address(self) -> str: ...
     @property
     def inbox(self) -> queue.SimpleQueue[Any]: ...  # news, in the order it happened: the only thing the main thread waits on
-    def pin(self, key: str, value: bytes, generation: int) -> None: ...
-    def look(self, key: str, generation: int, timeout_s: float) -> bytes: ...
-    def holds(self, key: str) -> bool: ...
-    def say(self, message: Message) -> None: ...
-    def report(self, progress: Progress) -> None: ...
-    def followed(self, step: int) -> None: ...  # a spare has a copy of the state of this step
-    def depart(self) -> None: ...
-    def confirm(self) -> None: ...  # returns while this rank's place is surely its own
+    def put_rendezvous(self, key: str, value: bytes, generation: int) -> None: ...
+    def get_rendezvous(self, key: str, generation: int, timeout_s: float) -> bytes: ...
+    def has_rendezvous(self, key: str) -> bool: ...
+    def send_to_scheduler(self, message: Message) -> None: ...
+    def report_progress(self, progress: Progress) -> None: ...
+    def report_spare_step(self, step: int) -> None: ...  # a spare has a copy of the state of this step
+    def hand_over_rank(self) -> None: ...
+    def wait_until_confirmed(self) -> None: ...  # returns while this rank's place is surely its own
 
 
-class Regroup(msgspec.Struct, frozen=True):
+class GenerationStarted(msgspec.Struct, frozen=True):
     """News: the membership changed."""
 
     generation: int
 
 
-class Planned(msgspec.Struct, frozen=True):
+class HealPlanReceived(msgspec.Struct, frozen=True):
     """News: everyone has reported, and this is how to go on."""
 
     plan: HealPlan

@@ -13,7 +13,7 @@ import psutil
 from covey.errors import ExitCode, UsageError
 
 BACKLOG = 4096
-SHOWN = 80  # characters of what was said that a sentence repeats
+QUOTED_MAX = 80  # characters of what was said that a sentence repeats
 
 
 def is_loopback(host: str) -> bool:
@@ -25,24 +25,24 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def family(host: str) -> int | None:
+def ip_version(host: str) -> int | None:
     """4 or 6 for an address, None for a name."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0]).version
     return None
 
 
-def bare(host: str) -> str:
+def strip_brackets(host: str) -> str:
     """A host without the brackets an IPv6 address may wear."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def join(host: str, port: int) -> str:
+def join_host_port(host: str, port: int) -> str:
     """HOST:PORT, IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split(text: str, default_port: int = 0) -> tuple[str, int]:
+def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
     """The parts of HOST:PORT, [IPv6]:PORT, or a host alone."""
     host, port_text = text, ""
     if text.startswith("["):
@@ -53,29 +53,29 @@ def split(text: str, default_port: int = 0) -> tuple[str, int]:
     try:
         host.encode("idna")  # as it will be to ask for its address
     except UnicodeError:
-        raise UsageError(f"{text[:SHOWN]} is not an address: no host can have that name") from None
+        raise UsageError(f"{text[:QUOTED_MAX]} is not an address: no host can have that name") from None
     if not port_text:
         return host, default_port
     if not re.fullmatch("[0-9]{1,5}", port_text) or not 0 < int(port_text) < 65536:
-        raise UsageError(f"{text[:SHOWN]} is not an address: HOST:PORT is, with a port from 1 to 65535")
+        raise UsageError(f"{text[:QUOTED_MAX]} is not an address: HOST:PORT is, with a port from 1 to 65535")
     return host, int(port_text)
 
 
-def several(hosts: str, port: int) -> list[tuple[str, int]]:
+def split_list(hosts: str, port: int) -> list[tuple[str, int]]:
     """The addresses in a list such as MS_SCHED_HOST's: HOST,HOST or HOST:PORT,HOST:PORT."""
     if "," not in hosts:
-        return [(bare(hosts), port)]
-    return [split(one.strip(), port) for one in hosts.split(",")]
+        return [(strip_brackets(hosts), port)]
+    return [split_host_port(one.strip(), port) for one in hosts.split(",")]
 
 
-class NotLocal(UsageError):
+class AddressNotLocal(UsageError):
     """The address to listen at belongs to another host."""
 
 
 def listen(host: str, port: int, what: str) -> list[socket.socket]:
     """Bound, listening sockets for a host name or address; port 0 chooses a free one.
 
-    `what` names the setting the address came from, for the sentence. Raises `NotLocal` if the address is not ours.
+    `what` names the setting the address came from, for the sentence. Raises `AddressNotLocal` if the address is not ours.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -100,7 +100,7 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
                 continue  # a name with several addresses: one of them is enough
             for other in sockets:
                 other.close()
-            raise _unusable(error, host, port, what) from None
+            raise _listen_error(error, host, port, what) from None
         sock.setblocking(False)
         sockets.append(sock)
     return sockets
@@ -116,15 +116,17 @@ def is_local(host: str) -> bool:
     return True
 
 
-def _unusable(error: OSError, host: str, port: int, what: str) -> UsageError:
+def _listen_error(error: OSError, host: str, port: int, what: str) -> UsageError:
     if error.errno == errno.EADDRINUSE:
-        return UsageError(f"port {port} at {host} is in use{holder(port)}: choose another port", ExitCode.PORT_IN_USE)
+        return UsageError(
+            f"port {port} at {host} is in use{describe_port_owner(port)}: choose another port", ExitCode.PORT_IN_USE
+        )
     if error.errno == errno.EADDRNOTAVAIL:
-        return NotLocal(f"{what}={host} is not an address of this host: start the scheduler on the host that has it")
-    return UsageError(f"cannot listen at {join(host, port)}: {error.strerror}")
+        return AddressNotLocal(f"{what}={host} is not an address of this host: start the scheduler on the host that has it")
+    return UsageError(f"cannot listen at {join_host_port(host, port)}: {error.strerror}")
 
 
-def holder(port: int) -> str:
+def describe_port_owner(port: int) -> str:
     """Who listens on a port, as far as this user may know: " by python train.py (process 123)", or nothing."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
@@ -135,7 +137,7 @@ def holder(port: int) -> str:
     return ""
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     """A port that is free now. Someone else may take it before it is used: prefer handing over a bound socket."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as sock:

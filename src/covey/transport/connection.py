@@ -1,8 +1,8 @@
 """One connection between a node and its scheduler, over TCP, with or without TLS; or between a child and its agent.
 
 A link greets, then carries messages both ways until one side closes. It reports what happened by three calls and decides
-nothing. Limits: the greeting must be over in `GREETING_S`, and a peer that does not read what it is sent is cut off. Where too
-many connect and say nothing, the oldest of them makes room: those keep nobody else out.
+nothing. Limits: the greeting must be over in `HANDSHAKE_TIMEOUT_S`, and a peer that does not read what it is sent is cut off.
+Where too many connect and say nothing, the oldest of them makes room: those keep nobody else out.
 """
 
 from __future__ import annotations
@@ -24,178 +24,188 @@ from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.transport import address, tls
 from covey.transport.address import BACKLOG
-from covey.transport.framing import Frames, frame, from_agent, from_node, from_scheduler
-from covey.transport.handshake import ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting, is_mindspore
+from covey.transport.framing import FrameDecoder, encode_frame, from_agent_decoder, from_node_decoder, from_scheduler_decoder
+from covey.transport.handshake import ClientHandshake, HandshakeError, SecretNotRequired, ServerHandshake, is_mindspore
 from covey.wall_clock import wall
 
-GREETING_S: Final = 10.0
-HOLD_S: Final = 1.0  # for a caller's first bytes, after which it is greeted all the same; covey's nodes send theirs at once
-CONNECT_S: Final = 10.0
-HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
-SILENT_MAX: Final = 2 * BACKLOG  # a whole queue of the kernel's is accepted before anybody's first word is read
-UNREAD_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+FIRST_BYTES_TIMEOUT_S: Final = (
+    1.0  # for a caller's first bytes, after which it is greeted all the same; covey's nodes send theirs at once
+)
+CONNECT_TIMEOUT_S: Final = 10.0
+TLS_HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
+UNAUTHENTICATED_MAX: Final = 2 * BACKLOG  # a whole queue of the kernel's is accepted before anybody's first word is read
+WRITE_BUFFER_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
 
-CROWDED: Final = "too many connect, and it said nothing yet"
-LAST_ACK: Final = slice(56, 60)  # of the kernel's tcp_info: milliseconds since the other side last acknowledged anything
+TOO_MANY_UNAUTHENTICATED: Final = "too many connect, and it said nothing yet"
+TCP_INFO_LAST_ACK: Final = slice(
+    56, 60
+)  # of the kernel's tcp_info: milliseconds since the other side last acknowledged anything
 
 
 T = TypeVar("T")
 
 
-class Silent(Generic[T]):
+class UnauthenticatedPeers(Generic[T]):
     """Those who connected and never said a word, the oldest first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit  # 0: nobody is counted
-        self._found: dict[T, None] = {}
+        self._peers: dict[T, None] = {}
 
-    def join(self, one: T) -> T | None:
+    def add_and_evict(self, one: T) -> T | None:
         """Whoever has to make room for this one."""
         if not self._limit:
             return None
-        self._found[one] = None
-        if len(self._found) <= self._limit:
+        self._peers[one] = None
+        if len(self._peers) <= self._limit:
             return None
-        oldest = next(iter(self._found))
-        self.leave(oldest)
+        oldest = next(iter(self._peers))
+        self.remove(oldest)
         return oldest
 
-    def leave(self, one: T) -> None:
-        self._found.pop(one, None)
+    def remove(self, one: T) -> None:
+        self._peers.pop(one, None)
 
 
-class NobodyListens(PeerError):
+class NoListenerError(PeerError):
     """The other host answered: no scheduler is there."""
 
 
-class Link(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """Both ends. `on_open`, `on_message` and `on_close` are called in the loop, in that order. `on_mindspore` is called for a
     peer that speaks MindSpore's protocol, while the connection is still open."""
 
     __slots__ = (
-        "_frames",
-        "_greeting",
-        "_held",
-        "_limit",
+        "_frame_decoder",
+        "_handshake",
+        "_handshake_timer",
+        "_hello_timer",
         "_transport",
-        "clock",
+        "close_reason",
         "id",
-        "misbehaved",
+        "leader_token",
         "on_close",
         "on_message",
         "on_mindspore",
         "on_open",
-        "peer",
-        "port",
-        "reason",
-        "refused",
+        "peer_address",
+        "peer_port",
+        "peer_requires_no_secret",
+        "refused_by_peer",
+        "scheduler_clock",
         "silence_s",
-        "silent",
-        "token",
-        "turned_away",
+        "unauthenticated_peers",
+        "violated_protocol",
     )
 
     def __init__(
         self,
-        greeting: ServerGreeting | ClientGreeting,
+        greeting: ServerHandshake | ClientHandshake,
         decoder: msgspec.msgpack.Decoder[Any],
         *,
-        on_open: Callable[[Link], None],
-        on_message: Callable[[Link, Any], None],
-        on_close: Callable[[Link, str], None],
-        on_mindspore: Callable[[Link], None] = lambda link: None,
+        on_open: Callable[[Connection], None],
+        on_message: Callable[[Connection, Any], None],
+        on_close: Callable[[Connection, str], None],
+        on_mindspore: Callable[[Connection], None] = lambda link: None,
     ) -> None:
         self.id = 0
-        self.clock = 0.0  # at a node: the scheduler's wall clock when it greeted
-        self.token = 0  # at a node: the scheduler's, as its leader
+        self.scheduler_clock = 0.0  # at a node: the scheduler's wall clock when it greeted
+        self.leader_token = 0  # at a node: the scheduler's, as its leader
         self.silence_s = -1.0  # at a node: of the scheduler, after which another one is looked for
-        self.peer = ""
-        self.port = 0  # of the other side
-        self.silent: Silent[Link] = Silent(0)  # at a listener: all that never said a word
-        self.reason = ""
-        self.misbehaved = False  # it sent what no peer sends
-        self.turned_away = False  # the other side will not have us, now or later
-        self.refused = False  # this side refuses the other, which does not require the join secret
+        self.peer_address = ""
+        self.peer_port = 0  # of the other side
+        self.unauthenticated_peers: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(
+            0
+        )  # at a listener: all that never said a word
+        self.close_reason = ""
+        self.violated_protocol = False  # it sent what no peer sends
+        self.refused_by_peer = False  # the other side will not have us, now or later
+        self.peer_requires_no_secret = False  # this side refuses the other, which does not require the join secret
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
         self.on_mindspore = on_mindspore
-        self._greeting: ServerGreeting | ClientGreeting | None = greeting
-        self._frames = Frames(decoder)
+        self._handshake: ServerHandshake | ClientHandshake | None = greeting
+        self._frame_decoder = FrameDecoder(decoder)
         self._transport: asyncio.Transport | None = None
-        self._limit: asyncio.TimerHandle | None = None
-        self._held: asyncio.TimerHandle | None = None  # at a listener: its greeting, for `HOLD_S` or until the caller speaks
+        self._handshake_timer: asyncio.TimerHandle | None = None
+        self._hello_timer: asyncio.TimerHandle | None = (
+            None  # at a listener: its greeting, for `FIRST_BYTES_TIMEOUT_S` or until the caller speaks
+        )
 
     @property
-    def greeted(self) -> bool:
-        return self._greeting is None
+    def has_finished_handshake(self) -> bool:
+        return self._handshake is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         name = transport.get_extra_info("peername")
         if name and name == transport.get_extra_info("sockname"):
-            return self._met_itself(transport.get_extra_info("socket"))
-        self.peer, self.port = name[:2] if isinstance(name, tuple) else (str(name or "?"), 0)
-        tune(transport.get_extra_info("socket"))
-        if (oldest := self.silent.join(self)) is not None:
-            oldest.abort(CROWDED)
+            return self._abort_self_connection(transport.get_extra_info("socket"))
+        self.peer_address, self.peer_port = name[:2] if isinstance(name, tuple) else (str(name or "?"), 0)
+        set_tcp_options(transport.get_extra_info("socket"))
+        if (oldest := self.unauthenticated_peers.add_and_evict(self)) is not None:
+            oldest.abort(TOO_MANY_UNAUTHENTICATED)
         loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(GREETING_S, self._too_late)
-        self._held = loop.call_later(HOLD_S, self._open) if isinstance(self._greeting, ServerGreeting) else None
-        return self._open() if self._held is None else None
+        self._handshake_timer = loop.call_later(HANDSHAKE_TIMEOUT_S, self._on_handshake_timeout)
+        self._hello_timer = (
+            loop.call_later(FIRST_BYTES_TIMEOUT_S, self._send_hello) if isinstance(self._handshake, ServerHandshake) else None
+        )
+        return self._send_hello() if self._hello_timer is None else None
 
-    def _open(self) -> None:
+    def _send_hello(self) -> None:
         """Send the greeting's first line."""
-        if self._held is not None:
-            self._held.cancel()
-            self._held = None
-        assert self._greeting is not None
-        if isinstance(self._greeting, ClientGreeting) and self.port and not address.is_loopback(self.peer):
-            self._greeting.insist()  # every listener beyond loopback requires a secret, also if none was configured
-        self._write(self._greeting.opening())
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        assert self._handshake is not None
+        if isinstance(self._handshake, ClientHandshake) and self.peer_port and not address.is_loopback(self.peer_address):
+            self._handshake.insist()  # every listener beyond loopback requires a secret, also if none was configured
+        self._write(self._handshake.first_line())
 
-    def _met_itself(self, sock: Any) -> None:
+    def _abort_self_connection(self, sock: Any) -> None:
         """A call to a free port of the outgoing range can be answered by its own socket, and must not keep the port busy."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.abort("nobody listens there")
 
     def data_received(self, data: bytes) -> None:
-        self.silent.leave(self)
+        self.unauthenticated_peers.remove(self)
         try:
-            rest = self._greet(data) if self._greeting is not None else data
+            rest = self._continue_handshake(data) if self._handshake is not None else data
             if rest:
-                for message in self._frames.feed(rest):
+                for message in self._frame_decoder.feed(rest):
                     self.on_message(self, message)
         except PeerError as error:
-            self.misbehaved = True
-            if isinstance(error, GreetingError):
-                self.turned_away, self.refused = error.final, isinstance(error, SecretNotRequired)
+            self.violated_protocol = True
+            if isinstance(error, HandshakeError):
+                self.refused_by_peer, self.peer_requires_no_secret = error.final, isinstance(error, SecretNotRequired)
                 self._write(error.reply)
             self.close(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.silent.leave(self)
-        for timer in (self._limit, self._held):
+        self.unauthenticated_peers.remove(self)
+        for timer in (self._handshake_timer, self._hello_timer):
             if timer is not None:
                 timer.cancel()
-        reason = self.reason or self._why(exc)
+        reason = self.close_reason or self._describe_loss(exc)
         self._transport = None
         self.on_close(self, reason)
 
     def send(self, message: Message) -> None:
         """Queue a message. On a closed link it is dropped: the loss has been or will be reported."""
-        self._write(frame(message))
+        self._write(encode_frame(message))
 
     def close(self, reason: str = "closed by this side") -> None:
         """Close once what was sent has left."""
-        self.reason = self.reason or reason
+        self.close_reason = self.close_reason or reason
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
         """Close now."""
-        self.reason = self.reason or reason
+        self.close_reason = self.close_reason or reason
         if self._transport is not None:
             self._transport.abort()
 
@@ -204,15 +214,15 @@ class Link(asyncio.Protocol):
         found = self._transport.get_extra_info("socket") if self._transport is not None else None
         return found.fileno() if found is not None else -1
 
-    def unsent(self) -> int:
+    def unsent_bytes(self) -> int:
         """Bytes that wait for the other side to read."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    def unheard_s(self) -> float:
+    def since_last_ack_s(self) -> float:
         """How long ago the other side's kernel last acknowledged what was sent."""
         with socket.socket(fileno=os.dup(self.fileno())) as sock:
-            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK.stop)
-        return int.from_bytes(told[LAST_ACK], sys.byteorder) / 1000
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_LAST_ACK.stop)
+        return int.from_bytes(told[TCP_INFO_LAST_ACK], sys.byteorder) / 1000
 
     def local_address(self) -> str:
         """The address by which this side reached the other: the one its peers can use."""
@@ -224,13 +234,13 @@ class Link(asyncio.Protocol):
         assert self._transport is not None
         return int(self._transport.get_extra_info("sockname")[1])
 
-    def _greet(self, data: bytes) -> bytes:
-        greeting = self._greeting
-        if isinstance(greeting, ServerGreeting):
+    def _continue_handshake(self, data: bytes) -> bytes:
+        greeting = self._handshake
+        if isinstance(greeting, ServerHandshake):
             if is_mindspore(data):
                 self.on_mindspore(self)
-            elif self._held is not None:
-                self._open()
+            elif self._hello_timer is not None:
+                self._send_hello()
             done = greeting.feed(data, wall())
             if done is None:
                 return b""
@@ -244,36 +254,40 @@ class Link(asyncio.Protocol):
             if after is None:
                 return b""
             rest = after
-            self.clock, self.token, self.silence_s = greeting.clock, greeting.token, greeting.silence_s
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
-        self._greeting = None
+            self.scheduler_clock, self.leader_token, self.silence_s = (
+                greeting.scheduler_clock,
+                greeting.leader_token,
+                greeting.silence_s,
+            )
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
+            self._handshake_timer = None
+        self._handshake = None
         self.on_open(self)
         return rest
 
-    def _why(self, exc: Exception | None) -> str:
+    def _describe_loss(self, exc: Exception | None) -> str:
         encrypted = self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
-        if exc is None and self._greeting is not None and encrypted:
-            return tls.explain(EOFError(), connecting=True)  # how TLS 1.3 shows that a certificate was refused
-        reason = tls.explain(exc, connecting=False) if exc else "closed by the other side"
-        if self._greeting is None:
+        if exc is None and self._handshake is not None and encrypted:
+            return tls.explain_connection_error(EOFError(), connecting=True)  # how TLS 1.3 shows that a certificate was refused
+        reason = tls.explain_connection_error(exc, connecting=False) if exc else "closed by the other side"
+        if self._handshake is None:
             return reason
-        hint = ": it may expect TLS" if isinstance(self._greeting, ClientGreeting) and not encrypted else ""
+        hint = ": it may expect TLS" if isinstance(self._handshake, ClientHandshake) and not encrypted else ""
         return f"{reason} before the greeting was over{hint}"
 
-    def _too_late(self) -> None:
-        self.abort(f"it did not greet within {GREETING_S:g} s")
+    def _on_handshake_timeout(self) -> None:
+        self.abort(f"it did not greet within {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(data)
-        if self._transport.get_write_buffer_size() > UNREAD_MAX:
-            self.abort(f"it does not read: {UNREAD_MAX} bytes wait for it")
+        if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
+            self.abort(f"it does not read: {WRITE_BUFFER_MAX} bytes wait for it")
 
 
-def tune(sock: Any) -> None:
+def set_tcp_options(sock: Any) -> None:
     """Small messages leave at once, and a peer whose host vanished is noticed by the kernel."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -297,33 +311,35 @@ class Listener:
         secret: str,
         context: ssl.SSLContext | None,
         *,
-        decoder: Any = from_node,
+        decoder: Any = from_node_decoder,
         token: int = 0,
         silence_s: float = -1.0,
         **calls: Any,
     ) -> None:
-        silent_max = min(SILENT_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        silent_max = min(UNAUTHENTICATED_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._sockets = sockets
-        self._leads = (token, silence_s)
+        self._leader_info = (token, silence_s)
         self._decoder = decoder
         self._secret = secret
-        self._context = context
-        self._calls = calls
+        self._tls_context = context
+        self._callbacks = calls
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._silent: Silent[Link] = Silent(silent_max)
-        self._unshaken: Silent[asyncio.Future[None]] = Silent(silent_max)  # TLS: before the handshake
-        self._shaking = 0
+        self._unauthenticated: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(silent_max)
+        self._awaiting_first_bytes: UnauthenticatedPeers[asyncio.Future[None]] = UnauthenticatedPeers(
+            silent_max
+        )  # TLS: before the handshake
+        self._tls_handshakes = 0
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             if sock.family == socket.AF_UNIX:
-                self._servers.append(await loop.create_unix_server(self._link, sock=sock, backlog=BACKLOG))
-            elif self._context is None:
-                self._servers.append(await loop.create_server(self._link, sock=sock, backlog=BACKLOG))
+                self._servers.append(await loop.create_unix_server(self._make_connection, sock=sock, backlog=BACKLOG))
+            elif self._tls_context is None:
+                self._servers.append(await loop.create_server(self._make_connection, sock=sock, backlog=BACKLOG))
             else:
-                self._keep(self._accept(sock))
+                self._start_task(self._accept_tls(sock))
 
     def close(self) -> None:
         for server in self._servers:
@@ -331,17 +347,17 @@ class Listener:
         for task in self._tasks:
             task.cancel()
 
-    def _link(self) -> Link:
-        link = Link(ServerGreeting(self._secret, *self._leads), self._decoder, **self._calls)
-        link.silent = self._silent
+    def _make_connection(self) -> Connection:
+        link = Connection(ServerHandshake(self._secret, *self._leader_info), self._decoder, **self._callbacks)
+        link.unauthenticated_peers = self._unauthenticated
         return link
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, sock: socket.socket) -> None:
+    async def _accept_tls(self, sock: socket.socket) -> None:
         """asyncio's own server keeps failed handshakes to itself; accepting by hand lets us say why a peer was turned away."""
         while True:
             try:
@@ -349,30 +365,32 @@ class Listener:
             except OSError:  # out of descriptors, or the peer is gone already
                 await asyncio.sleep(0.05)
                 continue
-            self._keep(self._shake_hands(accepted, str(peer[0])))
+            self._start_task(self._run_tls_handshake(accepted, str(peer[0])))
 
-    async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
+    async def _run_tls_handshake(self, accepted: socket.socket, peer: str) -> None:
         try:
-            await self._first_word(accepted)
-            self._shaking += 1
+            await self._wait_for_first_bytes(accepted)
+            self._tls_handshakes += 1
             try:
                 await asyncio.get_running_loop().connect_accepted_socket(
-                    self._link, accepted, ssl=self._context, ssl_handshake_timeout=GREETING_S
+                    self._make_connection, accepted, ssl=self._tls_context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
                 )
             finally:
-                self._shaking -= 1
+                self._tls_handshakes -= 1
         except (OSError, ssl.SSLError, PeerError) as error:
             accepted.close()
-            link = self._link()
-            link.peer = peer
-            link.on_close(link, str(error) if isinstance(error, PeerError) else tls.explain(error, connecting=False))
+            link = self._make_connection()
+            link.peer_address = peer
+            link.on_close(
+                link, str(error) if isinstance(error, PeerError) else tls.explain_connection_error(error, connecting=False)
+            )
 
-    async def _first_word(self, accepted: socket.socket) -> None:
+    async def _wait_for_first_bytes(self, accepted: socket.socket) -> None:
         """Who says nothing takes no place among the handshakes."""
         loop = asyncio.get_running_loop()
         said: asyncio.Future[None] = loop.create_future()
-        if (oldest := self._unshaken.join(said)) is not None:
-            oldest.cancel(CROWDED)
+        if (oldest := self._awaiting_first_bytes.add_and_evict(said)) is not None:
+            oldest.cancel(TOO_MANY_UNAUTHENTICATED)
 
         def heard() -> None:
             if not said.done():
@@ -380,14 +398,14 @@ class Listener:
 
         loop.add_reader(accepted, heard)
         try:
-            await asyncio.wait([said], timeout=GREETING_S)
+            await asyncio.wait([said], timeout=HANDSHAKE_TIMEOUT_S)
         finally:
             loop.remove_reader(accepted)
-            self._unshaken.leave(said)
-        if said.cancelled() or self._shaking >= HANDSHAKES_MAX:
-            raise PeerError(CROWDED)
+            self._awaiting_first_bytes.remove(said)
+        if said.cancelled() or self._tls_handshakes >= TLS_HANDSHAKES_MAX:
+            raise PeerError(TOO_MANY_UNAUTHENTICATED)
         if not said.done():
-            raise PeerError(f"it did not greet within {GREETING_S:g} s")
+            raise PeerError(f"it did not greet within {HANDSHAKE_TIMEOUT_S:g} s")
 
 
 async def connect(
@@ -398,9 +416,9 @@ async def connect(
     *,
     insist: Any = False,
     role: Any = "scheduler",
-    decoder: Any = from_scheduler,
+    decoder: Any = from_scheduler_decoder,
     **calls: Any,
-) -> Link:
+) -> Connection:
     """Reach a scheduler, or a peer of another `role`, once. Raises `PeerError` with a sentence; success means connected, not
     yet greeted.
 
@@ -408,27 +426,32 @@ async def connect(
     the secret is the user's own file.
     """
     loop = asyncio.get_running_loop()
-    where = f"the {role} at {address.join(host, port)}"
+    where = f"the {role} at {address.join_host_port(host, port)}"
     try:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, link = await loop.create_connection(
-                lambda: Link(ClientGreeting(secret, insist=insist, where=where), decoder, **calls), host, port, ssl=context
+                lambda: Connection(ClientHandshake(secret, insist=insist, where=where), decoder, **calls),
+                host,
+                port,
+                ssl=context,
             )
     except TimeoutError:
-        raise PeerError(f"no answer within {CONNECT_S:g} s") from None
+        raise PeerError(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
     except ConnectionRefusedError as error:
-        raise NobodyListens(tls.explain(error, connecting=True)) from None
+        raise NoListenerError(tls.explain_connection_error(error, connecting=True)) from None
     except (OSError, ssl.SSLError) as error:
-        raise PeerError(tls.explain(error, connecting=True)) from None
+        raise PeerError(tls.explain_connection_error(error, connecting=True)) from None
     return link
 
 
-async def connect_to_agent(path: str, **calls: Any) -> Link:
+async def connect_to_agent(path: str, **calls: Any) -> Connection:
     """Reach the agent of this process, at its socket. Raises `PeerError` with a sentence."""
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(CONNECT_S):
-            _, link = await loop.create_unix_connection(lambda: Link(ClientGreeting(""), from_agent, **calls), path)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, link = await loop.create_unix_connection(
+                lambda: Connection(ClientHandshake(""), from_agent_decoder, **calls), path
+            )
     except (OSError, TimeoutError) as error:
         raise PeerError(f"the agent does not answer at {path} ({error or 'too late'})") from None
     return link

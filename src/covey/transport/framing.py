@@ -11,34 +11,34 @@ from covey.core.messages import FromAgent, FromChild, FromNode, FromScheduler, L
 from covey.errors import PeerError
 
 FRAME_MAX: Final = 16 * 1024 * 1024  # bytes; a view of 50,000 nodes fits
-HEADER: Final = 4
+HEADER_BYTES: Final = 4
 
 _encoder = msgspec.msgpack.Encoder()
-from_node: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromNode)
-from_scheduler: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromScheduler)
-from_child: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromChild | LastHeardRequest)
-from_agent: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromAgent)
+from_node_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromNode)
+from_scheduler_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromScheduler)
+from_child_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromChild | LastHeardRequest)
+from_agent_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromAgent)
 
 
-class _Newest(threading.local):
+class _LastFrame(threading.local):
     """What was framed last in this thread: one message for ten thousand nodes is encoded once. Messages never change."""
 
     message: Message | None = None
     data = b""
 
 
-_newest = _Newest()
+_last_frame = _LastFrame()
 
 
-def frame(message: Message) -> bytes:
+def encode_frame(message: Message) -> bytes:
     """One message, ready to be written."""
-    if message is not _newest.message:
+    if message is not _last_frame.message:
         body = _encoder.encode(message)
-        _newest.message, _newest.data = message, len(body).to_bytes(HEADER, "big") + body
-    return _newest.data
+        _last_frame.message, _last_frame.data = message, len(body).to_bytes(HEADER_BYTES, "big") + body
+    return _last_frame.data
 
 
-class Frames:
+class FrameDecoder:
     """Feed bytes as they come, take messages as they are complete."""
 
     __slots__ = ("_buffer", "_decoder", "_limit")
@@ -53,15 +53,15 @@ class Frames:
         buffer = self._buffer + data if self._buffer else data
         messages: list[Any] = []
         start = 0
-        while len(buffer) - start >= HEADER:
-            size = int.from_bytes(buffer[start : start + HEADER], "big")
+        while len(buffer) - start >= HEADER_BYTES:
+            size = int.from_bytes(buffer[start : start + HEADER_BYTES], "big")
             if size > self._limit:
                 raise PeerError(f"a message of {size} bytes was announced, {self._limit} is the limit")
-            end = start + HEADER + size
+            end = start + HEADER_BYTES + size
             if len(buffer) < end:
                 break
             try:
-                messages.append(self._decoder.decode(buffer[start + HEADER : end]))
+                messages.append(self._decoder.decode(buffer[start + HEADER_BYTES : end]))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the last two through
                 raise PeerError(f"a message could not be read: {error}") from None
             start = end

@@ -30,8 +30,8 @@ PASSWORD_MAX = 1024  # bytes, exclusive: MindSpore's limit
 # Clocks of hosts differ; what was made a moment ago must be valid on all of them.
 BACKDATE = timedelta(days=1)
 
-_SECRET = 0o600
-_PUBLIC = 0o644
+_SECRET_MODE = 0o600
+_PUBLIC_MODE = 0o644
 _Parsed = TypeVar("_Parsed")
 
 
@@ -44,64 +44,64 @@ def make_authority(
     `ca.key`. Returns what was written.
     """
     start = now or datetime.now(UTC)
-    end = start + timedelta(days=_allowed_days(days))
-    secret = _allowed_password(password)
+    end = start + timedelta(days=_check_days(days))
+    secret = _check_password(password)
     if not names:
         raise UsageError("certificates need a host name or an address to be made out to: give at least one")
-    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
+    alternatives = x509.SubjectAlternativeName([_parse_general_name(name) for name in names])
 
     key = ec.generate_private_key(ec.SECP256R1())
-    authority = _authority(key, start, end)
+    authority = _make_ca_certificate(key, start, end)
 
     def identity(name: str, usage: ObjectIdentifier) -> bytes:
-        return _identity(name, usage, alternatives, authority, key, start, secret)
+        return _make_identity(name, usage, alternatives, authority, key, start, secret)
 
     files = {
-        "ca.crt": (authority.public_bytes(serialization.Encoding.PEM), _PUBLIC),
-        "ca.key": (_key_pem(key, secret), _SECRET),
-        "server.p12": (identity("covey server", ExtendedKeyUsageOID.SERVER_AUTH), _SECRET),
-        "client.p12": (identity("covey client", ExtendedKeyUsageOID.CLIENT_AUTH), _SECRET),
-        "crl.pem": (_revocation_list(authority, key, start, {}), _PUBLIC),
-        "config.json": (_config(), _PUBLIC),
+        "ca.crt": (authority.public_bytes(serialization.Encoding.PEM), _PUBLIC_MODE),
+        "ca.key": (_encode_key(key, secret), _SECRET_MODE),
+        "server.p12": (identity("covey server", ExtendedKeyUsageOID.SERVER_AUTH), _SECRET_MODE),
+        "client.p12": (identity("covey client", ExtendedKeyUsageOID.CLIENT_AUTH), _SECRET_MODE),
+        "crl.pem": (_make_revocation_list(authority, key, start, {}), _PUBLIC_MODE),
+        "config.json": (_make_config(), _PUBLIC_MODE),
     }
     return _write_all(folder, files)
 
 
-def revoke(folder: Path, what: int | Path, *, password: str, now: datetime | None = None) -> Path:
+def revoke_certificate(folder: Path, what: int | Path, *, password: str, now: datetime | None = None) -> Path:
     """Add a certificate, by serial number or by its `.p12` file, to the folder's `crl.pem`; what was listed stays so."""
     if isinstance(what, int) and not 0 < what < SERIAL_END:
         raise UsageError(f"{what} is not a certificate's serial number: give the p12 file, or a number of 1 to 159 bits")
     moment = now or datetime.now(UTC)
-    secret = _allowed_password(password)
-    authority = _parse(folder / "ca.crt", x509.load_pem_x509_certificate, "is not a certificate in PEM form")
-    old = _parse(folder / "crl.pem", x509.load_pem_x509_crl, "is not a revocation list in PEM form")
-    key = _open_key(folder / "ca.key", secret)
+    secret = _check_password(password)
+    authority = _parse_file(folder / "ca.crt", x509.load_pem_x509_certificate, "is not a certificate in PEM form")
+    old = _parse_file(folder / "crl.pem", x509.load_pem_x509_crl, "is not a revocation list in PEM form")
+    key = _load_ca_key(folder / "ca.key", secret)
 
     serials = {entry.serial_number: entry.revocation_date_utc for entry in old}
-    serials.setdefault(what if isinstance(what, int) else _serial_of(what, secret), moment)
+    serials.setdefault(what if isinstance(what, int) else _read_serial(what, secret), moment)
     path = folder / "crl.pem"
-    _replace(path, _revocation_list(authority, key, moment, serials))
+    _replace_file(path, _make_revocation_list(authority, key, moment, serials))
     return path
 
 
 # -- what is made ----------------------------------------------------------------------------------------------------
 
 
-def _authority(key: ec.EllipticCurvePrivateKey, start: datetime, end: datetime) -> x509.Certificate:
+def _make_ca_certificate(key: ec.EllipticCurvePrivateKey, start: datetime, end: datetime) -> x509.Certificate:
     serial = x509.random_serial_number()
     # Two authorities of one name are told apart neither by people nor, reliably, by OpenSSL.
-    name = _subject(f"covey authority {serial & 0xFFFFFFFF:08x}")
+    name = _make_subject(f"covey authority {serial & 0xFFFFFFFF:08x}")
     return (
         x509.CertificateBuilder(name, name, key.public_key(), serial, start - BACKDATE, end)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(_make_key_usage(signs_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
 
 
-def _identity(
+def _make_identity(
     name: str,
     usage: ObjectIdentifier,
     alternatives: x509.SubjectAlternativeName,
@@ -114,9 +114,9 @@ def _identity(
     public, serial = key.public_key(), x509.random_serial_number()
     end = authority.not_valid_after_utc
     certificate = (
-        x509.CertificateBuilder(authority.subject, _subject(name), public, serial, start - BACKDATE, end)
+        x509.CertificateBuilder(authority.subject, _make_subject(name), public, serial, start - BACKDATE, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(_make_key_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         .add_extension(alternatives, critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
@@ -130,7 +130,7 @@ def _identity(
     return pkcs12.serialize_key_and_certificates(name.encode(), key, certificate, None, encryption)
 
 
-def _revocation_list(
+def _make_revocation_list(
     authority: x509.Certificate, key: ec.EllipticCurvePrivateKey, moment: datetime, serials: dict[int, datetime]
 ) -> bytes:
     # A list that ends before its authority does would one day lock everybody out.
@@ -146,7 +146,7 @@ def _revocation_list(
     )
 
 
-def _config() -> bytes:
+def _make_config() -> bytes:
     """MindSpore's keys. No cipher list: one would hold the connection at TLS 1.2."""
     keys = {
         "server_cert_path": "server.p12",
@@ -159,11 +159,11 @@ def _config() -> bytes:
     return (json.dumps(keys, indent=2) + "\n").encode()
 
 
-def _subject(name: str) -> x509.Name:
+def _make_subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+def _make_key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,
@@ -177,7 +177,7 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _key_pem(key: ec.EllipticCurvePrivateKey, secret: bytes) -> bytes:
+def _encode_key(key: ec.EllipticCurvePrivateKey, secret: bytes) -> bytes:
     encryption = serialization.BestAvailableEncryption(secret)
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
 
@@ -185,13 +185,13 @@ def _key_pem(key: ec.EllipticCurvePrivateKey, secret: bytes) -> bytes:
 # -- what is allowed -------------------------------------------------------------------------------------------------
 
 
-def _allowed_days(days: int) -> int:
+def _check_days(days: int) -> int:
     if not 1 <= days <= DAYS_MAX:
         raise UsageError(f"certificates cannot be valid for {days} days: choose 1 to {DAYS_MAX}")
     return days
 
 
-def _allowed_password(password: str) -> bytes:
+def _check_password(password: str) -> bytes:
     try:
         secret = password.encode()
     except UnicodeEncodeError:
@@ -202,7 +202,7 @@ def _allowed_password(password: str) -> bytes:
     return secret
 
 
-def _general_name(name: str) -> x509.GeneralName:
+def _parse_general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -246,11 +246,11 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
         raise
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace_file(path: Path, content: bytes) -> None:
     """A reader sees the old list or the new one, never half of one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _write_new(temporary, content, _PUBLIC)
+        _write_new(temporary, content, _PUBLIC_MODE)
         temporary.replace(path)
     except OSError as error:
         raise _disk_error(path, error) from error
@@ -260,7 +260,7 @@ def _disk_error(path: Path, error: OSError) -> StoreError:
     return StoreError(f"cannot write {path}: {error.strerror}")
 
 
-def _parse(path: Path, parse: Callable[[bytes], _Parsed], trouble: str) -> _Parsed:
+def _parse_file(path: Path, parse: Callable[[bytes], _Parsed], trouble: str) -> _Parsed:
     try:
         return parse(path.read_bytes())
     except OSError as error:
@@ -269,17 +269,17 @@ def _parse(path: Path, parse: Callable[[bytes], _Parsed], trouble: str) -> _Pars
         raise UsageError(f"{path} {trouble}", ExitCode.BAD_TLS) from error
 
 
-def _open_key(path: Path, secret: bytes) -> ec.EllipticCurvePrivateKey:
+def _load_ca_key(path: Path, secret: bytes) -> ec.EllipticCurvePrivateKey:
     trouble = "does not open with the password given"
-    key = _parse(path, lambda content: serialization.load_pem_private_key(content, secret), trouble)
+    key = _parse_file(path, lambda content: serialization.load_pem_private_key(content, secret), trouble)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UsageError(f"{path} is not the key of an authority made by covey tls init", ExitCode.BAD_TLS)
     return key
 
 
-def _serial_of(path: Path, secret: bytes) -> int:
+def _read_serial(path: Path, secret: bytes) -> int:
     trouble = "does not open with the password given"
-    certificate = _parse(path, lambda content: pkcs12.load_key_and_certificates(content, secret)[1], trouble)
+    certificate = _parse_file(path, lambda content: pkcs12.load_key_and_certificates(content, secret)[1], trouble)
     if certificate is None:
         raise UsageError(f"{path} holds no certificate to revoke", ExitCode.BAD_TLS)
     return certificate.serial_number

@@ -11,7 +11,7 @@ What OpenSSL does that surprises people, and is handled here:
 - With a revocation list that is missing or has expired every peer is refused, so that is an error at start.
 - A file of revocation lists may hold certificates too, which OpenSSL would then trust. Only checked lists are passed on.
 - Over TLS 1.3 a client is connected before the server has looked at its certificate. A refusal arrives later, often only
-  as the end of the stream: see `explain`.
+  as the end of the stream: see `explain_connection_error`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ import msgspec
 from covey.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from covey.transport.tls_files import Identity, Trust
+    from covey.transport.tls_files import TlsIdentity, TlsTrust
 
 FILE_MAX = 16 << 20  # bytes
 WARN_DAYS = range(7, 181)
-NOT_OURS = {"connection_num", "recovery", "failure_event", "cert_check_interval_in_hour"}
-SEED_MISSPELLING = "cert_expire_warning_time_in_da"
+IGNORED_KEYS = {"connection_num", "recovery", "failure_event", "cert_check_interval_in_hour"}
+MISSPELLED_WARNING_KEY = "cert_expire_warning_time_in_da"
 
 Side = Literal["server", "client"]
 
-_MEMORY_FILES = hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
+_HAS_MEMFD = hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +58,14 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TlsContexts(NamedTuple):
-    """What `build` made. A side without an identity of its own has no context."""
+    """What `build_contexts` made. A side without an identity of its own has no context."""
 
     server: ssl.SSLContext | None
     client: ssl.SSLContext | None
     warnings: list[str]
 
 
-def bad_tls(sentence: str) -> UsageError:
+def tls_error(sentence: str) -> UsageError:
     return UsageError(sentence, ExitCode.BAD_TLS)
 
 
@@ -74,9 +74,9 @@ def read_limited(path: str | os.PathLike[str], what: str) -> bytes:
         with Path(path).open("rb") as file:
             content = file.read(FILE_MAX + 1)
     except OSError as error:
-        raise bad_tls(f"cannot read {what} {os.fspath(path)}: {error.strerror}") from error
+        raise tls_error(f"cannot read {what} {os.fspath(path)}: {error.strerror}") from error
     if len(content) > FILE_MAX:
-        raise bad_tls(f"{what} {os.fspath(path)} is larger than {FILE_MAX >> 20} MiB: is it the right file?")
+        raise tls_error(f"{what} {os.fspath(path)} is larger than {FILE_MAX >> 20} MiB: is it the right file?")
     return content
 
 
@@ -87,29 +87,29 @@ def read_config(path: str | os.PathLike[str]) -> TlsFiles:
     """Read MindSpore's `config.json`. Relative paths in it start at its own folder."""
     name = os.fspath(path)
     if not name:
-        raise bad_tls("TLS is on but its settings are not named: set config_file_path, or write them by covey tls init")
+        raise tls_error("TLS is on but its settings are not named: set config_file_path, or write them by covey tls init")
     content = read_limited(path, "the TLS settings")
     try:
         keys = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_tls(f"{name} is not JSON: {error}") from error
+        raise tls_error(f"{name} is not JSON: {error}") from error
     if not isinstance(keys, dict):
-        raise bad_tls(f"{name} must hold one JSON object with the keys {', '.join(TlsFiles.__struct_fields__)}")
-    return _files(keys, name, Path(name).absolute().parent)
+        raise tls_error(f"{name} must hold one JSON object with the keys {', '.join(TlsFiles.__struct_fields__)}")
+    return _parse_files(keys, name, Path(name).absolute().parent)
 
 
-def _files(keys: dict[str, Any], name: str, folder: Path) -> TlsFiles:
-    values = {key: value for key, value in keys.items() if key not in NOT_OURS}
-    if SEED_MISSPELLING in values:
-        days = values.pop(SEED_MISSPELLING)
+def _parse_files(keys: dict[str, Any], name: str, folder: Path) -> TlsFiles:
+    values = {key: value for key, value in keys.items() if key not in IGNORED_KEYS}
+    if MISSPELLED_WARNING_KEY in values:
+        days = values.pop(MISSPELLED_WARNING_KEY)
         if values.setdefault("cert_expire_warning_time_in_day", days) != days:
-            raise bad_tls(f"{name} gives cert_expire_warning_time_in_day twice, with different values: keep one")
+            raise tls_error(f"{name} gives cert_expire_warning_time_in_day twice, with different values: keep one")
     for key, value in values.items():
         _check_value(key, value, name)
         if key.endswith("_path") and value:
             values[key] = str(folder / value)
     if not values.get("ca_cert_path"):
-        raise bad_tls(f"{name} does not say who issues the certificates: add ca_cert_path")
+        raise tls_error(f"{name} does not say who issues the certificates: add ca_cert_path")
     return TlsFiles(**values)
 
 
@@ -117,36 +117,36 @@ def _check_value(key: str, value: object, name: str) -> None:
     known = TlsFiles.__struct_fields__
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-        raise bad_tls(f"{name} has an unknown key {key}: did you mean {near}?")
+        raise tls_error(f"{name} has an unknown key {key}: did you mean {near}?")
     if key == "cert_expire_warning_time_in_day":
         if type(value) is not int or value not in WARN_DAYS:
-            raise bad_tls(f"{name}: {key} must be a whole number from {WARN_DAYS[0]} to {WARN_DAYS[-1]}, not {value!r}")
+            raise tls_error(f"{name}: {key} must be a whole number from {WARN_DAYS[0]} to {WARN_DAYS[-1]}, not {value!r}")
     elif not isinstance(value, str):
-        raise bad_tls(f"{name}: {key} must be a string, not {value!r}")
+        raise tls_error(f"{name}: {key} must be a string, not {value!r}")
 
 
 # -- the contexts ----------------------------------------------------------------------------------------------------
 
 
-def build(files: TlsFiles, *, server_password: str, client_password: str, now: datetime) -> TlsContexts:
+def build_contexts(files: TlsFiles, *, server_password: str, client_password: str, now: datetime) -> TlsContexts:
     """Check everything, then make a context for each side that has an identity. `now` must know its time zone."""
-    from covey.transport.tls_files import Dates, open_identity, open_trust  # here, for what importing it costs
+    from covey.transport.tls_files import ValidityChecker, load_identity, load_trust  # here, for what importing it costs
 
     if not files.server_cert_path and not files.client_cert_path:
-        raise bad_tls("TLS needs an identity: set server_cert_path, client_cert_path or both")
-    ciphers, warnings = _ciphers(files.cipher_list)
-    dates = Dates(now, files.cert_expire_warning_time_in_day)
-    trust = open_trust(files, dates)
+        raise tls_error("TLS needs an identity: set server_cert_path, client_cert_path or both")
+    ciphers, warnings = _select_ciphers(files.cipher_list)
+    dates = ValidityChecker(now, files.cert_expire_warning_time_in_day)
+    trust = load_trust(files, dates)
 
     server = client = None
     if files.server_cert_path:
-        server = _context("server", open_identity("server", files, server_password, trust, dates), trust, ciphers)
+        server = _build_context("server", load_identity("server", files, server_password, trust, dates), trust, ciphers)
     if files.client_cert_path:
-        client = _context("client", open_identity("client", files, client_password, trust, dates), trust, ciphers)
+        client = _build_context("client", load_identity("client", files, client_password, trust, dates), trust, ciphers)
     return TlsContexts(server, client, warnings + dates.warnings)
 
 
-def _ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
+def _select_ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
     """The names OpenSSL knows, and the warnings: about each other name, and about what a list entails."""
     names = [name.strip() for name in cipher_list.split(":") if name.strip()]
     if not names:
@@ -156,7 +156,7 @@ def _ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
     known = {cipher["name"] for cipher in probe.get_ciphers() if cipher["protocol"] != "TLSv1.3"}
     good = [name for name in names if name in known]
     if not good:
-        raise bad_tls(
+        raise tls_error(
             f"cipher_list names no TLS 1.2 suite that this OpenSSL offers ({cipher_list}): "
             "name one, such as ECDHE-ECDSA-AES128-GCM-SHA256, or leave it empty"
         )
@@ -165,7 +165,7 @@ def _ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
     return good, [*warnings, "cipher_list keeps connections at TLS 1.2, all it can govern: leave it empty for TLS 1.3"]
 
 
-def _context(side: Side, identity: Identity, trust: Trust, ciphers: list[str]) -> ssl.SSLContext:
+def _build_context(side: Side, identity: TlsIdentity, trust: TlsTrust, ciphers: list[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "server" else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
@@ -179,21 +179,21 @@ def _context(side: Side, identity: Identity, trust: Trust, ciphers: list[str]) -
     context.load_verify_locations(cadata=trust.authorities_pem)
     if trust.revocations:
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
-        with _as_file(trust.revocations_pem) as path:
+        with _temporary_path(trust.revocations_pem) as path:
             context.load_verify_locations(cafile=path)
     if ciphers:
         context.set_ciphers(":".join(ciphers))
         context.maximum_version = ssl.TLSVersion.TLSv1_2
     try:
-        with _as_file(identity.pem) as path:
+        with _temporary_path(identity.pem) as path:
             context.load_cert_chain(path, password=identity.password)
     except ssl.SSLError as error:
-        raise bad_tls(f"OpenSSL does not accept the {side} certificate: {error.reason or error}") from error
+        raise tls_error(f"OpenSSL does not accept the {side} certificate: {error.reason or error}") from error
     return context
 
 
 @contextmanager
-def _as_file(content: bytes, *, in_memory: bool = _MEMORY_FILES) -> Iterator[str]:
+def _temporary_path(content: bytes, *, in_memory: bool = _HAS_MEMFD) -> Iterator[str]:
     """A path to this content, in memory on Linux, else a file that is removed: OpenSSL reads keys and lists from paths only."""
     if in_memory:
         with os.fdopen(os.memfd_create("covey-tls"), "wb") as memory:
@@ -212,36 +212,36 @@ def _as_file(content: bytes, *, in_memory: bool = _MEMORY_FILES) -> Iterator[str
 
 # -- what went wrong -------------------------------------------------------------------------------------------------
 
-_PLAIN = "it does not speak TLS, and this side does: give both sides the same TLS settings"
-_AUTHORITY = "its certificate comes from another authority than ours: both sides need one ca_cert_path"
-_CIPHERS = "no cipher suite in common: compare cipher_list on both sides, and with the kind of the server's key"
-_VERSION = "no TLS version in common: TLS 1.2 is the least here, and with a cipher_list also the most"
-_CUT = "the other side cut the connection"
-_NOT_WELCOMED = (
+_PEER_WITHOUT_TLS = "it does not speak TLS, and this side does: give both sides the same TLS settings"
+_OTHER_AUTHORITY = "its certificate comes from another authority than ours: both sides need one ca_cert_path"
+_NO_COMMON_CIPHER = "no cipher suite in common: compare cipher_list on both sides, and with the kind of the server's key"
+_NO_COMMON_VERSION = "no TLS version in common: TLS 1.2 is the least here, and with a cipher_list also the most"
+_CONNECTION_CUT = "the other side cut the connection"
+_CLOSED_IN_HANDSHAKE = (
     "the other side closed the connection without a word: probably it refuses our certificate "
     "(revoked, expired, of another authority, or none), shares no cipher suite with us, or differs in using TLS at all; "
     "its log says which"
 )
 
 # What this side found wrong with the peer's certificate, by OpenSSL's X509_V_ERR_* number.
-_FOUND = {
+_VERIFY_ERROR_TEXTS = {
     3: "there is no revocation list of the authority that issued its certificate: add it to crl_path, or empty that",
-    7: _AUTHORITY,
+    7: _OTHER_AUTHORITY,
     8: "our revocation list is not signed by the authority: fetch crl_path again",
     9: "its certificate is not valid yet: compare the clocks of both hosts",
     10: "its certificate has expired: renew it there",
     11: "our revocation list is not valid yet: compare this host's clock with the authority's",
     12: "our revocation list has expired, so every peer is refused: fetch a new one for crl_path",
-    18: _AUTHORITY,
-    19: _AUTHORITY,
-    20: _AUTHORITY,
-    21: _AUTHORITY,
+    18: _OTHER_AUTHORITY,
+    19: _OTHER_AUTHORITY,
+    20: _OTHER_AUTHORITY,
+    21: _OTHER_AUTHORITY,
     23: "its certificate is revoked: have a new one issued for it",
     26: "its certificate is not made for its side: server_cert_path and client_cert_path may be swapped there",
 }
 
 # What the peer found wrong with us, by the name of its alert. Several causes share one: OpenSSL tells no more.
-_TOLD = {
+_ALERT_TEXTS = {
     "BAD_CERTIFICATE": "it refuses our certificate as bad, or its revocation list is not valid yet",
     "CERTIFICATE_EXPIRED": "it refuses us as expired: our certificate, or the revocation list on its side",
     "CERTIFICATE_REQUIRED": "it wants a certificate from us: set client_cert_path",
@@ -249,27 +249,27 @@ _TOLD = {
     "CERTIFICATE_UNKNOWN": "it refuses our certificate, and does not say why: its log may",
     "DECRYPT_ERROR": "it cannot verify the signature of our certificate: both sides need one ca_cert_path",
     "HANDSHAKE_FAILURE": "it has no cipher suite in common with us, or wants a certificate: compare cipher_list",
-    "PROTOCOL_VERSION": _VERSION,
+    "PROTOCOL_VERSION": _NO_COMMON_VERSION,
     "UNKNOWN_CA": "it does not know the authority of our certificate, or lacks that one's revocation list",
     "UNSUPPORTED_CERTIFICATE": "it refuses our certificate as not made for our side: are the two .p12 files swapped?",
 }
 
 # What this side could not go on with.
-_STUCK = {
-    "BAD_RECORD_TYPE": _PLAIN,
-    "HTTPS_PROXY_REQUEST": _PLAIN,
+_LOCAL_ERROR_TEXTS = {
+    "BAD_RECORD_TYPE": _PEER_WITHOUT_TLS,
+    "HTTPS_PROXY_REQUEST": _PEER_WITHOUT_TLS,
     "HTTP_REQUEST": "it speaks plain HTTP, and this side TLS: use https",
-    "NO_SHARED_CIPHER": _CIPHERS,
-    "PACKET_LENGTH_TOO_LONG": _PLAIN,
+    "NO_SHARED_CIPHER": _NO_COMMON_CIPHER,
+    "PACKET_LENGTH_TOO_LONG": _PEER_WITHOUT_TLS,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate: set client_cert_path there",
-    "RECORD_LAYER_FAILURE": _PLAIN,
-    "UNKNOWN_PROTOCOL": _PLAIN,
-    "UNSUPPORTED_PROTOCOL": _VERSION,
-    "WRONG_VERSION_NUMBER": _PLAIN,
+    "RECORD_LAYER_FAILURE": _PEER_WITHOUT_TLS,
+    "UNKNOWN_PROTOCOL": _PEER_WITHOUT_TLS,
+    "UNSUPPORTED_PROTOCOL": _NO_COMMON_VERSION,
+    "WRONG_VERSION_NUMBER": _PEER_WITHOUT_TLS,
 }
 
 
-def explain(error: BaseException, *, connecting: bool) -> str:
+def explain_connection_error(error: BaseException, *, connecting: bool) -> str:
     """Say what an error of a connection means, in words that can follow "HOST:PORT: ".
 
     `connecting`: this side reached out and the other has not welcomed it yet. Then the end of the stream is most likely a
@@ -277,17 +277,17 @@ def explain(error: BaseException, *, connecting: bool) -> str:
     sending the alert that would say why.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _FOUND.get(error.verify_code, f"its certificate is not accepted: {error.verify_message}")
+        return _VERIFY_ERROR_TEXTS.get(error.verify_code, f"its certificate is not accepted: {error.verify_message}")
     if isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-        return _NOT_WELCOMED if connecting else _CUT
+        return _CLOSED_IN_HANDSHAKE if connecting else _CONNECTION_CUT
     if isinstance(error, ssl.SSLError):
         reason = error.reason or ""
-        told = _TOLD.get(reason.partition("ALERT_")[2])
-        return told or _STUCK.get(reason) or f"TLS failed: {reason.replace('_', ' ').lower() or error}"
-    return _explain_network(error)
+        told = _ALERT_TEXTS.get(reason.partition("ALERT_")[2])
+        return told or _LOCAL_ERROR_TEXTS.get(reason) or f"TLS failed: {reason.replace('_', ' ').lower() or error}"
+    return _explain_network_error(error)
 
 
-def _explain_network(error: BaseException) -> str:
+def _explain_network_error(error: BaseException) -> str:
     if isinstance(error, ConnectionAbortedError) and "handshake" in str(error):
         return "it did not finish the TLS handshake in time: probably it does not speak TLS"
     if isinstance(error, TimeoutError):

@@ -18,87 +18,89 @@ from collections.abc import Callable
 from typing import Final
 
 TOKEN_SIZE: Final = 32
-STRANGERS_MAX: Final = 256
+UNAUTHENTICATED_MAX: Final = 256
 BACKLOG: Final = 4096
-PAUSE_S: Final = 0.05  # when there are no descriptors or threads left
+RETRY_DELAY_S: Final = 0.05  # when there are no descriptors or threads left
 
 log = logging.getLogger("covey")
 
 
-class Callers:
+class TokenServer:
     """Accepts until the process ends, or until closed. `serve` has a connection to itself, and may raise what sockets raise."""
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None], name: str, *, first_s: float) -> None:
         """`first_s`: in which the token must be shown."""
         self.token = secrets.token_hex(TOKEN_SIZE // 2)
-        self._serve, self._name, self._first_s = serve, name, first_s
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._serve_connection, self._thread_name, self._token_timeout_s = serve, name, first_s
+        self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
-        self._starved = False  # said so
+        self._out_of_resources = False  # said so
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name=f"{name} port", daemon=True).start()
+        threading.Thread(target=self._accept_connections, name=f"{name} port", daemon=True).start()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()
 
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         while self._socket.fileno() >= 0:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
-                self._wait(error)
+                self._on_accept_error(error)
                 continue
-            self._starved = False
+            self._out_of_resources = False
             with self._lock:
-                self._strangers[connection] = None
-                crowded = len(self._strangers) > STRANGERS_MAX
+                self._unauthenticated[connection] = None
+                crowded = len(self._unauthenticated) > UNAUTHENTICATED_MAX
             if crowded:
-                self._make_room()
+                self._drop_oldest()
             try:
-                threading.Thread(target=self._meet, args=(connection,), name=self._name, daemon=True).start()
+                threading.Thread(
+                    target=self._authenticate_and_serve, args=(connection,), name=self._thread_name, daemon=True
+                ).start()
             except RuntimeError as error:  # no thread can be started
-                self._knows(connection)
+                self._remove_unauthenticated(connection)
                 connection.close()
-                self._wait(error)
+                self._on_accept_error(error)
 
-    def _wait(self, error: Exception) -> None:
+    def _on_accept_error(self, error: Exception) -> None:
         """The system gives no more: whoever waits longest goes first."""
         if self._socket.fileno() >= 0:
-            if not self._starved:
+            if not self._out_of_resources:
                 log.warning("callers cannot be served now: %s", error)
-            self._starved = True
-            time.sleep(PAUSE_S)
-            self._make_room()
+            self._out_of_resources = True
+            time.sleep(RETRY_DELAY_S)
+            self._drop_oldest()
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         with self._lock:
-            oldest = next((one for one in self._strangers if not _speaks(one)), None)
+            oldest = next((one for one in self._unauthenticated if not _has_unread_data(one)), None)
             if oldest is not None:
-                del self._strangers[oldest]
+                del self._unauthenticated[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end and closes it
 
-    def _knows(self, connection: socket.socket) -> None:
+    def _remove_unauthenticated(self, connection: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
 
-    def _meet(self, connection: socket.socket) -> None:
+    def _authenticate_and_serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError):  # who went away calls again
             shown = b""
             try:
-                connection.settimeout(self._first_s)
+                connection.settimeout(self._token_timeout_s)
                 while len(shown) < TOKEN_SIZE and (more := connection.recv(TOKEN_SIZE - len(shown))):
                     shown += more
             finally:
-                self._knows(connection)
+                self._remove_unauthenticated(connection)
             if hmac.compare_digest(shown, self.token.encode()):
-                self._serve(connection)
+                self._serve_connection(connection)
 
 
-def _speaks(connection: socket.socket) -> bool:
+def _has_unread_data(connection: socket.socket) -> bool:
     """Something came that its thread has not read yet."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)

@@ -10,13 +10,13 @@ class Launcher(NamedTuple):
     """The variables of one launcher."""
 
     name: str
-    rank: str
-    world: str
-    local_world: str = ""
-    mark: str = ""  # set by this launcher; without it the rank and the world are those of another
+    rank_variable: str
+    world_variable: str
+    local_world_variable: str = ""
+    required_variable: str = ""  # set by this launcher; without it the rank and the world are those of another
 
 
-class Foreign(NamedTuple):
+class ForeignRank(NamedTuple):
     """A place in a world that another launcher started."""
 
     launcher: Launcher
@@ -36,7 +36,7 @@ LAUNCHERS: Final = (
 )
 
 
-def foreign(environ: Mapping[str, str]) -> Foreign | None:
+def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
     """Return the place that another launcher gave this process in a world of two or more, None if there is none.
 
     The process of a covey agent has none, whatever was inherited: covey sets torchrun's variables for its workers too.
@@ -44,13 +44,13 @@ def foreign(environ: Mapping[str, str]) -> Foreign | None:
     if environ.get("COVEY_AGENT"):
         return None
     for launcher in LAUNCHERS:
-        rank, world = environ.get(launcher.rank, ""), _count(environ.get(launcher.world, ""))
-        if rank.isdigit() and world > 1 and (not launcher.mark or environ.get(launcher.mark)):
-            return Foreign(launcher, rank, world, _count(environ.get(launcher.local_world, "")))
+        rank, world = environ.get(launcher.rank_variable, ""), _parse_count(environ.get(launcher.world_variable, ""))
+        if rank.isdigit() and world > 1 and (not launcher.required_variable or environ.get(launcher.required_variable)):
+            return ForeignRank(launcher, rank, world, _parse_count(environ.get(launcher.local_world_variable, "")))
     return None
 
 
-def refusal(found: Foreign, script: str) -> str:
+def describe_refusal(found: ForeignRank, script: str) -> str:
     """Return the sentence that refuses to train alone at such a place, with the command to use instead."""
     launcher, script = found.launcher, script or "train.py"
     command, where = f"covey run -n {found.world} {script}", ""
@@ -58,12 +58,12 @@ def refusal(found: Foreign, script: str) -> str:
         command, where = f"covey run -n {found.world} --local {found.local_world} --master HOST:PORT {script}", " on each host"
     elif launcher.name == "srun":
         command = f"srun --ntasks-per-node=1 covey run -n {found.world} {script}"
-    given = f"{launcher.rank}={found.rank}, {launcher.world}={found.world}"
+    given = f"{launcher.rank_variable}={found.rank}, {launcher.world_variable}={found.world}"
     return (
         f"{launcher.name} started this process ({given}), but covey.init() finds no covey scheduler to join: start the script "
-        f"with `{command}`{where} instead, or unset {launcher.rank} to train alone"
+        f"with `{command}`{where} instead, or unset {launcher.rank_variable} to train alone"
     )
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) <= 9 else 0

@@ -14,13 +14,13 @@ from covey.core.parameter_server.sharding import SLOTS, initial_sharding
 from covey.errors import PeerError, UsageError
 from covey.log import log
 from covey.parameter_server import discovery
-from covey.parameter_server.server import Server
+from covey.parameter_server.server import ParameterServer
 from covey.settings import Settings
-from covey.training.worker_context import Regroup
-from covey.worker.membership_thread import Generation, Node
+from covey.training.worker_context import GenerationStarted
+from covey.worker.membership_thread import GenerationChanged, MembershipThread
 
 
-def serving_of(settings: Settings) -> ServingSettings | None:
+def make_serving_settings(settings: Settings) -> ServingSettings | None:
     """How parameters are served in the cluster these settings describe; None where they are not."""
     if not settings.server_num:
         return None
@@ -38,33 +38,35 @@ def serving_of(settings: Settings) -> ServingSettings | None:
     )
 
 
-def serve(node: Node, settings: Settings) -> NoReturn:
+def run_parameter_server(node: MembershipThread, settings: Settings) -> NoReturn:
     """Serve until the cluster ends, which ends this process. Raises `PeerError` if the rows are lost."""
-    place = node.place
-    serving = serving_of(msgspec.structs.replace(settings, worker_num=place.workers))
+    place = node.assignment
+    serving = make_serving_settings(msgspec.structs.replace(settings, worker_num=place.workers))
     assert serving is not None
-    server = Server(node.address, serving, place.rank, place.restarts, functools.partial(discovery.find, node), place.sharding)
-    server.on_settled = lambda version: node.say(ServerInSync(version))
-    threading.Thread(target=_recover, args=(server, node), name="covey recovery", daemon=True).start()
+    server = ParameterServer(
+        node.address, serving, place.rank, place.restarts, functools.partial(discovery.find_server, node), place.sharding
+    )
+    server.on_in_sync = lambda version: node.send_to_scheduler(ServerInSync(version))
+    threading.Thread(target=_recover_rows, args=(server, node), name="covey recovery", daemon=True).start()
     copies = serving.copies if place.world > 1 else 0  # one server alone has nobody to hold its copy
     log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, copies)
     while True:
         news = node.inbox.get()
         if isinstance(news, PeerError):
             raise news
-        server.share(node.place.sharding or initial_sharding(serving.servers))
-        if isinstance(news, Regroup):
+        server.set_sharding(node.assignment.sharding or initial_sharding(serving.servers))
+        if isinstance(news, GenerationStarted):
             try:
-                discovery.pin(node, place.rank, server.peer, news.generation)
-            except Generation:  # it is over already, and the next one is in the inbox
+                discovery.publish_endpoint(node, place.rank, server.endpoint, news.generation)
+            except GenerationChanged:  # it is over already, and the next one is in the inbox
                 continue
 
 
-def _recover(server: Server, node: Node) -> None:
+def _recover_rows(server: ParameterServer, node: MembershipThread) -> None:
     try:
         server.recover()
     except PeerError as error:
         node.inbox.put(error)
         return
-    if node.place.restarts:
-        node.say(RankResumed(node.place.generation, -1))
+    if node.assignment.restarts:
+        node.send_to_scheduler(RankResumed(node.assignment.generation, -1))

@@ -14,7 +14,7 @@ SPARE_VARIABLE: Final = (
     "COVEY_PROMOTED_LOG"  # this process is a spare; where a worker's output goes, "{}" standing for its node id
 )
 SPARE_STDERR_VARIABLE: Final = "COVEY_PROMOTED_STDERR"  # the same of its stderr, where that is kept apart
-NAMELESS: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "RANK_ID", "DEVICE_ID")  # a spare has no such number
+RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "RANK_ID", "DEVICE_ID")  # a spare has no such number
 
 
 def is_spare() -> bool:
@@ -22,19 +22,19 @@ def is_spare() -> bool:
     return SPARE_VARIABLE in os.environ
 
 
-def whereabouts() -> str:
+def calling_script_line() -> str:
     """The line of the program that brought us here."""
-    ours, frame = str(Path(__file__).parents[1]), _caller()
+    ours, frame = str(Path(__file__).parents[1]), _calling_frame()
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
-def _caller() -> FrameType | None:
+def _calling_frame() -> FrameType | None:
     return sys._getframe(1)
 
 
-def become(place: RankAssigned) -> None:
+def assume_worker_identity(place: RankAssigned) -> None:
     """The variables of a worker, and its log: what was printed before stays in the spare's own."""
     rank, local = str(place.rank), str(place.local_rank)
     os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))

@@ -9,7 +9,7 @@ import sys
 STACK_SIGNAL = signal.SIGUSR2
 
 
-def write_on_signal() -> None:
+def dump_stacks_on_signal() -> None:
     """Register the signal, unless the program has taken it for something else."""
     if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL and sys.__stderr__ is not None:
         faulthandler.register(STACK_SIGNAL, file=sys.__stderr__, all_threads=True, chain=False)

@@ -26,7 +26,7 @@ from covey.cli.run.plan import RunPlan
 from covey.cli.status import draw, node_lines
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 
 PRINTS_NO_JSON = {"run", "completion", "federated up", "operator run"}  # they run, or print what a shell reads
 
@@ -162,8 +162,8 @@ def test_a_run_goes_on_when_nobody_reads_it_and_who_only_looks_goes(monkeypatch:
     with os.fdopen(write, "w") as unread:
         monkeypatch.setattr("sys.stdout", unread)
         with pytest.raises(BrokenPipeError):
-            Show(Door("127.0.0.1", 1), live=False, patience_s=1.0).say("a line")
-        Show(Door("127.0.0.1", 1), live=False).say("a line")
+            Show(SchedulerAddress("127.0.0.1", 1), live=False, patience_s=1.0).say("a line")
+        Show(SchedulerAddress("127.0.0.1", 1), live=False).say("a line")
         assert Path(f"/proc/self/fd/{write}").readlink() == Path("/dev/null")
 
 

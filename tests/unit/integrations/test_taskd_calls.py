@@ -20,7 +20,7 @@ from covey.integrations.taskd.manager_api import settle
 from covey.integrations.taskd.torchrun_patch import CannotTakeOver, command
 from covey.log import log
 from covey.settings import STRATEGY, Settings, load
-from covey.storage.journal import has_journal, open_journal
+from covey.storage.journal import has_resumable_journal, open_journal
 
 # -- variables -------------------------------------------------------------------------------------------------------
 
@@ -200,12 +200,12 @@ def test_whose_journal_can_be_taken_up(tmp_path: Path) -> None:
         journal.close()
         return folder
 
-    assert has_journal(written(Phase.READY), "j")
-    assert not has_journal(written(Phase.ENDED), "j")
-    assert not has_journal(written(Phase.READY, "k"), "j")
-    assert not has_journal(tmp_path, "j")
+    assert has_resumable_journal(written(Phase.READY), "j")
+    assert not has_resumable_journal(written(Phase.ENDED), "j")
+    assert not has_resumable_journal(written(Phase.READY, "k"), "j")
+    assert not has_resumable_journal(tmp_path, "j")
     (tmp_path / "scheduler.journal").write_text("no database at all")
-    assert not has_journal(tmp_path, "j")
+    assert not has_resumable_journal(tmp_path, "j")
 
 
 # -- torchrun --------------------------------------------------------------------------------------------------------

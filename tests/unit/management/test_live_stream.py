@@ -27,7 +27,7 @@ def nodes(*states: NodeState) -> Shown:
 def test_a_page_gets_everything_and_then_only_what_changed() -> None:
     async def look() -> None:
         source = nodes(NodeState.ALIVE, NodeState.ALIVE)
-        source.story.add(PublishEvent("cluster", "formed", "all are here"), 1.0)
+        source.event_log.add(PublishEvent("cluster", "formed", "all are here"), 1.0)
         live = Live(source, "1.2")
         pieces = live.stream()
         assert pieces is not None
@@ -39,7 +39,7 @@ def test_a_page_gets_everything_and_then_only_what_changed() -> None:
         changed = nodes(NodeState.ALIVE, NodeState.DEAD).cluster
         again = msgspec.structs.replace(a_recovery(), number=2)
         source.cluster = msgspec.structs.replace(changed, phase=Phase.HEALING, recoveries=[a_recovery(), again])
-        source.story.add(PublishEvent("worker:worker-1", "died", "killed"), 2.0)
+        source.event_log.add(PublishEvent("worker:worker-1", "died", "killed"), 2.0)
         live._turn()
         kind, news = await piece(pieces)
         assert kind == "news" and news["cluster"]["phase"] == "healing"

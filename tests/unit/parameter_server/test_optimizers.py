@@ -10,11 +10,22 @@ import pytest
 import torch
 
 from covey.errors import UsageError
-from covey.parameter_server.optimizers import FTRL, SGD, Adagrad, Adam, Array, LazyAdam, Momentum, Rule, update, update_rows
+from covey.parameter_server.optimizers import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Array,
+    LazyAdam,
+    Momentum,
+    OptimizerRule,
+    update_rows,
+    update_weights,
+)
 
 STEPS, ROWS, WIDTH = 12, 40, 3
 
-PAIRS: dict[str, tuple[Rule, Callable[[Any], Any]]] = {
+PAIRS: dict[str, tuple[OptimizerRule, Callable[[Any], Any]]] = {
     "sgd": (SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
     "sgd-decay": (SGD(0.1, weight_decay=0.01), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01)),
     "momentum": (Momentum(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
@@ -26,9 +37,9 @@ PAIRS: dict[str, tuple[Rule, Callable[[Any], Any]]] = {
 }
 
 
-def begin(rule: Rule, rows: int = ROWS) -> tuple[Array, list[Array]]:
+def begin(rule: OptimizerRule, rows: int = ROWS) -> tuple[Array, list[Array]]:
     weights = np.random.default_rng(1).standard_normal((rows, WIDTH)).astype(np.float32)
-    return weights, [np.full_like(weights, first) for first in rule.states.values()]
+    return weights, [np.full_like(weights, first) for first in rule.initial_states.values()]
 
 
 def gradient(step: int, rows: int = ROWS) -> Array:
@@ -45,7 +56,7 @@ def test_whole_parameters_as_torch_does(name: str, rows: int) -> None:
     for step in range(STEPS if rows == ROWS else 3):
         theirs.grad = torch.from_numpy(gradient(step, rows))
         optimizer.step()
-        update(rule, rule.lr, step + 1, weights, gradient(step, rows), states)
+        update_weights(rule, rule.lr, step + 1, weights, gradient(step, rows), states)
     np.testing.assert_allclose(weights, theirs.detach().numpy(), rtol=2e-5, atol=2e-6)
 
 
@@ -58,7 +69,7 @@ def test_whole_parameters_as_torch_does(name: str, rows: int) -> None:
     ],
     ids=["sgd", "adagrad", "lazy_adam"],
 )
-def test_some_rows_as_torch_does(rule: Rule, make: Callable[[Any], Any]) -> None:
+def test_some_rows_as_torch_does(rule: OptimizerRule, make: Callable[[Any], Any]) -> None:
     weights, states = begin(rule)
     theirs = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = make([theirs])
@@ -80,7 +91,7 @@ def test_adam_moves_rows_without_a_gradient_and_lazy_adam_does_not() -> None:
         dense, dense_states = begin(rule)
         for t in (1, 2):
             update_rows(rule, rule.lr, t, weights, rows if t == 1 else np.array([0]), full[rows if t == 1 else [0]], states)
-            update(rule, rule.lr, t, dense, full if t == 1 else np.zeros_like(full), dense_states)
+            update_weights(rule, rule.lr, t, dense, full if t == 1 else np.zeros_like(full), dense_states)
         before = begin(rule)[0]
         assert np.array_equal(weights, dense) is moves, rule.kind
         assert (weights[5] == before[5]).all(), "a row that never had a gradient stays"
@@ -92,7 +103,7 @@ def test_ftrl_follows_its_definition() -> None:
     w, z, n = weights.astype(np.float64), np.zeros((ROWS, WIDTH)), np.full((ROWS, WIDTH), 0.1)
     for step in range(STEPS):
         g = gradient(step)
-        update(rule, rule.lr, step + 1, weights, g, states)
+        update_weights(rule, rule.lr, step + 1, weights, g, states)
         sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / 0.1
         z += g - sigma * w
         n += g * g

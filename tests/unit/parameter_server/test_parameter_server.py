@@ -18,14 +18,24 @@ from tests.parameter_server_workload import WAIT_S, Seen, Together, Training, de
 from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.errors import CoveyError, PeerError, StoreError, UsageError
 from covey.parameter_server import checkpoint_files
-from covey.parameter_server.client import Client, Given
-from covey.parameter_server.discovery import Peer
-from covey.parameter_server.messages import ALL, Begin, No, Part, Pull, Push, Spec, receive_answer, send
+from covey.parameter_server.client import GradientToPush, ParameterClient
+from covey.parameter_server.discovery import ServerEndpoint
+from covey.parameter_server.messages import (
+    ALL,
+    InitialValues,
+    ParameterSpec,
+    PullValues,
+    PushGradients,
+    RequestFailed,
+    RowSelection,
+    receive_reply,
+    send_message,
+)
 from covey.parameter_server.optimizers import SGD, Array, Momentum
-from covey.parameter_server.row_cache import Cache
-from covey.parameter_server.server import Server
+from covey.parameter_server.row_cache import RowCache
+from covey.parameter_server.server import ParameterServer
 
-WHOLE = Spec("w", 1000, 1, "float32", False, SGD(0.1), Begin("given"))
+WHOLE = ParameterSpec("w", 1000, 1, "float32", False, SGD(0.1), InitialValues("given"))
 
 
 class Flock:
@@ -33,20 +43,20 @@ class Flock:
 
     def __init__(self, serving: ServingSettings) -> None:
         self.serving = serving
-        self.servers: dict[int, Server] = {}
+        self.servers: dict[int, ParameterServer] = {}
         self.generation = 1
         for rank in range(serving.servers):
-            self.servers[rank] = Server("127.0.0.1", serving, rank, 0, self.find)
+            self.servers[rank] = ParameterServer("127.0.0.1", serving, rank, 0, self.find)
         for server in self.servers.values():
             server.recover()
 
-    def find(self, rank: int) -> Peer:
-        return self.servers[rank].peer
+    def find(self, rank: int) -> ServerEndpoint:
+        return self.servers[rank].endpoint
 
-    def client(self, rank: int = 0) -> Client:
-        return Client(self.serving, rank, lambda: self.generation, self.find)
+    def client(self, rank: int = 0) -> ParameterClient:
+        return ParameterClient(self.serving, rank, lambda: self.generation, self.find)
 
-    def begin(self, rank: int = 0) -> Client:
+    def begin(self, rank: int = 0) -> ParameterClient:
         return declare(self.client(rank), WHOLE)
 
     def together(self, work: Callable[[int], object]) -> None:
@@ -68,10 +78,10 @@ def test_sync_gives_the_same_bits_for_any_number_of_servers_with_copies_or_witho
 
 def test_sync_sums_in_order_of_rank() -> None:
     flock = Flock(ServingSettings(servers=1, workers=3, copies=0))
-    clients: dict[int, Client] = {}
+    clients: dict[int, ParameterClient] = {}
     flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
     given = [np.full(1000, value, np.float32) for value in (1e8, -1e8, 1.0)]  # (1e8 - 1e8) + 1 is 1; in other orders 0
-    works = [clients[rank].push(0, [Given("w", given[rank], 3.0)]) for rank in (2, 1, 0)]
+    works = [clients[rank].push(0, [GradientToPush("w", given[rank], 3.0)]) for rank in (2, 1, 0)]
     for work in works:
         work.wait()
     w, _ = values(clients[0], 1)
@@ -80,14 +90,14 @@ def test_sync_sums_in_order_of_rank() -> None:
 
 def test_a_push_is_taken_once_and_its_step_completes_once() -> None:
     flock = Flock(ServingSettings(servers=2, workers=2, copies=1))
-    clients: dict[int, Client] = {}
+    clients: dict[int, ParameterClient] = {}
     flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
     again = flock.client(1)  # the next life of rank 1, which repeats the step
     again.declare(WHOLE, None, first=False)
-    first = clients[1].push(0, [Given("w", np.ones(1000, np.float32), 1.0)])
-    assert not first.over.wait(0.05), "rank 0 is missing"
-    repeated = again.push(0, [Given("w", np.full(1000, 7, np.float32), 1.0)])
-    clients[0].push(0, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()
+    first = clients[1].push(0, [GradientToPush("w", np.ones(1000, np.float32), 1.0)])
+    assert not first.finished.wait(0.05), "rank 0 is missing"
+    repeated = again.push(0, [GradientToPush("w", np.full(1000, 7, np.float32), 1.0)])
+    clients[0].push(0, [GradientToPush("w", np.ones(1000, np.float32), 1.0)]).wait()
     first.wait(), repeated.wait()
     assert np.array_equal(values(clients[0], 1)[0], np.arange(1000, dtype=np.float32) - 1)
     again.push(0, []).wait()  # long over: still answered
@@ -97,13 +107,13 @@ def test_async_applies_at_once_and_bounded_waits_for_the_slowest() -> None:
     loose = Flock(ServingSettings(servers=2, workers=2, mode=ConsistencyMode.ASYNC))
     client = loose.begin(0)
     for step in range(3):
-        client.push(step, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()
-        client.push(step, [Given("w", np.ones(1000, np.float32), 1.0)]).wait()  # known by (step, rank)
+        client.push(step, [GradientToPush("w", np.ones(1000, np.float32), 1.0)]).wait()
+        client.push(step, [GradientToPush("w", np.ones(1000, np.float32), 1.0)]).wait()  # known by (step, rank)
     assert np.array_equal(values(client, 99)[0], np.arange(1000, dtype=np.float32) - 3)
-    assert client.standing() == 3
+    assert client.query_next_step() == 3
 
     bounded = Flock(ServingSettings(servers=2, workers=2, mode=ConsistencyMode.BOUNDED, staleness=2))
-    clients: dict[int, Client] = {}
+    clients: dict[int, ParameterClient] = {}
     bounded.together(lambda rank: clients.__setitem__(rank, bounded.begin(rank)))
     for step in range(3):
         values(clients[0], step)
@@ -125,64 +135,70 @@ def test_one_row_and_one_number_among_five_servers(mode: ConsistencyMode) -> Non
     """All servers but one have nothing of them."""
     flock = Flock(ServingSettings(servers=5, workers=1, mode=mode, copies=1))
     client = flock.client()
-    client.declare(Spec("row", 1, 3, "float64", True, SGD(1.0), Begin("zeros")), None, first=True)
-    client.declare(Spec("number", 1, 1, "float32", False, SGD(1.0), Begin("given")), np.ones(1, np.float32), first=True)
+    client.declare(ParameterSpec("row", 1, 3, "float64", True, SGD(1.0), InitialValues("zeros")), None, first=True)
+    client.declare(
+        ParameterSpec("number", 1, 1, "float32", False, SGD(1.0), InitialValues("given")), np.ones(1, np.float32), first=True
+    )
     rows = np.zeros(1, np.int64)
     for step in range(3):
-        given = [Given("row", np.ones((1, 3)), 1.0, rows), Given("number", np.ones(1, np.float32), 1.0)]
+        given = [GradientToPush("row", np.ones((1, 3)), 1.0, rows), GradientToPush("number", np.ones(1, np.float32), 1.0)]
         client.push(step, given, here=True)
     found = np.empty(1, np.float32)
-    client.pull_whole(3, [("number", found)])
+    client.pull_parameters(3, [("number", found)])
     assert found == [-2.0] and client.pull_rows(3, "row", rows).tolist() == [[-3.0] * 3]
     assert client.pull_rows(3, "row", np.empty(0, np.int64)).shape == (0, 3)
 
 
 def test_a_cache_changes_nothing_but_what_travels() -> None:
     flock = Flock(ServingSettings(servers=2, workers=2))
-    clients: dict[int, Client] = {}
+    clients: dict[int, ParameterClient] = {}
     flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
-    cache = Cache(4, 300)
+    cache = RowCache(4, 300)
     chance = np.random.default_rng(1)
     for step in range(20):
         rows = np.unique(chance.zipf(1.3, 200) % 3000)
-        fetched = clients[0].check_rows(step, "t", rows, cache)
+        fetched = clients[0].pull_rows_cached(step, "t", rows, cache)
         assert np.array_equal(fetched(), clients[0].pull_rows(step, "t", rows))
         given = np.unique(chance.zipf(1.3, 20) % 3000)
         works = [
-            client.push(step, [Given("t", np.full((len(given), 4), 0.1, np.float32), 0.1, given)] if rank else [])
+            client.push(step, [GradientToPush("t", np.full((len(given), 4), 0.1, np.float32), 0.1, given)] if rank else [])
             for rank, client in clients.items()
         ]
         for work in works:
             work.wait()
         if step == 10:  # its numbers are of another life
-            flock.servers[1] = Server("127.0.0.1", flock.serving, 1, 1, flock.find)
+            flock.servers[1] = ParameterServer("127.0.0.1", flock.serving, 1, 1, flock.find)
             flock.servers[1].recover()
             flock.together(lambda rank: clients.__setitem__(rank, flock.begin(rank)))
     rows = np.arange(200, 400)
-    clients[0].check_rows(20, "t", rows, cache)()
-    known = cache.numbers(rows, 0)
+    clients[0].pull_rows_cached(20, "t", rows, cache)()
+    known = cache.cached_versions(rows, 0)
     assert (known >= 0).all(), "all are remembered"
     for server in flock.servers.values():
-        mine = rows[server._own.shelf.shards[0].tables["t"].placement.owner(rows) == server.rank]
-        assert not server._own.shelf.shards[0].tables["t"].changed(mine, cache.numbers(mine, 0)).any(), "nothing need travel"
+        mine = rows[server._own_rows.shard_set.shards[0].tables["t"].placement.owners_of_rows(rows) == server.rank]
+        assert not server._own_rows.shard_set.shards[0].tables["t"].changed_since(mine, cache.cached_versions(mine, 0)).any(), (
+            "nothing need travel"
+        )
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 PAIR = np.array([1, 2], np.int64)
-BAD: dict[str, tuple[Callable[[Client], object], str]] = {
-    "shape": (lambda c: c.push(0, [Given("w", np.ones(999, np.float32), 0.1)]), "w has 1000 rows of 1"),
-    "rows": (lambda c: c.push(0, [Given("t", np.ones((2, 3), np.float32), 0.1, PAIR)]), "must have rows of 4"),
-    "dtype": (lambda c: c.push(0, [Given("w", np.ones(1000), 0.1)]), "w is float32, and a gradient of float64"),
-    "unknown": (lambda c: c.push(0, [Given("x", np.ones(1), 0.1)]), "there is no parameter x"),
+BAD: dict[str, tuple[Callable[[ParameterClient], object], str]] = {
+    "shape": (lambda c: c.push(0, [GradientToPush("w", np.ones(999, np.float32), 0.1)]), "w has 1000 rows of 1"),
+    "rows": (lambda c: c.push(0, [GradientToPush("t", np.ones((2, 3), np.float32), 0.1, PAIR)]), "must have rows of 4"),
+    "dtype": (lambda c: c.push(0, [GradientToPush("w", np.ones(1000), 0.1)]), "w is float32, and a gradient of float64"),
+    "unknown": (lambda c: c.push(0, [GradientToPush("x", np.ones(1), 0.1)]), "there is no parameter x"),
     "row out of range": (lambda c: c.pull_rows(0, "t", np.array([3000])), "row 3000 of t does not exist"),
     "row below 0": (lambda c: c.pull_rows(0, "t", np.array([-1])), "row -1 of t does not exist"),
-    "nan": (lambda c: c.push(0, [Given("w", np.full(1000, np.nan, np.float32), 0.1)]).wait(), "no finite numbers"),
+    "nan": (lambda c: c.push(0, [GradientToPush("w", np.full(1000, np.nan, np.float32), 0.1)]).wait(), "no finite numbers"),
     "future": (lambda c: c.push(7, []).wait(), "step 7 cannot be pushed"),
     "too large": (lambda c: c.pull_rows(0, "t", np.zeros(9000, np.int64)), "larger than the limit"),
     "no checkpoint": (lambda c: c.load(3, "/nowhere"), "is not whole"),
     "other declaration": (
-        lambda c: c.declare(Spec("w", 7, 1, "float32", False, SGD(0.1), Begin("given")), np.ones(7, np.float32), first=True),
+        lambda c: c.declare(
+            ParameterSpec("w", 7, 1, "float32", False, SGD(0.1), InitialValues("given")), np.ones(7, np.float32), first=True
+        ),
         "has rows 1000 already",
     ),
     "other optimizer": (
@@ -200,9 +216,9 @@ def test_bad_input_is_refused_at_the_caller_and_the_server_lives(name: str) -> N
     before, _ = values(client, 0)
     with pytest.raises(CoveyError, match=sentence):
         call(client)
-    client.push(0, [Given("w", np.zeros(1000, np.float32), 0.1)]).wait()
+    client.push(0, [GradientToPush("w", np.zeros(1000, np.float32), 0.1)]).wait()
     w = np.empty(1000, np.float32)
-    client.pull_whole(1, [("w", w)])
+    client.pull_parameters(1, [("w", w)])
     assert np.array_equal(w, before), "what was refused changed nothing"
 
 
@@ -215,7 +231,7 @@ def test_an_interrupted_request_leaves_no_half_answer_behind(monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("covey.parameter_server.server_channel.receive_answer", interrupted)
+        patch.setattr("covey.parameter_server.server_channel.receive_reply", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.pull_rows(0, "t", np.arange(50))
     assert equal(values(client, 0), before)
@@ -225,12 +241,12 @@ def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
     flock = Flock(ServingSettings(servers=2, workers=1))
     client = flock.begin()
     with pytest.raises(UsageError, match="has not enough memory"):
-        client.declare(Spec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
+        client.declare(ParameterSpec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
     with pytest.raises(StoreError, match=r"cannot write step 0 to /dev/null/servers/\d \(Not a directory\)"):
         client.save(0, "/dev/null", 1)
-    flock.servers[1]._own.shelf.shards[0].pushed = []  # a defect
+    flock.servers[1]._own_rows.shard_set.shards[0].last_pushed_steps = []  # a defect
     with pytest.raises(UsageError, match=r"server 1 failed .*: its log says where"):
-        client.standing()
+        client.query_next_step()
 
 
 def test_what_a_thread_cannot_send_is_heard_by_whoever_waits() -> None:
@@ -241,13 +257,17 @@ def test_what_a_thread_cannot_send_is_heard_by_whoever_waits() -> None:
     assert equal(values(client, 0), before)
 
 
-RAW: dict[str, tuple[Pull | Push, list[Array], str]] = {
-    "dtype": (Push(0, 0, 1, [Part("w", ALL, 1, "float64")]), [np.ones(1000)], "w is float32, and float64 came"),
-    "size": (Push(0, 0, 1, [Part("w", ALL)]), [np.ones(3, np.float32)], "12 bytes came for w"),
-    "unknown": (Pull(0, [Part("x", ALL)]), [], "there is no parameter x"),
-    "row": (Pull(0, [Part("t", 1, 4)]), [np.array([3000])], "row 3000 of t does not exist"),
-    "rank": (Push(0, 9, 1, []), [], "rank 9 pushed"),
-    "too large": (Push(0, 0, 1, []), [np.zeros(100_000, np.uint8)], "larger than the limit of 65536"),
+RAW: dict[str, tuple[PullValues | PushGradients, list[Array], str]] = {
+    "dtype": (
+        PushGradients(0, 0, 1, [RowSelection("w", ALL, 1, "float64")]),
+        [np.ones(1000)],
+        "w is float32, and float64 came",
+    ),
+    "size": (PushGradients(0, 0, 1, [RowSelection("w", ALL)]), [np.ones(3, np.float32)], "12 bytes came for w"),
+    "unknown": (PullValues(0, [RowSelection("x", ALL)]), [], "there is no parameter x"),
+    "row": (PullValues(0, [RowSelection("t", 1, 4)]), [np.array([3000])], "row 3000 of t does not exist"),
+    "rank": (PushGradients(0, 9, 1, []), [], "rank 9 pushed"),
+    "too large": (PushGradients(0, 0, 1, []), [np.zeros(100_000, np.uint8)], "larger than the limit of 65536"),
 }
 
 
@@ -257,16 +277,16 @@ def test_a_server_checks_for_itself(name: str) -> None:
     flock.begin()
     message, arrays, sentence = RAW[name]
     with flock.find(0).connect() as connection:
-        send(connection, message, arrays)
-        answer, _ = receive_answer(connection)
-        assert isinstance(answer, No) and sentence in answer.reason
-        send(connection, Push(0, 0, 1, []))
-        assert not isinstance(receive_answer(connection)[0], No), "the same connection goes on"
+        send_message(connection, message, arrays)
+        answer, _ = receive_reply(connection)
+        assert isinstance(answer, RequestFailed) and sentence in answer.reason
+        send_message(connection, PushGradients(0, 0, 1, []))
+        assert not isinstance(receive_reply(connection)[0], RequestFailed), "the same connection goes on"
 
 
 def test_nan_may_pass() -> None:
     client = Flock(ServingSettings(servers=1, workers=1, refuse_nan=False)).begin()
-    client.push(0, [Given("w", np.full(1000, np.nan, np.float32), 0.1)]).wait()
+    client.push(0, [GradientToPush("w", np.full(1000, np.nan, np.float32), 0.1)]).wait()
     assert np.isnan(values(client, 1)[0]).all()
 
 
@@ -293,12 +313,12 @@ def test_without_the_token_nothing_is_said() -> None:
 def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
     flock = Flock(ServingSettings(servers=3, workers=2, copies=1))
     expected = flock.train(3)
-    flock.servers[1] = Server("127.0.0.1", flock.serving, 1, 1, flock.find)  # the old one is not asked any more
+    flock.servers[1] = ParameterServer("127.0.0.1", flock.serving, 1, 1, flock.find)  # the old one is not asked any more
     flock.servers[1].recover()
     seen: dict[int, Seen] = {}
     flock.together(lambda rank: seen.__setitem__(rank, values(flock.begin(rank), 3)))
     assert equal(seen[0], expected)
-    flock.servers[2] = Server("127.0.0.1", flock.serving, 2, 1, flock.find)  # at once, without a push in between
+    flock.servers[2] = ParameterServer("127.0.0.1", flock.serving, 2, 1, flock.find)  # at once, without a push in between
     flock.servers[2].recover()
     undisturbed = Flock(ServingSettings(servers=3, workers=2, copies=1)).train(6)
     assert equal(flock.train(3, first=3), undisturbed), "optimizer state too"
@@ -307,7 +327,7 @@ def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
 def test_rows_are_lost_when_their_copy_is_lost_too() -> None:
     flock = Flock(ServingSettings(servers=3, workers=1, copies=1))
     for rank in range(2):  # the third, in its first life, holds another's copy
-        flock.servers[rank] = Server("127.0.0.1", flock.serving, rank, 1, flock.find)
+        flock.servers[rank] = ParameterServer("127.0.0.1", flock.serving, rank, 1, flock.find)
     with pytest.raises(PeerError, match="the rows of server 0 are lost: server 1, which held their copy, died as well"):
         flock.servers[0].recover()
 
@@ -338,15 +358,15 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     for step in (0, 1, 2):
         client.save(step, str(tmp_path), keep=2)
         client.push(step, []).wait()
-    assert checkpoint_files.whole_steps(tmp_path) == [1, 2], "two are kept"
+    assert checkpoint_files.complete_steps(tmp_path) == [1, 2], "two are kept"
     path = tmp_path / "servers" / "1" / "rows-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(StoreError, match="is damaged"):
         client.load(2, str(tmp_path))
     (tmp_path / "servers" / "1" / "rows-1.json").unlink()
-    assert checkpoint_files.whole_steps(tmp_path) == [2]
+    assert checkpoint_files.complete_steps(tmp_path) == [2]
     with pytest.raises(StoreError, match="is not whole"):
-        checkpoint_files.read(str(tmp_path), 1)
+        checkpoint_files.read_manifests(str(tmp_path), 1)
 
 
 def test_a_server_needs_no_torch() -> None:
@@ -360,15 +380,15 @@ import numpy as np
 from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import StoreError
 from covey.parameter_server import checkpoint_files as files
-from covey.parameter_server.messages import Begin, Spec
+from covey.parameter_server.messages import InitialValues, ParameterSpec
 from covey.parameter_server.optimizers import SGD
 from covey.parameter_server.shard import Shard
 
 shard = Shard(ServingSettings(servers=1, workers=1), 0, range(256))
-shard.declare(Spec("t", 10_000, 4, "float32", True, SGD(0.1), Begin("normal")), np.empty(0, np.uint8))
+shard.declare(ParameterSpec("t", 10_000, 4, "float32", True, SGD(0.1), InitialValues("normal")), np.empty(0, np.uint8))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
-    files.save(sys.argv[1], 3, shard, (0,) * 256, keep=1)
+    files.save_shard(sys.argv[1], 3, shard, (0,) * 256, keep=1)
 except StoreError as error:
     print(error)
 """
@@ -377,4 +397,4 @@ except StoreError as error:
 def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert said.stdout.startswith("server 0 cannot write step 3 to") and "free the disk" in said.stdout, said
-    assert checkpoint_files.whole_steps(tmp_path) == []
+    assert checkpoint_files.complete_steps(tmp_path) == []

@@ -15,12 +15,12 @@ from tests.parameter_server_workload import TABLE, WAIT_S, WHOLE, WORKERS, Seen,
 
 from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.core.parameter_server.sharding import SLOTS, Sharding, initial_sharding, rebalance_slots
-from covey.parameter_server.client import Client, Given
-from covey.parameter_server.discovery import Peer
-from covey.parameter_server.messages import ALL, Part, Push, Spec
+from covey.parameter_server.client import GradientToPush, ParameterClient
+from covey.parameter_server.discovery import ServerEndpoint
+from covey.parameter_server.messages import ALL, ParameterSpec, PushGradients, RowSelection
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.server import Server
-from covey.parameter_server.shard_set import Shelf
+from covey.parameter_server.server import ParameterServer
+from covey.parameter_server.shard_set import ShardSet
 
 SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=6)
 
@@ -34,7 +34,7 @@ class Shelves:
     def __init__(self, servers: Iterable[int], mode: ConsistencyMode) -> None:
         self.serving = ServingSettings(servers=1, workers=WORKERS, mode=mode)
         self.sharing = Sharding(0, rebalance_slots((-1,) * SLOTS, sorted(servers))[0], ())
-        self.shelves = {server: Shelf(self.serving, server, self._slots(server)) for server in self.sharing.servers}
+        self.shelves = {server: ShardSet(self.serving, server, self._slots(server)) for server in self.sharing.servers}
         for server, shelf in self.shelves.items():
             for spec in (WHOLE, TABLE):
                 self.declare(server, shelf, spec)
@@ -42,7 +42,7 @@ class Shelves:
     def _slots(self, server: int) -> list[int]:
         return [slot for slot in range(SLOTS) if self.sharing.owners[slot] == server]
 
-    def declare(self, server: int, shelf: Shelf, spec: Spec) -> None:
+    def declare(self, server: int, shelf: ShardSet, spec: ParameterSpec) -> None:
         mine = (
             [slot * spec.rows // SLOTS for slot in self._slots(server)],
             [(s + 1) * spec.rows // SLOTS for s in self._slots(server)],
@@ -54,14 +54,16 @@ class Shelves:
         owners, moves = rebalance_slots(self.sharing.owners, sorted(servers))
         self.sharing = Sharding(self.sharing.version + 1, owners, ())
         for server in servers:
-            self.shelves.setdefault(server, Shelf(self.serving, server))
+            self.shelves.setdefault(server, ShardSet(self.serving, server))
         for giver, taker in sorted({(move.old_owner, move.new_owner) for move in moves}):
-            self.shelves[giver].sever([move.slot for move in moves if (move.old_owner, move.new_owner) == (giver, taker)])
-            for shard in list(self.shelves[giver].going):
+            self.shelves[giver].detach_slots(
+                [move.slot for move in moves if (move.old_owner, move.new_owner) == (giver, taker)]
+            )
+            for shard in list(self.shelves[giver].detached):
                 state, arrays = shard.pack()
                 body = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
-                self.shelves[taker].adopt([sorted(shard.slots), state], body)
-                self.shelves[giver].drop(shard.slots)
+                self.shelves[taker].add_slots([sorted(shard.slots), state], body)
+                self.shelves[giver].release_slots(shard.slots)
         self.check_owners()
 
     def check_owners(self) -> None:
@@ -75,19 +77,19 @@ class Shelves:
         mine = np.isin(rows % SLOTS, slots)
         spans = [whole[s * 1000 // SLOTS : (s + 1) * 1000 // SLOTS] for s in slots]
         body = np.concatenate([a.reshape(-1).view(np.uint8) for a in (rows[mine], np.concatenate(spans), gradient[mine])])
-        parts = [Part("w", ALL, 1, "float32", 0.1), Part("t", int(mine.sum()), 4, "float32", 0.1)]
-        self.shelves[server].push(Push(step, rank, 1, parts), body, owned=False)
+        parts = [RowSelection("w", ALL, 1, "float32", 0.1), RowSelection("t", int(mine.sum()), 4, "float32", 0.1)]
+        self.shelves[server].push(PushGradients(step, rank, 1, parts), body, owned=False)
 
     def values(self, step: int) -> tuple[Array, Array]:
         w, t = np.empty((1000, 1), np.float32), np.empty((3000, 4), np.float32)
         for server in set(self.sharing.owners):
             shelf = self.shelves[server]
-            assert shelf.ready(step)
-            shelf.reach(step)
-            whole = shelf.whole()
+            assert shelf.is_step_readable(step)
+            shelf.apply_until(step)
+            whole = shelf.as_single_shard()
             for name, found in (("w", w), ("t", t)):
                 table = whole.tables[name]
-                found[table.placement.numbers(server, 0, len(table.weights))] = table.weights
+                found[table.placement.row_numbers(server, 0, len(table.weights))] = table.weights
         return w, t
 
 
@@ -129,12 +131,12 @@ def test_through_any_scalings_every_row_has_one_owner_and_its_value(
 def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
     shelves = Shelves({0}, ConsistencyMode.SYNC)
     shelves.push(0, 0, 1)
-    shelves.shelves[0].sever([3, 4])
-    state, arrays = shelves.shelves[0].going[0].pack()
+    shelves.shelves[0].detach_slots([3, 4])
+    state, arrays = shelves.shelves[0].detached[0].pack()
     heard = msgspec.msgpack.encode(state)
-    taker = Shelf(shelves.serving, 1)
-    taker.adopt([[3, 4], state], np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]))
-    taker.push(Push(0, 0, 1, []), np.empty(0, np.uint8), owned=False)
+    taker = ShardSet(shelves.serving, 1)
+    taker.add_slots([[3, 4], state], np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]))
+    taker.push(PushGradients(0, 0, 1, []), np.empty(0, np.uint8), owned=False)
     assert msgspec.msgpack.encode(state) == heard
 
 
@@ -147,7 +149,7 @@ class Flock:
     def __init__(self, servers: int, copies: int = 1, mode: ConsistencyMode = ConsistencyMode.SYNC) -> None:
         self.serving = ServingSettings(servers=servers, workers=WORKERS, mode=mode, copies=copies)
         self.sharing = initial_sharding(servers)
-        self.servers: dict[int, Server] = {}
+        self.servers: dict[int, ParameterServer] = {}
         self.settled: dict[int, int] = {}
         self.news = threading.Condition()
         for rank in range(servers):
@@ -155,14 +157,14 @@ class Flock:
         for server in self.servers.values():
             server.recover()
 
-    def start(self, rank: int, lives: int, sharing: Sharding) -> Server:
+    def start(self, rank: int, lives: int, sharing: Sharding) -> ParameterServer:
         self.settled.pop(rank, None)
-        made = Server("127.0.0.1", self.serving, rank, lives, self.find, sharing)
-        made.on_settled = lambda version: self.said(rank, made, version)
+        made = ParameterServer("127.0.0.1", self.serving, rank, lives, self.find, sharing)
+        made.on_in_sync = lambda version: self.said(rank, made, version)
         self.servers[rank] = made
         return made
 
-    def said(self, rank: int, server: Server, version: int) -> None:
+    def said(self, rank: int, server: ParameterServer, version: int) -> None:
         with self.news:
             if self.servers.get(rank) is server:
                 self.settled[rank] = version
@@ -174,8 +176,8 @@ class Flock:
                 lambda: all(self.settled.get(server) == self.sharing.version for server in servers), WAIT_S
             ), self.settled
 
-    def find(self, rank: int) -> Peer | None:
-        return self.servers[rank].peer if rank in self.servers else None
+    def find(self, rank: int) -> ServerEndpoint | None:
+        return self.servers[rank].endpoint if rank in self.servers else None
 
     def scale(self, wanted: set[int]) -> None:
         new = sorted(wanted - self.servers.keys())
@@ -190,14 +192,14 @@ class Flock:
             self.sharing.version + 1, rebalance_slots(self.sharing.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
         )
         for server in self.servers.values():
-            server.share(self.sharing)
+            server.set_sharding(self.sharing)
         self.wait_settled(list(self.servers))
         for rank in going:
             del self.servers[rank]
         self.sharing = msgspec.structs.replace(self.sharing, leaving=())
 
-    def client(self, rank: int) -> Client:
-        return declare(Client(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
+    def client(self, rank: int) -> ParameterClient:
+        return declare(ParameterClient(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
 
 
 STEPS = 30
@@ -235,7 +237,7 @@ def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
         assert client is not None
         rows = np.arange(rank, 3000, 7)
         while not stop.is_set():
-            client.push(counts[rank], [Given("t", np.ones((len(rows), 4), np.float32), 1.0, rows)]).wait()
+            client.push(counts[rank], [GradientToPush("t", np.ones((len(rows), 4), np.float32), 1.0, rows)]).wait()
             counts[rank] += 1
 
     together = Together(work)
@@ -244,5 +246,7 @@ def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
     stop.set()
     together.over()
     for server in flock.servers.values():
-        assert [shard.pushed for shard in server._own.shelf.shards] == [[n - 1 for n in counts]] * len(server._own.shelf.shards)
-        assert {shard.tables["t"].updates for shard in server._own.shelf.shards} == {sum(counts)}
+        assert [shard.last_pushed_steps for shard in server._own_rows.shard_set.shards] == [[n - 1 for n in counts]] * len(
+            server._own_rows.shard_set.shards
+        )
+        assert {shard.tables["t"].update_count for shard in server._own_rows.shard_set.shards} == {sum(counts)}

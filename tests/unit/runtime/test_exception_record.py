@@ -15,7 +15,7 @@ from covey.core.messages import ChildExited
 from covey.core.types import ERROR_TEXT_MAX, ERROR_TRACE_MAX, Failure, Role, ScriptError
 from covey.errors import UsageError
 from covey.runtime import exception_record
-from covey.runtime.failure_report import failure_report
+from covey.runtime.failure_report import describe_failure
 
 
 def raised(source: str, path: str = "/project/train.py") -> ScriptError:
@@ -88,26 +88,26 @@ def test_exceptions_that_cannot_be_printed_are_described() -> None:
 
 def test_description_reaches_the_agent_once(tmp_path: Path) -> None:
     first, second = raised("raise ValueError('first')"), raised("raise ValueError('second')")
-    exception_record.write(tmp_path, first)
-    exception_record.write(tmp_path, second)
-    assert exception_record.read(tmp_path, os.getpid()) == first
-    exception_record.remove(tmp_path, os.getpid())
-    assert exception_record.read(tmp_path, os.getpid()) is None and not list(tmp_path.iterdir())
-    exception_record.write(tmp_path / "absent", first)
+    exception_record.write_error(tmp_path, first)
+    exception_record.write_error(tmp_path, second)
+    assert exception_record.read_error(tmp_path, os.getpid()) == first
+    exception_record.remove_error(tmp_path, os.getpid())
+    assert exception_record.read_error(tmp_path, os.getpid()) is None and not list(tmp_path.iterdir())
+    exception_record.write_error(tmp_path / "absent", first)
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "ValueError"', json.dumps(dict.fromkeys(("kind", "text"), "x"))])
 def test_half_a_description_is_none(tmp_path: Path, content: str) -> None:
-    exception_record.write(tmp_path, raised("1 / 0"))
+    exception_record.write_error(tmp_path, raised("1 / 0"))
     (path,) = tmp_path.iterdir()
     path.write_text(content)
-    assert exception_record.read(tmp_path, os.getpid()) is None
+    assert exception_record.read_error(tmp_path, os.getpid()) is None
 
 
 def test_report_shows_the_exception_before_the_end_of_the_log() -> None:
     failure = Failure(Role.WORKER, "1", 1, "box", 1, "exit code 1", ["printed later"], log="worker_1.log")
-    assert failure_report(failure)[1:] == ["its last lines of worker_1.log:", "  | printed later"]
-    shown = failure_report(msgspec.structs.replace(failure, error=raised("1 / 0")))
+    assert describe_failure(failure)[1:] == ["its last lines of worker_1.log:", "  | printed later"]
+    shown = describe_failure(msgspec.structs.replace(failure, error=raised("1 / 0")))
     assert shown[1] == "its exception (its log is worker_1.log):"
     assert shown[-1] == "  | ZeroDivisionError: division by zero" and "  | printed later" not in shown
 

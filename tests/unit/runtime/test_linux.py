@@ -45,32 +45,32 @@ def connected(
 @pytest.mark.parametrize("script", [CONNECTS, PARENT], ids=["worker", "child"])
 def test_connection_owner_is_the_worker_or_its_ancestor(script: str) -> None:
     with connected(script) as (pid, client, server), connected() as (other, *_):
-        assert linux.connection_owner(client, server, [other, pid]) == pid
-        assert linux.connection_owner(client, server, [other]) == 0
-        assert linux.connection_owner(client, server, []) == 0
+        assert linux.find_connection_owner(client, server, [other, pid]) == pid
+        assert linux.find_connection_owner(client, server, [other]) == 0
+        assert linux.find_connection_owner(client, server, []) == 0
 
 
 @needs(IPV6)
 @pytest.mark.parametrize("to", ["::1", "127.0.0.1"])
 def test_connection_owner_of_a_connection_to_an_ipv6_socket(to: str) -> None:
     with connected(to=to, at="::") as (pid, client, server):
-        assert linux.connection_owner(client, server, [pid]) == pid
+        assert linux.find_connection_owner(client, server, [pid]) == pid
 
 
 def test_connection_with_the_same_ports_but_other_addresses_has_no_owner() -> None:
     with connected() as (pid, client, server):
-        assert linux.connection_owner(("127.0.0.2", client[1]), ("127.0.0.2", server[1]), [pid]) == 0
+        assert linux.find_connection_owner(("127.0.0.2", client[1]), ("127.0.0.2", server[1]), [pid]) == 0
 
 
 @needs(OTHER_USERS)
 def test_connection_of_another_user_has_no_owner() -> None:
     with connected(uid=65534) as (pid, client, server):
-        assert linux.connection_owner(client, server, [pid]) == 0
+        assert linux.find_connection_owner(client, server, [pid]) == 0
 
 
 def test_connection_owner_skips_processes_that_have_ended() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     with connected() as (pid, client, server):
-        assert linux.connection_owner(client, server, [ended.pid, pid]) == pid
-        assert linux.connection_owner(client, server, [os.getpid()]) == os.getpid(), "this process is its parent"
+        assert linux.find_connection_owner(client, server, [ended.pid, pid]) == pid
+        assert linux.find_connection_owner(client, server, [os.getpid()]) == os.getpid(), "this process is its parent"

@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli.run.display import Tail
 from covey.core.messages import LOG_CHUNK_BYTES_MAX, ReadLog
-from covey.runtime.log_reader import SCAN_MAX, piece
+from covey.runtime.log_reader import SCAN_MAX, read_log_chunk
 
 
 @pytest.fixture
@@ -23,22 +23,22 @@ def asked(start: int = 0, find: str = "") -> ReadLog:
 
 
 def test_whole_lines_and_where_to_go_on(log: str) -> None:
-    told = piece(log, asked())
+    told = read_log_chunk(log, asked())
     assert (told.request_number, told.lines, told.start, told.next_start) == (7, "one\ntwo Einäugig\nthree\n".encode(), 0, 24)
-    assert piece(log, asked(told.next_start)).lines == b"", "a line that is not complete yet waits"
+    assert read_log_chunk(log, asked(told.next_start)).lines == b"", "a line that is not complete yet waits"
     with Path(log).open("ab") as file:
         file.write(b"r\n")
-    assert piece(log, asked(told.next_start)).lines == b"four\n"
+    assert read_log_chunk(log, asked(told.next_start)).lines == b"four\n"
 
 
 def test_the_end_begins_with_a_whole_line(log: str) -> None:
-    told = piece(log, asked(-8))
+    told = read_log_chunk(log, asked(-8))
     assert told.lines == b"three\n" or told.lines == b""
-    assert piece(log, asked(-12)).lines == b"three\n" and piece(log, asked(-10_000)).start == 0
+    assert read_log_chunk(log, asked(-12)).lines == b"three\n" and read_log_chunk(log, asked(-10_000)).start == 0
 
 
 def test_a_search_finds_lines_whatever_their_case_and_goes_on(log: str) -> None:
-    told = piece(log, asked(find="EINÄUGIG"))
+    told = read_log_chunk(log, asked(find="EINÄUGIG"))
     assert told.lines == "two Einäugig\n".encode() and told.next_start == 24
 
 
@@ -47,7 +47,7 @@ def test_answers_are_bounded(tmp_path: Path) -> None:
     path.write_bytes(b"x" * (2 * LOG_CHUNK_BYTES_MAX) + b"\n" + b"needle line\n" * (SCAN_MAX // 12))
     seen, start = 0, 0
     while True:
-        told = piece(str(path), asked(start))
+        told = read_log_chunk(str(path), asked(start))
         assert len(told.lines) <= LOG_CHUNK_BYTES_MAX
         seen += len(told.lines)
         if told.next_start == start:
@@ -56,7 +56,7 @@ def test_answers_are_bounded(tmp_path: Path) -> None:
     assert seen == told.size, "nothing is lost on the way"
     found, start = 0, 0
     while start < told.size:
-        told = piece(str(path), asked(start, "needle"))
+        told = read_log_chunk(str(path), asked(start, "needle"))
         assert len(told.lines) <= LOG_CHUNK_BYTES_MAX and told.next_start > start
         found += told.lines.count(b"needle")
         start = told.next_start
@@ -64,7 +64,7 @@ def test_answers_are_bounded(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_not_there_says_so(tmp_path: Path) -> None:
-    assert "cannot be read: No such file" in piece(str(tmp_path / "none.log"), asked()).failure
+    assert "cannot be read: No such file" in read_log_chunk(str(tmp_path / "none.log"), asked()).failure
 
 
 def test_a_file_that_was_emptied_is_followed_from_its_new_beginning(tmp_path: Path) -> None:

@@ -23,18 +23,18 @@ from covey.core.messages import (
 )
 from covey.core.types import Progress
 from covey.errors import PeerError
-from covey.scheduler.connections import Lines
-from covey.transport.connection import Link
-from covey.transport.framing import from_node
-from covey.transport.handshake import ServerGreeting
+from covey.scheduler.connections import ConnectionTable
+from covey.transport.connection import Connection
+from covey.transport.framing import from_node_decoder
+from covey.transport.handshake import ServerHandshake
 
 
-class Recorded(Link):
+class Recorded(Connection):
     """A link without a transport, which remembers what it was given to send."""
 
     def __init__(self) -> None:
         calls: dict[str, Any] = dict.fromkeys(("on_open", "on_message", "on_close"), lambda *_: None)
-        super().__init__(ServerGreeting(""), from_node, **calls)
+        super().__init__(ServerHandshake(""), from_node_decoder, **calls)
         self.sent: list[Message] = []
 
     def send(self, message: Message) -> None:
@@ -42,36 +42,36 @@ class Recorded(Link):
 
 
 @pytest.fixture
-def lines() -> Lines:
-    return Lines()
+def lines() -> ConnectionTable:
+    return ConnectionTable()
 
 
-def agent(lines: Lines, *children: int) -> Recorded:
+def agent(lines: ConnectionTable, *children: int) -> Recorded:
     """An agent's link, with a line behind it for each of these connections."""
     link = Recorded()
     lines.open(link)
     for child in children:
-        list(lines.unwrap(link, FromChildEnvelope(child, Leave())))
+        list(lines.split_agent_message(link, FromChildEnvelope(child, Leave())))
     return link
 
 
-def line(lines: Lines, link: Link, child: int) -> int:
-    [heard] = lines.unwrap(link, FromChildEnvelope(child, Leave()))
+def line(lines: ConnectionTable, link: Connection, child: int) -> int:
+    [heard] = lines.split_agent_message(link, FromChildEnvelope(child, Leave()))
     return heard.connection
 
 
-def test_each_connection_behind_an_agent_has_a_line_of_its_own(lines: Lines) -> None:
+def test_each_connection_behind_an_agent_has_a_line_of_its_own(lines: ConnectionTable) -> None:
     first, second = agent(lines, 1, 2), agent(lines, 1)
     numbers = [line(lines, link, child) for link, child in ((first, 1), (first, 2), (second, 1))]
     assert len({first.id, second.id, *numbers}) == 5
     assert [line(lines, first, 1), line(lines, second, 1)] == [numbers[0], numbers[2]]
 
 
-def test_beats_are_the_agents_own_and_those_of_the_children_it_names(lines: Lines) -> None:
+def test_beats_are_the_agents_own_and_those_of_the_children_it_names(lines: ConnectionTable) -> None:
     link = agent(lines, 1, 2, 3)
     one, three = line(lines, link, 1), line(lines, link, 3)
     progress = Progress(7)
-    heard = list(lines.unwrap(link, RelayedHeartbeats({1: progress, 3: Progress(), 99: Progress()})))
+    heard = list(lines.split_agent_message(link, RelayedHeartbeats({1: progress, 3: Progress(), 99: Progress()})))
     assert heard == [
         MessageReceived(Heartbeat(), link.id),
         MessageReceived(Heartbeat(progress), one),
@@ -79,7 +79,7 @@ def test_beats_are_the_agents_own_and_those_of_the_children_it_names(lines: Line
     ]
 
 
-def test_one_message_for_several_children_goes_out_once_and_nothing_overtakes(lines: Lines) -> None:
+def test_one_message_for_several_children_goes_out_once_and_nothing_overtakes(lines: ConnectionTable) -> None:
     link, other = agent(lines, 1, 2, 3), agent(lines, 1)
     news, bye = NewGeneration(2, "why"), LeaveAcknowledged()
     for child in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_one_message_for_several_children_goes_out_once_and_nothing_overtakes(li
     assert other.sent == [ToChildrenEnvelope([1], news)]
 
 
-def test_what_waits_goes_with_the_flush(lines: Lines) -> None:
+def test_what_waits_goes_with_the_flush(lines: ConnectionTable) -> None:
     link = agent(lines, 1)
     lines.send(line(lines, link, 1), LeaveAcknowledged())
     assert link.sent == []
@@ -108,33 +108,37 @@ def test_what_waits_goes_with_the_flush(lines: Lines) -> None:
     assert link.sent == [ToChildrenEnvelope([1], LeaveAcknowledged())]
 
 
-def test_a_connection_that_is_over_does_not_come_back(lines: Lines) -> None:
+def test_a_connection_that_is_over_does_not_come_back(lines: ConnectionTable) -> None:
     """A word that was under way when the scheduler hung up is nobody's."""
     link = agent(lines, 1, 2)
     one, two = line(lines, link, 1), line(lines, link, 2)
     lines.close(one)
     assert not lines.send(one, LeaveAcknowledged())
     assert (
-        list(lines.unwrap(link, FromChildEnvelope(1, Leave()))) == list(lines.unwrap(link, ChildDisconnected(1, "gone"))) == []
+        list(lines.split_agent_message(link, FromChildEnvelope(1, Leave())))
+        == list(lines.split_agent_message(link, ChildDisconnected(1, "gone")))
+        == []
     )
-    assert list(lines.unwrap(link, ChildDisconnected(2, "gone"))) == [ConnectionLost("gone", two)]
+    assert list(lines.split_agent_message(link, ChildDisconnected(2, "gone"))) == [ConnectionLost("gone", two)]
     assert (
-        list(lines.unwrap(link, FromChildEnvelope(2, Leave()))) == list(lines.unwrap(link, ChildDisconnected(2, "gone"))) == []
+        list(lines.split_agent_message(link, FromChildEnvelope(2, Leave())))
+        == list(lines.split_agent_message(link, ChildDisconnected(2, "gone")))
+        == []
     )
-    assert lines.open_among({one, two, link.id}) == {link.id}
+    assert lines.filter_open({one, two, link.id}) == {link.id}
 
 
-def test_with_an_agents_link_go_the_lines_behind_it_first(lines: Lines) -> None:
+def test_with_an_agents_link_go_the_lines_behind_it_first(lines: ConnectionTable) -> None:
     link, other = agent(lines, 1, 2), agent(lines, 1)
     behind = [line(lines, link, 1), line(lines, link, 2)]
     lines.send(behind[0], LeaveAcknowledged())
-    assert lines.closed(link) == [*behind, link.id]
+    assert lines.on_connection_lost(link) == [*behind, link.id]
     assert not lines.send(behind[0], LeaveAcknowledged())
     assert link.sent == [], "what waited for a link that is gone is dropped"
     assert lines.send(line(lines, other, 1), LeaveAcknowledged())
 
 
-def test_an_agent_that_speaks_for_too_many_is_no_agent(lines: Lines) -> None:
+def test_an_agent_that_speaks_for_too_many_is_no_agent(lines: ConnectionTable) -> None:
     link = agent(lines, *range(1, RELAYED_CONNECTIONS_MAX + 1))
     with pytest.raises(PeerError, match="more than"):
-        list(lines.unwrap(link, FromChildEnvelope(RELAYED_CONNECTIONS_MAX + 1, Leave())))
+        list(lines.split_agent_message(link, FromChildEnvelope(RELAYED_CONNECTIONS_MAX + 1, Leave())))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from covey.scheduler.lease_keeper import Leading
-from covey.storage.cas_store import FileCells
+from covey.scheduler.lease_keeper import LeaseKeeper
+from covey.storage.cas_store import FileCasStore
 
 LONG_S = 60.0
 
 
-class Mute(FileCells):
+class Mute(FileCasStore):
     """A store that has stopped answering."""
 
     mute = False
@@ -25,44 +25,44 @@ class Mute(FileCells):
 def test_a_store_that_does_not_answer_keeps_nobody_from_noticing_that_its_time_is_over(tmp_path: Path) -> None:
     async def check() -> None:
         cells = Mute(tmp_path)
-        leading = Leading(cells, where="", duration_s=0.2)
-        token = await leading.win()
+        leading = LeaseKeeper(cells, where="", duration_s=0.2)
+        token = await leading.wait_until_leader()
         cells.mute = True
         while leading.leads(token):
             await asyncio.sleep(0.01)
         cells.mute = False
-        assert await leading.win() > token
-        await leading.end(0)
+        assert await leading.wait_until_leader() > token
+        await leading.record_cluster_end(0)
 
     asyncio.run(asyncio.wait_for(check(), 60.0))
 
 
 def test_a_lease_that_is_handed_over_is_not_waited_for(tmp_path: Path) -> None:
     async def check() -> None:
-        first, second = (Leading(FileCells(tmp_path), where="", duration_s=LONG_S) for _ in range(2))
-        await first.win()
-        waiting = asyncio.create_task(second.win())
-        while not second.where and not second._followed:
+        first, second = (LeaseKeeper(FileCasStore(tmp_path), where="", duration_s=LONG_S) for _ in range(2))
+        await first.wait_until_leader()
+        waiting = asyncio.create_task(second.wait_until_leader())
+        while not second.leader_url and not second._last_leader:
             await asyncio.sleep(0.01)
-        await first.hand_over()
-        assert await waiting == 2 and second.predecessor == first._name
-        await second.end(0)
+        await first.hand_over_lease()
+        assert await waiting == 2 and second.predecessor == first._holder_name
+        await second.record_cluster_end(0)
 
     asyncio.run(asyncio.wait_for(check(), 30.0))
 
 
 def test_who_lost_the_lease_and_won_it_again_does_not_lead_by_the_token_of_before(tmp_path: Path) -> None:
     async def check() -> None:
-        leading = Leading(FileCells(tmp_path), where="", duration_s=LONG_S)
-        first = await leading.win()
+        leading = LeaseKeeper(FileCasStore(tmp_path), where="", duration_s=LONG_S)
+        first = await leading.wait_until_leader()
         assert leading.leads(first)
         leading._candidate.next_action(asyncio.get_running_loop().time() + LONG_S)  # it slept for too long, and wakes up here
         leading._candidate.on_store_failed()
-        await leading._look()
+        await leading._read_lease()
         wish = leading._candidate.next_action(asyncio.get_running_loop().time())
-        await leading._write(wish)  # type: ignore[arg-type]
-        second = await leading.win()
+        await leading._write_lease(wish)  # type: ignore[arg-type]
+        second = await leading.wait_until_leader()
         assert second > first and leading.leads(second) and not leading.leads(first)
-        await leading.end(0)
+        await leading.record_cluster_end(0)
 
     asyncio.run(check())

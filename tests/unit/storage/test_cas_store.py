@@ -12,9 +12,9 @@ import pytest
 from covey.core.event_log import Event
 from covey.core.types import ClusterRecord, Ended, Phase
 from covey.errors import StoreError, UsageError
-from covey.storage.cas_journal import SharedJournal, open_shared
-from covey.storage.cas_store import Cells, FileCells, open_cells
-from covey.storage.journal import Fenced, Journal, open_journal
+from covey.storage.cas_journal import CasJournal, open_cas_journal
+from covey.storage.cas_store import CasStore, FileCasStore, open_cas_store
+from covey.storage.journal import FencedError, Journal, open_journal
 
 
 def record(generation: int, phase: Phase = Phase.READY) -> ClusterRecord:
@@ -25,13 +25,13 @@ def local(folder: Path, token: int) -> Journal:
     return open_journal(folder, job="j", worker_num=2, server_num=0, token=token)
 
 
-async def shared(cells: Cells, token: int) -> SharedJournal:
-    return await open_shared(cells, token=token, job="j", worker_num=2, server_num=0)
+async def shared(cells: CasStore, token: int) -> CasJournal:
+    return await open_cas_journal(cells, token=token, job="j", worker_num=2, server_num=0)
 
 
 def test_a_change_from_an_old_version_is_not_made(tmp_path: Path) -> None:
     async def check() -> None:
-        one, two = FileCells(tmp_path), FileCells(tmp_path)
+        one, two = FileCasStore(tmp_path), FileCasStore(tmp_path)
         assert await one.get("lease") == (b"", 0)
         assert await one.put("lease", b"a", 0) == 1
         assert await two.put("lease", b"b", 0) is None
@@ -46,13 +46,13 @@ def test_who_was_stopped_for_long_cannot_take_a_version_that_has_come_and_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
-        late, quick = FileCells(tmp_path), FileCells(tmp_path)
+        late, quick = FileCasStore(tmp_path), FileCasStore(tmp_path)
         await quick.put("lease", b"0", 0)
         for version in range(1, 20):
             assert await quick.put("lease", b"%d" % version, version) == version + 1
-        newest = late._newest
+        newest = late._newest_version
         seen = iter([3])  # it looked when version 3 was the newest, and was stopped between looking and writing
-        monkeypatch.setattr(late, "_newest", lambda key: next(seen, None) or newest(key))
+        monkeypatch.setattr(late, "_newest_version", lambda key: next(seen, None) or newest(key))
         assert await late.put("lease", b"late", 3) is None
         assert await quick.get("lease") == (b"19", 20)
 
@@ -62,7 +62,7 @@ def test_who_was_stopped_for_long_cannot_take_a_version_that_has_come_and_gone(
 
 def test_of_many_who_write_at_once_one_does(tmp_path: Path) -> None:
     async def check() -> None:
-        cells = [FileCells(tmp_path) for _ in range(8)]
+        cells = [FileCasStore(tmp_path) for _ in range(8)]
         for version in range(10):
             done = await asyncio.gather(*(one.put("lease", b"x", version) for one in cells))
             assert sorted(v for v in done if v is not None) == [version + 1]
@@ -76,14 +76,14 @@ def test_two_whose_processes_have_the_same_number_do_not_write_into_each_others_
     """As in two containers that share a disk, in which both are process 1."""
 
     async def check() -> None:
-        one, two = FileCells(tmp_path), FileCells(tmp_path)
-        claim = one._claim
+        one, two = FileCasStore(tmp_path), FileCasStore(tmp_path)
+        claim = one._claim_version
 
         def interrupted(draft: Path, key: str, version: int) -> bool:
             list(two.put("lease", b"two", 7).__await__())  # from a version that is not there: it changes nothing
             return claim(draft, key, version)
 
-        monkeypatch.setattr(one, "_claim", interrupted)
+        monkeypatch.setattr(one, "_claim_version", interrupted)
         assert await one.put("lease", b"one", 0) == 1
         assert await one.get("lease") == (b"one", 1)
 
@@ -93,24 +93,24 @@ def test_two_whose_processes_have_the_same_number_do_not_write_into_each_others_
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be read or written"):
-        FileCells(tmp_path / "file" / "lease")
+        FileCasStore(tmp_path / "file" / "lease")
 
 
 def test_the_stores_that_exist(tmp_path: Path) -> None:
-    assert isinstance(open_cells("file", folder=str(tmp_path), job="j"), FileCells)
+    assert isinstance(open_cas_store("file", folder=str(tmp_path), job="j"), FileCasStore)
     with pytest.raises(UsageError, match="no store: file, etcd"):
-        open_cells("redis://x", folder="", job="j")
+        open_cas_store("redis://x", folder="", job="j")
 
 
 def test_a_journal_refuses_the_leader_of_before(tmp_path: Path) -> None:
     old = local(tmp_path, 1)
     old.commit([record(1)])
     new = local(tmp_path, 2)
-    with pytest.raises(Fenced, match="another scheduler leads, with token 2: this one's is 1"):
+    with pytest.raises(FencedError, match="another scheduler leads, with token 2: this one's is 1"):
         old.commit([record(7)])
     new.commit([record(2)])
     assert new.read() == (record(2),)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         local(tmp_path, 1)
 
 
@@ -122,9 +122,9 @@ def test_the_next_cluster_begins_when_all_were_told_of_the_end_before(
     size = {"job": "j", "worker_num": 2, "server_num": 0}
 
     async def check() -> None:
-        cells = FileCells(tmp_path / "cells")
+        cells = FileCasStore(tmp_path / "cells")
         await (await shared(cells, 1)).commit([end])
-        found = (await open_shared(cells, token=2, follows=follows, **size)).read()  # type: ignore[arg-type]
+        found = (await open_cas_journal(cells, token=2, follows=follows, **size)).read()  # type: ignore[arg-type]
         assert found == (() if begins else (end,))
 
     asyncio.run(check())
@@ -136,19 +136,19 @@ def test_the_next_cluster_begins_when_all_were_told_of_the_end_before(
 
 def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path: Path) -> None:
     async def check() -> None:
-        cells = FileCells(tmp_path)
+        cells = FileCasStore(tmp_path)
         old = await shared(cells, 1)
-        old.note(Event(1.0, "cluster", "formed", "all are here"))
+        old.append_event(Event(1.0, "cluster", "formed", "all are here"))
         await old.commit([record(1)])
         new = await shared(cells, 2)
-        assert new.read() == (record(1),) and [line[2] for line in new.story()] == ["formed"]
-        with pytest.raises(Fenced, match="another scheduler leads, with token 2"):
+        assert new.read() == (record(1),) and [line[2] for line in new.read_events()] == ["formed"]
+        with pytest.raises(FencedError, match="another scheduler leads, with token 2"):
             await old.commit([record(7)])
         await new.commit([record(2)])
-        with pytest.raises(Fenced, match="another scheduler leads, with token 2: this one's is 1"):
+        with pytest.raises(FencedError, match="another scheduler leads, with token 2: this one's is 1"):
             await shared(cells, 1)
         with pytest.raises(StoreError, match="belongs to another job"):
-            await open_shared(cells, token=3, job="other", worker_num=2, server_num=0)
+            await open_cas_journal(cells, token=3, job="other", worker_num=2, server_num=0)
         await (await shared(cells, 3)).commit([record(3, Phase.ENDED)])
         assert (await shared(cells, 4)).read() == (), "what has ended is not taken over"
 
@@ -156,7 +156,7 @@ def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path:
 
 
 def test_a_write_whose_answer_was_lost_is_known_as_ones_own(tmp_path: Path) -> None:
-    class Lossy(FileCells):
+    class Lossy(FileCasStore):
         lose = False
 
         async def put(self, key: str, value: bytes, version: int) -> int | None:
@@ -195,18 +195,18 @@ def test_a_journal_that_was_removed_is_written_anew(tmp_path: Path, what: str) -
     """As by what clears temporary folders. Else nothing could be promised any more, or what was would be forgotten."""
     folder = tmp_path / "journal"
     journal = local(folder, token=0)
-    journal.note(Event(1.0, "worker:1", "died", "killed"))
+    journal.append_event(Event(1.0, "worker:1", "died", "killed"))
     journal.commit([record(1)])
     if what == "folder":
         shutil.rmtree(folder)
     else:
         for file in folder.iterdir():
             file.unlink()
-    journal.keep()
+    journal.rewrite_if_removed()
     with pytest.raises(StoreError, match="another scheduler holds"):
         local(folder, token=0)
     journal.commit([record(2)])
     journal.close()
     again = local(folder, token=0)
     assert again.read() == (record(2),)
-    assert [event[2] for event in again.story()] == ["died"]
+    assert [event[2] for event in again.read_events()] == ["died"]

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from covey.template_process.client import SHORT_LIVES_MAX, pause_after
-from covey.template_process.protocol import ChildSpec, Exit, decode_spec, encode_spec, exit_of
+from covey.template_process.client import EARLY_EXITS_MAX, restart_delay_s
+from covey.template_process.protocol import ChildSpec, Exit, decode_spec, encode_spec, exit_from_status
 from covey.template_process.thread_counts import openblas_threads, physical_cores, torch_threads
 
 
@@ -16,7 +16,7 @@ from covey.template_process.thread_counts import openblas_threads, physical_core
     [(0, 0, "exit code 0"), (3, 3, "exit code 3"), (-9, 137, "killed by SIGKILL"), (-40, 168, "killed by signal 40")],
 )
 def test_an_end_is_said_as_a_shell_says_it(status: int, code: int, reason: str) -> None:
-    assert exit_of("worker:3", 77, status) == Exit("worker:3", 77, code, reason)
+    assert exit_from_status("worker:3", 77, status) == Exit("worker:3", 77, code, reason)
 
 
 def test_a_spec_survives_the_way_with_bytes_that_are_no_text() -> None:
@@ -26,7 +26,7 @@ def test_a_spec_survives_the_way_with_bytes_that_are_no_text() -> None:
 
 
 def test_pauses_grow_and_end() -> None:
-    pauses = [pause_after(n) for n in range(SHORT_LIVES_MAX + 1)]
+    pauses = [restart_delay_s(n) for n in range(EARLY_EXITS_MAX + 1)]
     assert pauses == [0.0, 0.0, 0.1, 0.2, 0.4, None]
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from covey.errors import UsageError
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.ddp import DistributedDataParallel
 from covey.training.loop import Loop
 
@@ -25,7 +25,7 @@ SAMPLES = TensorDataset(torch.arange(10.0).reshape(10, 1))
 
 
 def loop(model: Any, loader: Any, **options: Any) -> Loop:
-    return Loop(model, torch.optim.SGD(model.parameters(), 0.1), loader, group=Group(None), **options)
+    return Loop(model, torch.optim.SGD(model.parameters(), 0.1), loader, group=Communicator(None), **options)
 
 
 def gather(samples: list[Any]) -> list[float]:
@@ -108,7 +108,7 @@ def test_a_closure_is_run_once_and_before_the_optimizer() -> None:
     for (batch,) in training:
 
         def closure(batch: Any = batch) -> Any:
-            states.append(training._handover.whole)
+            states.append(training._handover.is_consistent)
             training.optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from covey.errors import UsageError
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.data.loader import Data
 from covey.training.loop import Loop
 from covey.training.model import Callback, CheckpointConfig, LossMonitor, Model, ModelCheckpoint
@@ -39,7 +39,7 @@ class Seen(Callback):
 def made() -> Model:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
-    return Model(net, nn.CrossEntropyLoss(), torch.optim.Adam(net.parameters(), 1e-2), group=Group(None))
+    return Model(net, nn.CrossEntropyLoss(), torch.optim.Adam(net.parameters(), 1e-2), group=Communicator(None))
 
 
 def kept(folder: Path, every: int = 4) -> ModelCheckpoint:
@@ -59,7 +59,7 @@ def test_the_loss_is_printed_in_the_originals_words(capsys: pytest.CaptureFixtur
 
 def test_a_monitor_says_nothing_while_a_step_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     model = made()
-    loop = Loop(model.net, model.optimizer, Data(SAMPLES, 8), group=Group(None))
+    loop = Loop(model.net, model.optimizer, Data(SAMPLES, 8), group=Communicator(None))
     for replaying in (True, False):
         loop._handover.replaying = replaying
         LossMonitor(1).step_end(loop, torch.tensor(0.5))

@@ -10,25 +10,25 @@ import torch
 
 from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import UsageError
-from covey.parameter_server.client import Client
-from covey.parameter_server.discovery import Peer
+from covey.parameter_server.client import ParameterClient
+from covey.parameter_server.discovery import ServerEndpoint
 from covey.parameter_server.optimizers import SGD, Array
-from covey.parameter_server.server import Server
-from covey.training.collectives.communicator import Group
+from covey.parameter_server.server import ParameterServer
+from covey.training.collectives.communicator import Communicator
 from covey.training.embedding import Embedding
-from covey.training.ps_parameters import Served, mark, take_over
+from covey.training.ps_parameters import ServedParameters, mark_for_server, move_embedding_to_servers
 
 
 class Rows:
     """Where rows come from."""
 
-    def rows(self, table: Embedding, numbers: Array) -> Array:
+    def fetch_rows(self, table: Embedding, numbers: Array) -> Array:
         return np.repeat(numbers[:, None], table.embedding_size, 1).astype(np.float32)
 
 
 def table(**options: object) -> Embedding:
     made = Embedding(10, 4, **options)  # type: ignore[arg-type]
-    made.source = Rows()
+    made.row_source = Rows()
     return made
 
 
@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "seed": (lambda: table(seed=1 << 64), "a seed below"),
     "init": (lambda: table(init="ones"), "init='ones'.*normal, uniform, zeros"),
     "scale": (lambda: table(scale="1"), "scale=.*a float or int, not a str"),
-    "torch's optimizer": (lambda: table(optimizer=torch.optim.Adam), "optimizer=.*a Rule, not a type"),
+    "torch's optimizer": (lambda: table(optimizer=torch.optim.Adam), "optimizer=.*an OptimizerRule, not a type"),
     "no loop": (lambda: Embedding(10, 4)(torch.tensor([1])), "once its model is in a covey.Loop"),
     "a list": (lambda: table()([1, 2]), "ids=.*a Tensor, not a list"),
     "fractions": (lambda: table()(torch.tensor([1.5])), "ids of torch.float32 came"),
@@ -54,19 +54,19 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "marking after the loop": (lambda: mark_all(in_loop(torch.nn.Linear(2, 2))), "too late .* before Loop"),
     "marking one after the loop": (lambda: mark_all(in_loop(torch.nn.Linear(2, 2)).weight), "too late .* before Loop"),
     "marking a table after the loop": (lambda: mark_all(table_of_torch()), "too late .* before Loop"),
-    "marking with a word": (lambda: mark_all(torch.nn.Linear(2, 2), "adam"), "optimizer=.*a Rule, not a str"),
+    "marking with a word": (lambda: mark_all(torch.nn.Linear(2, 2), "adam"), "optimizer=.*an OptimizerRule, not a str"),
 }
 
 
 def mark_all(target: object, optimizer: object = None) -> None:
-    mark(target, recurse=True, init_in_server=False, optimizer=optimizer)  # type: ignore[arg-type]
+    mark_for_server(target, recurse=True, init_in_server=False, optimizer=optimizer)  # type: ignore[arg-type]
 
 
 def in_loop(model: torch.nn.Module) -> torch.nn.Linear:
     """As a loop in a cluster with servers leaves it, here without one that is served."""
-    group = Group(None)
-    group.serving = ServingSettings(1, 1)
-    Served(model, torch.optim.SGD(model.parameters(), 0.1), group)
+    group = Communicator(None)
+    group.serving_settings = ServingSettings(1, 1)
+    ServedParameters(model, torch.optim.SGD(model.parameters(), 0.1), group)
     assert isinstance(model, torch.nn.Linear)
     return model
 
@@ -74,10 +74,10 @@ def in_loop(model: torch.nn.Module) -> torch.nn.Linear:
 def table_of_torch() -> torch.nn.Module:
     """A torch.nn.Embedding that a loop has taken: it has no parameter here."""
     made = torch.nn.Embedding(10, 4)
-    take_over(made, None)
+    move_embedding_to_servers(made, None)
     inner = made.served
     assert isinstance(inner, Embedding)
-    inner.source = Rows()
+    inner.row_source = Rows()
     return made
 
 
@@ -98,22 +98,22 @@ def test_ids_of_any_whole_numbers_and_any_shape() -> None:
 def test_a_step_is_pushed_once_unless_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     serving = ServingSettings(1, 1, copies=0)
 
-    def find(rank: int) -> Peer:
-        return server.peer
+    def find(rank: int) -> ServerEndpoint:
+        return server.endpoint
 
-    server = Server("127.0.0.1", serving, 0, 0, find)
+    server = ParameterServer("127.0.0.1", serving, 0, 0, find)
     server.recover()
-    client = Client(serving, 0, lambda: 1, find)
-    monkeypatch.setattr(Group, "client", property(lambda group: client))
+    client = ParameterClient(serving, 0, lambda: 1, find)
+    monkeypatch.setattr(Communicator, "client", property(lambda group: client))
     model = torch.nn.Linear(2, 2)
     mark_all(model)
-    served = Served(model, torch.optim.SGD(model.parameters(), 0.1), Group(None))
+    served = ServedParameters(model, torch.optim.SGD(model.parameters(), 0.1), Communicator(None))
     served.declare(0)
-    served.refresh(0)
+    served.pull_for_step(0)
     served.push(None)
     with pytest.raises(UsageError, match="may step once in each step"):
         served.push(None)
-    served.forget()
+    served.discard_gradients()
     served.push(None)
-    served.refresh(1)
+    served.pull_for_step(1)
     served.push(None)

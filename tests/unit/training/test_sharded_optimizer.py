@@ -11,9 +11,9 @@ from torch import nn
 
 import covey
 from covey.errors import UsageError
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.loop import Loop
-from covey.training.sharded_optimizer import ShardedOptimizer, Sharing, mask, numbers
+from covey.training.sharded_optimizer import ShardedOptimizer, ShardedUpdate, decode_mask, encode_mask
 
 
 def net() -> Any:
@@ -30,7 +30,7 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[misc]
 
 
 def loop(model: Any, optimizer: Any, data: Any, **options: Any) -> Loop:
-    return Loop(model, optimizer, data, group=Group(None), **options)
+    return Loop(model, optimizer, data, group=Communicator(None), **options)
 
 
 def trained(make: Any, steps: int = 10) -> Any:
@@ -73,11 +73,14 @@ def test_the_bits_are_those_of_the_ordinary_optimizer(kind: Any, options: dict[s
 def test_an_uncut_state_is_taken_over() -> None:
     _, ordinary = trained(lambda model: torch.optim.Adam(model.parameters(), 0.01))
     optimizer = ShardedOptimizer(net().parameters(), torch.optim.Adam, copies=0)
-    optimizer.begin(Sharing.run_alone)
-    optimizer.sit(1, 3)
+    optimizer.attach_to_loop(ShardedUpdate.run_without_group)
+    optimizer.set_rank(1, 3)
     optimizer.load_state_dict(ordinary.state_dict())
     held = optimizer.state_dict()["state"]
-    assert list(held) == sorted(optimizer.parts(3)[1]) and optimizer.param_groups[0]["lr"] == ordinary.param_groups[0]["lr"]
+    assert (
+        list(held) == sorted(optimizer.slots_by_rank(3)[1])
+        and optimizer.param_groups[0]["lr"] == ordinary.param_groups[0]["lr"]
+    )
     assert all(torch.equal(held[n]["exp_avg"], ordinary.state_dict()["state"][n]["exp_avg"]) for n in held)
 
 
@@ -86,10 +89,10 @@ def test_every_slot_is_with_its_rank_and_the_next(world: int, copies: int) -> No
     held: list[set[int]] = []
     for rank in range(world):
         optimizer = ShardedOptimizer(net().parameters(), torch.optim.Adam, copies=copies)
-        optimizer.begin(Sharing.run_alone)
-        optimizer.sit(rank, world)
-        held.append(numbers(optimizer.holds))
-    parts = optimizer.parts(world)
+        optimizer.attach_to_loop(ShardedUpdate.run_without_group)
+        optimizer.set_rank(rank, world)
+        held.append(decode_mask(optimizer.holds))
+    parts = optimizer.slots_by_rank(world)
     assert sorted(n for part in parts for n in part) == list(range(6)), "each is in one part"
     sizes = [p.numel() for p in net().parameters()]
     loads = [sum(sizes[n] for n in part) for part in parts]
@@ -102,9 +105,9 @@ def test_every_slot_is_with_its_rank_and_the_next(world: int, copies: int) -> No
 
 
 def test_masks() -> None:
-    assert mask({0, 3, 8}, 12) == b"\x09\x01"
-    assert numbers(b"\x09\x01") == {0, 3, 8}
-    assert numbers(mask((), 12)) == set()
+    assert encode_mask({0, 3, 8}, 12) == b"\x09\x01"
+    assert decode_mask(b"\x09\x01") == {0, 3, 8}
+    assert decode_mask(encode_mask((), 12)) == set()
 
 
 def test_a_slot_that_is_ahead_is_not_updated_again() -> None:
@@ -113,27 +116,27 @@ def test_a_slot_that_is_ahead_is_not_updated_again() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     giver = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    giver.begin(Sharing.run_alone)
-    giver.sit(0, 1)
-    before = copy.deepcopy(giver.give(mask({0, 1}, 6)).state)
+    giver.attach_to_loop(ShardedUpdate.run_without_group)
+    giver.set_rank(0, 1)
+    before = copy.deepcopy(giver.donate_slots(encode_mask({0, 1}, 6)).state)
     values = [parameter.detach().clone() for parameter in model.parameters()]
     changes = [parameter._version for parameter in model.parameters()]
-    giver.update()
+    giver.compute_update()
     assert [parameter._version for parameter in model.parameters()] == changes, "a boundary is still intact"
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True)), "nothing is written yet"
-    after = giver.give(mask({2, 3, 4, 5}, 6)).state
+    after = giver.donate_slots(encode_mask({2, 3, 4, 5}, 6)).state
     assert [before[0]["version"], after[2]["version"]] == [0, 1]
     taker = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    taker.begin(Sharing.run_alone)
-    taker.sit(0, 1)
-    taker.load_state_dict(taker.given(taker.frame(), before | after))
-    Sharing(taker).run_alone()
+    taker.attach_to_loop(ShardedUpdate.run_without_group)
+    taker.set_rank(0, 1)
+    taker.load_state_dict(taker.assemble_state(taker.state_without_slots(), before | after))
+    ShardedUpdate(taker).run_without_group()
     assert all(torch.equal(giver.value(n), p) for n, p in enumerate(model.parameters()))
     assert all(float(state["step"]) == 1 for state in taker.state_dict()["state"].values())
-    assert not taker.changed
+    assert not taker.parameters_changed
     with torch.no_grad():
         model[0].weight.mul_(2)
-    assert taker.changed
+    assert taker.parameters_changed
 
 
 def test_what_is_refused() -> None:

@@ -11,52 +11,52 @@ import pytest
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.storage import join_secret
 from covey.transport import address
-from covey.transport.handshake import LINE_MAX, ClientGreeting, GreetingError, SecretNotRequired, ServerGreeting
+from covey.transport.handshake import LINE_MAX, ClientHandshake, HandshakeError, SecretNotRequired, ServerHandshake
 
 
-def greet(server: ServerGreeting, client: ClientGreeting) -> tuple[bytes, bytes | None]:
+def greet(server: ServerHandshake, client: ClientHandshake) -> tuple[bytes, bytes | None]:
     """Both to the end; what followed the lines on either side."""
-    answer, nothing = client.feed(server.opening())
+    answer, nothing = client.feed(server.first_line())
     assert nothing is None
-    done = server.feed(client.opening() + answer + b"frames", 12.5)
+    done = server.feed(client.first_line() + answer + b"frames", 12.5)
     assert done is not None
     return done[1], client.feed(done[0] + b"more")[1]
 
 
 @pytest.mark.parametrize("word", ["", "a secret"])
 def test_both_sides_greet_and_what_follows_is_not_lost(word: str) -> None:
-    client = ClientGreeting(word)
-    assert greet(ServerGreeting(word, token=7, silence_s=3.0), client) == (b"frames", b"more")
-    assert (client.clock, client.token, client.silence_s) == (12.5, 7, 3.0)
+    client = ClientHandshake(word)
+    assert greet(ServerHandshake(word, token=7, silence_s=3.0), client) == (b"frames", b"more")
+    assert (client.scheduler_clock, client.leader_token, client.silence_s) == (12.5, 7, 3.0)
 
 
 @pytest.mark.parametrize(("used", "sentence"), [("another", "it is another one"), ("", "none was used")])
 def test_a_wrong_secret_is_told_from_none(used: str, sentence: str) -> None:
-    server, client = ServerGreeting("the secret"), ClientGreeting(used)
-    with pytest.raises(GreetingError) as refused:
+    server, client = ServerHandshake("the secret"), ClientHandshake(used)
+    with pytest.raises(HandshakeError) as refused:
         greet(server, client)
     assert str(refused.value) == f"wrong secret ({sentence}): set COVEY_SECRET to the scheduler's"
     assert refused.value.exit_code == ExitCode.REFUSED
-    with pytest.raises(GreetingError, match="wrong secret") as told:
+    with pytest.raises(HandshakeError, match="wrong secret") as told:
         client.feed(refused.value.reply)
     assert told.value.final
 
 
 def test_client_that_insists_refuses_a_scheduler_that_requires_no_secret() -> None:
     with pytest.raises(SecretNotRequired, match="the scheduler does not require a join secret, but this process has one: "):
-        greet(ServerGreeting(""), ClientGreeting("a secret", insist=True))
+        greet(ServerHandshake(""), ClientHandshake("a secret", insist=True))
 
 
 def test_client_without_a_secret_has_nothing_to_insist_on() -> None:
-    client = ClientGreeting("")
+    client = ClientHandshake("")
     client.insist()
-    greet(ServerGreeting(""), client)
+    greet(ServerHandshake(""), client)
 
 
 def test_a_scheduler_that_does_not_know_the_secret_is_found_out() -> None:
-    client, server = ClientGreeting("the secret"), ServerGreeting("another")
-    client.feed(server.opening())
-    with pytest.raises(GreetingError, match="does not know the secret"):
+    client, server = ClientHandshake("the secret"), ServerHandshake("another")
+    client.feed(server.first_line())
+    with pytest.raises(HandshakeError, match="does not know the secret"):
         client.feed(b"ok 00 1.0 0 -1\n")
 
 
@@ -79,8 +79,8 @@ def test_a_scheduler_that_does_not_know_the_secret_is_found_out() -> None:
     ],
 )
 def test_a_scheduler_says_what_a_stranger_looks_like(heard: bytes, sentence: str) -> None:
-    with pytest.raises(GreetingError) as refused:
-        ServerGreeting("").feed(heard, 0.0)
+    with pytest.raises(HandshakeError) as refused:
+        ServerHandshake("").feed(heard, 0.0)
     assert str(refused.value).startswith(sentence)
     assert refused.value.reply.startswith(b"HTTP/1.1 400") == heard.startswith(b"GET")
 
@@ -97,8 +97,8 @@ def test_a_scheduler_says_what_a_stranger_looks_like(heard: bytes, sentence: str
     ],
 )
 def test_a_node_says_what_is_wrong_with_who_answers(heard: bytes, sentence: str) -> None:
-    with pytest.raises(GreetingError) as refused:
-        ClientGreeting("").feed(heard)
+    with pytest.raises(HandshakeError) as refused:
+        ClientHandshake("").feed(heard)
     assert str(refused.value).endswith(sentence)
 
 
@@ -107,17 +107,19 @@ def test_a_node_says_what_is_wrong_with_who_answers(heard: bytes, sentence: str)
 
 def test_the_secret_is_said_else_in_a_named_file_else_in_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert join_secret.find("", "", make=False) == ""
-    made = join_secret.find("", "", make=True)
-    assert len(made) == 64 and join_secret.find("", "", make=True) == made == join_secret.find("", "", make=False)
-    assert join_secret.user_file().stat().st_mode & 0o777 == 0o600 and [join_secret.user_file()] == list(
+    assert join_secret.load_join_secret("", "", make=False) == ""
+    made = join_secret.load_join_secret("", "", make=True)
+    assert len(made) == 64 and join_secret.load_join_secret("", "", make=True) == made == join_secret.load_join_secret(
+        "", "", make=False
+    )
+    assert join_secret.user_secret_path().stat().st_mode & 0o777 == 0o600 and [join_secret.user_secret_path()] == list(
         (tmp_path / "covey").iterdir()
     )
     named = tmp_path / "named"
     named.write_text(" of this file\n")
     named.chmod(0o600)
-    assert join_secret.find("", str(named), make=True) == "of this file"
-    assert join_secret.find("said", str(named), make=True) == "said"
+    assert join_secret.load_join_secret("", str(named), make=True) == "of this file"
+    assert join_secret.load_join_secret("said", str(named), make=True) == "said"
 
 
 @pytest.mark.parametrize(
@@ -135,14 +137,14 @@ def test_a_secret_file_that_is_none(tmp_path: Path, mode: int | None, text: str,
         path.write_text(text, errors="surrogateescape")
         path.chmod(mode)
     with pytest.raises(UsageError, match=sentence):
-        join_secret.find("", str(path), make=True)
+        join_secret.load_join_secret("", str(path), make=True)
 
 
 def test_where_no_secret_can_be_made_the_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "covey").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(StoreError, match="set COVEY_SECRET"):
-        join_secret.find("", "", make=True)
+        join_secret.load_join_secret("", "", make=True)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +158,9 @@ def test_a_user_without_a_home_has_no_secret_and_is_told_so_where_one_is_needed(
 
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(Path, "home", fail)
-    assert join_secret.find("", "", make=False) == ""
+    assert join_secret.load_join_secret("", "", make=False) == ""
     with pytest.raises(StoreError, match="set COVEY_SECRET, or HOME"):
-        join_secret.find("", "", make=True)
+        join_secret.load_join_secret("", "", make=True)
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------
@@ -175,25 +177,25 @@ def test_a_user_without_a_home_has_no_secret_and_is_told_so_where_one_is_needed(
     ],
 )
 def test_an_address_and_its_parts(text: str, parts: tuple[str, int]) -> None:
-    assert address.split(text, 9) == parts
-    assert address.split(address.join(*parts)) == parts
+    assert address.split_host_port(text, 9) == parts
+    assert address.split_host_port(address.join_host_port(*parts)) == parts
 
 
 @pytest.mark.parametrize("text", ["host:0", "host:65536", "host:-1", "host:http", "[::1]:x", "host:²", "host:" + "9" * 5000])
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(UsageError, match="with a port from 1 to 65535"):
-        address.split(text)
+        address.split_host_port(text)
 
 
 @pytest.mark.parametrize("host", ["a..b", "ä..b", "x" * 64, "\udcff"])
 def test_a_name_that_no_host_can_have(host: str) -> None:
     with pytest.raises(UsageError, match="no host can have that name"):
-        address.split(f"{host}:8118")
+        address.split_host_port(f"{host}:8118")
 
 
 def test_several_schedulers_share_a_port_or_have_their_own() -> None:
-    assert address.several("[::1]", 8118) == [("::1", 8118)]
-    assert address.several("a, b:1", 8118) == [("a", 8118), ("b", 1)]
+    assert address.split_list("[::1]", 8118) == [("::1", 8118)]
+    assert address.split_list("a, b:1", 8118) == [("a", 8118), ("b", 1)]
 
 
 def test_a_port_in_use_is_named_with_who_holds_it() -> None:
@@ -207,7 +209,7 @@ def test_a_port_in_use_is_named_with_who_holds_it() -> None:
 
 
 def test_an_address_of_another_host() -> None:
-    with pytest.raises(address.NotLocal, match=r"MS_SCHED_HOST=192\.0\.2\.1 is not an address of this host"):
+    with pytest.raises(address.AddressNotLocal, match=r"MS_SCHED_HOST=192\.0\.2\.1 is not an address of this host"):
         address.listen("192.0.2.1", 0, "MS_SCHED_HOST")
     assert not address.is_local("192.0.2.1") and address.is_local("127.0.0.1")
 
@@ -217,9 +219,9 @@ def test_an_address_of_another_host() -> None:
     [("localhost", True, None), ("127.3.2.1", True, 4), ("::1", True, 6), ("fe80::1%eth0", False, 6), ("host", False, None)],
 )
 def test_what_never_leaves_this_host(host: str, loops: bool, family: int | None) -> None:
-    assert address.is_loopback(host) is loops and address.family(host) == family
+    assert address.is_loopback(host) is loops and address.ip_version(host) == family
 
 
 def test_a_free_port_is_free() -> None:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", address.free_port("127.0.0.1")))
+        sock.bind(("127.0.0.1", address.find_free_port("127.0.0.1")))

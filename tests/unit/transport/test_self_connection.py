@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from covey.transport.connection import Link
-from covey.transport.framing import from_scheduler
-from covey.transport.handshake import ClientGreeting
+from covey.transport.connection import Connection
+from covey.transport.framing import from_scheduler_decoder
+from covey.transport.handshake import ClientHandshake
 
 
 def connected_to_itself() -> socket.socket:
@@ -24,10 +24,10 @@ def test_connection_to_itself_is_closed_and_frees_the_port() -> None:
         sock = connected_to_itself()
         port = int(sock.getsockname()[1])
 
-        def made() -> Link:
-            return Link(
-                ClientGreeting(""),
-                from_scheduler,
+        def made() -> Connection:
+            return Connection(
+                ClientHandshake(""),
+                from_scheduler_decoder,
                 on_open=lambda link: closed.set_result("greeted"),
                 on_message=lambda link, message: None,
                 on_close=lambda link, reason: closed.set_result(reason),

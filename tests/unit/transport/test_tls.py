@@ -31,7 +31,7 @@ from cryptography.x509.oid import NameOID
 
 from covey.errors import CoveyError, ExitCode
 from covey.transport import tls
-from covey.transport.local_ca import make_authority, revoke
+from covey.transport.local_ca import make_authority, revoke_certificate
 
 NOW = datetime.now(UTC)
 LONG_AGO = NOW - timedelta(days=1000)
@@ -132,7 +132,7 @@ def files_of(folder: Path, **changes: str | int) -> tls.TlsFiles:
 
 def built(folder: Path, now: datetime = NOW, /, **changes: str | int) -> tls.TlsContexts:
     files = files_of(folder, **changes)
-    return tls.build(files, server_password=PASSWORD, client_password=PASSWORD, now=now)
+    return tls.build_contexts(files, server_password=PASSWORD, client_password=PASSWORD, now=now)
 
 
 def refusal(folder: Path, now: datetime = NOW, /, **changes: str | int) -> str:
@@ -160,7 +160,7 @@ def capped(context: ssl.SSLContext | None) -> ssl.SSLContext:
 
 def said(error: BaseException | None, *, connecting: bool) -> str:
     assert error is not None
-    return tls.explain(error, connecting=connecting)
+    return tls.explain_connection_error(error, connecting=connecting)
 
 
 def edit_config(folder: Path, **changes: object) -> Path:
@@ -227,7 +227,7 @@ def test_one_side_may_be_without_an_identity(folder: Path, meet: Meet) -> None:
 
 def test_a_revoked_client_is_refused(folder: Path, meet: Meet) -> None:
     client = built(folder, crl_path="").client
-    revoke(folder, folder / "client.p12", password=PASSWORD)
+    revoke_certificate(folder, folder / "client.p12", password=PASSWORD)
     server = built(folder, client_cert_path="").server
 
     meeting = meet(server, client)
@@ -243,7 +243,7 @@ def test_a_revoked_client_is_refused(folder: Path, meet: Meet) -> None:
 
 def test_a_revoked_server_is_refused(folder: Path, meet: Meet) -> None:
     server = built(folder, crl_path="").server
-    revoke(folder, folder / "server.p12", password=PASSWORD)
+    revoke_certificate(folder, folder / "server.p12", password=PASSWORD)
     client = built(folder, server_cert_path="").client
     meeting = meet(server, client)
     assert "its certificate is revoked" in said(meeting.client, connecting=True)
@@ -252,8 +252,8 @@ def test_a_revoked_server_is_refused(folder: Path, meet: Meet) -> None:
 
 def test_revoking_keeps_what_was_revoked_before(folder: Path, meet: Meet) -> None:
     everybody = built(folder, crl_path="")
-    revoke(folder, folder / "client.p12", password=PASSWORD)
-    revoke(folder, 4711, password=PASSWORD)
+    revoke_certificate(folder, folder / "client.p12", password=PASSWORD)
+    revoke_certificate(folder, 4711, password=PASSWORD)
     listed = x509.load_pem_x509_crl((folder / "crl.pem").read_bytes())
     assert {entry.serial_number for entry in listed} > {4711}
     assert len(listed) == 2
@@ -413,7 +413,7 @@ def told_by_alert(server: ssl.SSLContext | None, client: ssl.SSLContext | None) 
 
 def test_the_alert_of_a_revoked_certificate(folder: Path) -> None:
     client = built(folder, crl_path="").client
-    revoke(folder, folder / "client.p12", password=PASSWORD)
+    revoke_certificate(folder, folder / "client.p12", password=PASSWORD)
     server = built(folder, client_cert_path="").server
     assert "it refuses our certificate as revoked" in told_by_alert(server, client)
     assert "it refuses our certificate as revoked" in told_by_alert(server, capped(client))
@@ -447,7 +447,7 @@ def test_nobody_listens() -> None:
         address = listener.getsockname()
     with pytest.raises(OSError) as caught:
         asyncio.run(asyncio.wait_for(asyncio.open_connection(*address), 30))
-    assert tls.explain(caught.value, connecting=True) == "nobody listens there"
+    assert tls.explain_connection_error(caught.value, connecting=True) == "nobody listens there"
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_nobody_listens() -> None:
     ],
 )
 def test_network_errors_have_words(error: BaseException, sentence: str) -> None:
-    assert sentence in tls.explain(error, connecting=True)
+    assert sentence in tls.explain_connection_error(error, connecting=True)
 
 
 # -- what is refused at start ----------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def test_an_expired_revocation_list_is_refused_at_start(folder: Path) -> None:
 def test_a_wrong_password_names_its_side_and_not_itself(folder: Path, side: str) -> None:
     passwords = {"server_password": PASSWORD, "client_password": PASSWORD, f"{side}_password": "hunter2"}
     with pytest.raises(CoveyError) as caught:
-        tls.build(files_of(folder), **passwords, now=NOW)
+        tls.build_contexts(files_of(folder), **passwords, now=NOW)
     assert f"the {side} password is wrong" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert caught.value.exit_code is ExitCode.BAD_TLS
@@ -559,7 +559,7 @@ def test_a_certificate_without_its_key_is_refused(folder: Path) -> None:
 
 
 def test_an_own_certificate_that_is_revoked_is_refused(folder: Path) -> None:
-    revoke(folder, folder / "client.p12", password=PASSWORD)
+    revoke_certificate(folder, folder / "client.p12", password=PASSWORD)
     assert "client.p12 is revoked by" in refusal(folder)
 
 
@@ -596,7 +596,7 @@ def test_the_key_leaves_no_trace(folder: Path) -> None:
 
 
 def test_where_memory_has_no_paths_a_private_file_serves_and_goes() -> None:
-    with tls._as_file(b"content", in_memory=False) as path:
+    with tls._temporary_path(b"content", in_memory=False) as path:
         assert Path(path).read_bytes() == b"content"
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert not os.path.exists(path)
@@ -735,7 +735,7 @@ def test_revoking_needs_the_right_password_and_a_serial_number(folder: Path) -> 
     before = (folder / "crl.pem").read_bytes()
     for number in (0, 1 << 159):
         with pytest.raises(CoveyError, match="not a certificate's serial number"):
-            revoke(folder, number, password=PASSWORD)
+            revoke_certificate(folder, number, password=PASSWORD)
     with pytest.raises(CoveyError, match="does not open with the password given"):
-        revoke(folder, 1, password="hunter2")
+        revoke_certificate(folder, 1, password="hunter2")
     assert (folder / "crl.pem").read_bytes() == before

@@ -15,17 +15,17 @@ import pytest
 from covey.kubernetes import operator_metrics
 from covey.transport import connection as link
 from covey.transport import tls, token_server
-from covey.transport.connection import Link, Listener, connect
+from covey.transport.connection import Connection, Listener, connect
 from covey.transport.local_ca import make_authority
-from covey.transport.token_server import Callers
+from covey.transport.token_server import TokenServer
 
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> Callers:
-    monkeypatch.setattr(token_server, "STRANGERS_MAX", 2)
-    return Callers("127.0.0.1", lambda connection: connection.sendall(connection.recv(5)), "echo", first_s=WAIT_S)
+def echo(monkeypatch: pytest.MonkeyPatch) -> TokenServer:
+    monkeypatch.setattr(token_server, "UNAUTHENTICATED_MAX", 2)
+    return TokenServer("127.0.0.1", lambda connection: connection.sendall(connection.recv(5)), "echo", first_s=WAIT_S)
 
 
 def called(port: int, words: bytes = b"") -> socket.socket:
@@ -34,7 +34,7 @@ def called(port: int, words: bytes = b"") -> socket.socket:
     return found
 
 
-def test_who_knows_the_token_is_served_however_many_say_nothing(echo: Callers) -> None:
+def test_who_knows_the_token_is_served_however_many_say_nothing(echo: TokenServer) -> None:
     silent = [called(echo.port) for _ in range(6)]
     assert [sock.recv(1) for sock in silent[:4]] == [b""] * 4, "the oldest made room"
     with called(echo.port, echo.token.encode() + b"hello") as polite:
@@ -45,7 +45,7 @@ def test_who_knows_the_token_is_served_however_many_say_nothing(echo: Callers) -
         sock.close()
 
 
-def test_a_wrong_token_is_hung_up_on_and_one_in_drops_is_taken(echo: Callers) -> None:
+def test_a_wrong_token_is_hung_up_on_and_one_in_drops_is_taken(echo: TokenServer) -> None:
     with called(echo.port, b"x" * 32) as wrong, called(echo.port, echo.token.encode()[:7]) as slow:
         assert wrong.recv(1) == b""
         slow.sendall(echo.token.encode()[7:] + b"hello")
@@ -54,12 +54,12 @@ def test_a_wrong_token_is_hung_up_on_and_one_in_drops_is_taken(echo: Callers) ->
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_links_that_say_nothing_make_room(encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENT_MAX", 2)
+    monkeypatch.setattr(link, "UNAUTHENTICATED_MAX", 2)
     if not encrypted:
         return asyncio.run(_play(None, None))
     make_authority(tmp_path, names=["127.0.0.1"], password="word")
     files = tls.read_config(tmp_path / "config.json")
-    made = tls.build(files, server_password="word", client_password="word", now=datetime.now(UTC))
+    made = tls.build_contexts(files, server_password="word", client_password="word", now=datetime.now(UTC))
     return asyncio.run(_play(made.server, made.client))
 
 
@@ -77,8 +77,8 @@ async def _play(server: ssl.SSLContext | None, client: ssl.SSLContext | None) ->
         for reader, _ in silent[:2]:
             while await reader.read(100):  # its greeting; then it is hung up on
                 pass
-        assert [await lost.get() for _ in range(2)] == [link.CROWDED] * 2
-        meant: Link = await connect(where[0], where[1], "known", client, on_open=lambda link: opened.set(), **calls)
+        assert [await lost.get() for _ in range(2)] == [link.TOO_MANY_UNAUTHENTICATED] * 2
+        meant: Connection = await connect(where[0], where[1], "known", client, on_open=lambda link: opened.set(), **calls)
         await opened.wait()
     meant.close()
     for _, writer in silent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.worker.foreign_launchers import foreign, refusal
+from covey.worker.foreign_launchers import describe_refusal, find_foreign_rank
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
@@ -27,9 +27,9 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_P
     ],
 )
 def test_rank_of_another_launcher_is_found(environ: dict[str, str], said: str) -> None:
-    found = foreign(environ)
+    found = find_foreign_rank(environ)
     assert found is not None
-    assert refusal(found, "train.py").startswith(f"{said}, but covey.init() finds no covey scheduler to join: start ")
+    assert describe_refusal(found, "train.py").startswith(f"{said}, but covey.init() finds no covey scheduler to join: start ")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_rank_of_another_launcher_is_found(environ: dict[str, str], said: str) -
     ],
 )
 def test_world_of_one_is_not_refused(environ: dict[str, str]) -> None:
-    assert foreign(environ) is None
+    assert find_foreign_rank(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def test_world_of_one_is_not_refused(environ: dict[str, str]) -> None:
     ],
 )
 def test_refusal_names_the_command_to_use(environ: dict[str, str], command: str) -> None:
-    found = foreign(environ)
-    assert found is not None and command in refusal(found, "t.py")
+    found = find_foreign_rank(environ)
+    assert found is not None and command in describe_refusal(found, "t.py")

@@ -18,9 +18,9 @@ from typing import Final
 
 import msgspec
 
-from covey.agent.agent import Agent, AgentJob, Outcome
-from covey.agent.scheduler_supervisor import Schedulers
-from covey.agent.worker_environment import forget_place
+from covey.agent.agent import Agent, AgentJob, RunOutcome
+from covey.agent.scheduler_supervisor import SchedulerSupervisor
+from covey.agent.worker_environment import drop_cluster_variables
 from covey.cli.common import unreadable
 from covey.cli.run.display import Aside, Show, put
 from covey.cli.run.dry_run import describe
@@ -30,16 +30,16 @@ from covey.cli.run.options import help_text, parse
 from covey.cli.run.plan import RunPlan
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
-from covey.log import aside, configure, log, one_line
+from covey.log import configure_logging, escape_unprintable, log, log_in_thread
 from covey.runtime import credentials
-from covey.runtime.failure_report import failure_report
-from covey.runtime.host_identity import address_towards
-from covey.runtime.listeners import Sockets, bind_manage, manage_words
-from covey.runtime.node_runtime import Door
-from covey.scheduler.service import lease_store
+from covey.runtime.failure_report import describe_failure
+from covey.runtime.host_identity import local_address_for
+from covey.runtime.listeners import ListeningSockets, bind_management_port, describe_management_port
+from covey.runtime.node_runtime import SchedulerAddress
+from covey.scheduler.service import choose_lease_store
 from covey.settings import TABLE, Loaded, Settings, rendered, shown
-from covey.storage.journal import has_journal
-from covey.storage.tempdirs import Scratch
+from covey.storage.journal import has_resumable_journal
+from covey.storage.tempdirs import TempDirectory
 from covey.transport import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
@@ -51,7 +51,7 @@ SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to g
 
 def run(argv: list[str]) -> int:
     """The whole verb."""
-    forget_place(os.environ)
+    drop_cluster_variables(os.environ)
     plan = parse(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=gpu_count())
     if plan.help:
         print(help_text())
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
     log_dir = log_folder(plan)
     if not plan.join and DETACHED_VARIABLE not in os.environ:
         return _detach(argv, log_dir)
-    configure(plan.loaded.settings, "agent")
+    configure_logging(plan.loaded.settings, "agent")
     return asyncio.run(_run(plan, log_dir))
 
 
@@ -88,19 +88,19 @@ def log_folder(plan: RunPlan) -> Path:
 async def _run(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
-        undo.enter_context(aside())
+        undo.enter_context(log_in_thread())
         sockets = _listen(plan)
         if sockets is not None and "," in plan.master_host:
-            lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
+            choose_lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
         door, environ, guard = _door(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
         agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
         await agent.prepare()  # the template's imports are the longest part: begin with them
         host = _SchedulerHost(plan, agent, environ, log_dir)
         if sockets is not None:
-            folder = plan.recovery_path or undo.enter_context(contextlib.closing(Scratch("run"))).name
+            folder = plan.recovery_path or undo.enter_context(contextlib.closing(TempDirectory("run"))).name
             await host.start(sockets, folder)
-            begins = f"scheduler at {door.name}{manage_words(sockets, tls=guard.encrypts)}, logs in {log_dir}"
+            begins = f"scheduler at {door.name}{describe_management_port(sockets, tls=guard.uses_tls)}, logs in {log_dir}"
             _say(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
         show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
@@ -133,10 +133,10 @@ class _SchedulerHost:
         self._agent = agent
         self._environ = _scheduler_environment(plan, environ)
         self._log_path = log_dir / "scheduler.log"
-        self._schedulers: Schedulers | None = None
+        self._schedulers: SchedulerSupervisor | None = None
 
-    async def start(self, sockets: Sockets, folder: str) -> None:
-        self._schedulers = Schedulers(
+    async def start(self, sockets: ListeningSockets, folder: str) -> None:
+        self._schedulers = SchedulerSupervisor(
             1 + self._plan.loaded.settings.standbys,
             sockets,
             self._environ,
@@ -144,18 +144,18 @@ class _SchedulerHost:
             log_path=self._log_path,
             called=_called(self._plan)[:100].replace("/", "."),
             max_restarts=self._plan.max_restarts,
-            over=lambda: self._agent.over,
-            gave_up=lambda code, reason: self._agent.settle(Outcome(code, reason)),
+            over=lambda: self._agent.has_ended,
+            gave_up=lambda code, reason: self._agent.finish_run(RunOutcome(code, reason)),
         )
         await self._schedulers.start()
-        self._agent.keeps_scheduler = True
+        self._agent.hosts_scheduler = True
 
     async def stand_by(self) -> None:
         """If the scheduler that was joined dies, and could be this host's, go on from its journal. Whoever binds decides."""
         folder = Path(self._plan.or_join)
         while True:
             await asyncio.sleep(STAND_BY_S)
-            if not self._agent.cut_off or not has_journal(folder, self._plan.job):
+            if not self._agent.is_disconnected or not has_resumable_journal(folder, self._plan.job):
                 continue
             sockets = _listen(self._plan)
             if sockets is not None:
@@ -184,10 +184,10 @@ def is_text(text: str) -> bool:
 def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
     """A word of our own: for people, or as a line of JSON with its parts."""
     as_json = msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else ""
-    put(as_json or f"covey: {one_line(sentence)}", sys.stdout)
+    put(as_json or f"covey: {escape_unprintable(sentence)}", sys.stdout)
 
 
-def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
+def _report(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
     """Print how the run ended and return its exit code. `printed`: causes of exceptions whose traceback stdout shows."""
     code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
@@ -195,37 +195,37 @@ def _report(plan: RunPlan, outcome: Outcome, interrupted: list[int], printed: se
         return 0
     if plan.as_json:
         _say(plan, f"the run ended: {outcome.reason}", code=code)
-    put(f"covey: the run ended: {one_line(outcome.reason)}", sys.stderr)
+    put(f"covey: the run ended: {escape_unprintable(outcome.reason)}", sys.stderr)
     if outcome.failure is not None:
         error = outcome.failure.error
         above = error is not None and error.cause in printed and os.path.sameopenfile(1, 2)
-        put("\n".join(failure_report(outcome.failure, traceback_is_above=above)), sys.stderr)
+        put("\n".join(describe_failure(outcome.failure, traceback_is_above=above)), sys.stderr)
     return code
 
 
-def _listen(plan: RunPlan) -> Sockets | None:
+def _listen(plan: RunPlan) -> ListeningSockets | None:
     """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
     if plan.loaded.settings.role is Role.WORKER or not plan.local:
         return None  # MS_ROLE says so: a pod of workers, with the scheduler in another; or only spares run here
-    addresses = address.several(plan.master_host, plan.master_port)
+    addresses = address.split_list(plan.master_host, plan.master_port)
     for number, (host, port) in enumerate(addresses, start=1):
         try:
             cluster = address.listen(host, port, "--master")
         except UsageError as error:
-            local = not isinstance(error, address.NotLocal)
+            local = not isinstance(error, address.AddressNotLocal)
             if (plan.alone and not plan.or_join and number == len(addresses)) or (
                 local and error.exit_code is not ExitCode.PORT_IN_USE
             ):
                 raise
             continue  # another host's, or another agent's on this host: if it is not covey that answers, joining will say so
-        return Sockets(cluster, bind_manage(plan.manage_port, host, strict=plan.manage_port > 0))
+        return ListeningSockets(cluster, bind_management_port(plan.manage_port, host, strict=plan.manage_port > 0))
     return None
 
 
-def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str], credentials.Security]:
+def _door(plan: RunPlan, sockets: ListeningSockets | None) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
     """How this host's processes reach the scheduler, and the environment they start from."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
-    (host, port), *others = address.several(plan.master_host, plan.master_port)
+    (host, port), *others = address.split_list(plan.master_host, plan.master_port)
     if sockets is not None and not others:
         port = int(sockets.cluster[0].getsockname()[1])
     environ = {name: value for name, value in os.environ.items() if name != DETACHED_VARIABLE}
@@ -235,20 +235,20 @@ def _door(plan: RunPlan, sockets: Sockets | None) -> tuple[Door, dict[str, str],
         settings = _with_passwords(settings)
         environ["COVEY_TLS_SERVER_PASSWORD"] = settings.tls_server_password
         environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
-    guard = credentials.find(settings, reaches=host)
+    guard = credentials.load_credentials(settings, reaches=host)
     if sockets is not None and settings.tls_config:
-        credentials.find(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
+        credentials.load_credentials(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
     secret = guard.secret
     if not secret and sockets is not None and plan.alone:
         secret = secrets.token_hex(16)  # for this run's own processes
-    insist = bool(secret) and (guard.configured or (sockets is not None and not others))
+    insist = bool(secret) and (guard.secret_configured or (sockets is not None and not others))
     if secret and (insist or sockets is not None or not address.is_loopback(host)):
         environ["COVEY_SECRET"] = secret  # else it is the user's own, which a scheduler on loopback need not require
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
     if plan.rank_table_file:
         environ["RANK_TABLE_FILE"] = plan.rank_table_file
-    return Door(host, port, secret, insist, guard.client, tuple(others)), environ, guard
+    return SchedulerAddress(host, port, secret, insist, guard.client_context, tuple(others)), environ, guard
 
 
 def given_by_options(loaded: Loaded) -> dict[str, str]:
@@ -307,7 +307,7 @@ def _agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
 def _log_name(plan: RunPlan) -> str:
     """--worker_log_name with its places filled in."""
     name = plan.worker_log_name.replace("{hostname}", socket.gethostname())
-    return name.replace("{ip}", address_towards(address.bare(plan.master_host))) if "{ip}" in name else name
+    return name.replace("{ip}", local_address_for(address.strip_brackets(plan.master_host))) if "{ip}" in name else name
 
 
 def imports_of(plan: RunPlan) -> list[str]:
@@ -347,12 +347,12 @@ def _take_signals(agent: Agent, show: Aside) -> list[int]:
     def on(number: int) -> None:
         seen.append(number)
         if len(seen) > 1:
-            agent.abandon()
+            agent.kill_all()
         elif number == signal.SIGINT:
             show.say("ending in order; Ctrl-C again ends at once")
-            agent.stop("interrupted by Ctrl-C")
+            agent.stop_cluster("interrupted by Ctrl-C")
         else:
-            agent.leave(number)
+            agent.drain_host(number)
 
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

@@ -18,8 +18,8 @@ from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Outcome
 from covey.core.types import NodeState, Phase, Role
 from covey.errors import PeerError
-from covey.log import one_line
-from covey.runtime.node_runtime import Door
+from covey.log import escape_unprintable
+from covey.runtime.node_runtime import SchedulerAddress
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -40,7 +40,7 @@ class LineFilter(Protocol):
 class Show:
     """Follows a cluster until it is closed."""
 
-    def __init__(self, door: Door, *, live: bool, as_json: bool = False, patience_s: float = math.inf) -> None:
+    def __init__(self, door: SchedulerAddress, *, live: bool, as_json: bool = False, patience_s: float = math.inf) -> None:
         self._door = door
         self._patience_s = patience_s
         self._terminal = live and not as_json and sys.stdout.isatty()
@@ -88,7 +88,7 @@ class Show:
 
     def say(self, text: str) -> None:
         """A word of covey's own."""
-        self._line(msgspec.json.encode({"message": text}).decode() if self._json else f"covey: {one_line(text)}")
+        self._line(msgspec.json.encode({"message": text}).decode() if self._json else f"covey: {escape_unprintable(text)}")
 
     def _echo(self, rank: int, prefix: str, text: str) -> None:
         """A line that a rank printed; of a progress bar, what is left of it."""
@@ -203,7 +203,7 @@ def hush(stream: TextIO) -> None:
 
 def heading(view: ClusterView) -> str:
     """The cluster in one line."""
-    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {one_line(view.headline)}"
+    return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {escape_unprintable(view.headline)}"
 
 
 def drawing(view: ClusterView, rows: int) -> Group:
@@ -243,10 +243,10 @@ def row(node: NodeView) -> list[str]:
     return [
         str(node.rank) if node.rank >= 0 else "-",
         node.role,
-        one_line(node.host),
+        escape_unprintable(node.host),
         node.state,
         str(node.step) if node.step >= 0 else "-",
-        one_line(node.phase or "-") + (f", {node.straggles:.1f} x the usual time" if node.straggles else ""),
+        escape_unprintable(node.phase or "-") + (f", {node.straggles:.1f} x the usual time" if node.straggles else ""),
         f"{node.beat_age_s:.1f} s" if node.beat_age_s >= 0 else "-",
         str(node.restarts),
     ]

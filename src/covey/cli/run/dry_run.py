@@ -68,7 +68,7 @@ def _workers(plan: RunPlan) -> list[str]:
 
 
 def _scheduler(plan: RunPlan) -> str:
-    found = address.several(plan.master_host, plan.master_port)
+    found = address.split_list(plan.master_host, plan.master_port)
     at = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port or '(a free port)'}" for host, port in found)
     where = "started here" if plan.alone else "started by the host that has this address"
     where = "started by the hosts that have these addresses" if "," in plan.master_host else where

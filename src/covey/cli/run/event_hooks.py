@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.agent.agent import Outcome as RunOutcome
+from covey.agent.agent import RunOutcome as RunOutcome
 from covey.cli.scheduler_client import follow_story
 from covey.core.event_log import Event
 from covey.core.incidents import Outcome
 from covey.core.plurals import count_noun
 from covey.errors import CoveyError
 from covey.log import log
-from covey.runtime.node_runtime import Door
+from covey.runtime.node_runtime import SchedulerAddress
 
 WAITING_MAX: Final = 1000  # events that wait for the hook
 HOOK_S: Final = 10.0  # how long one call may take
@@ -50,7 +50,7 @@ class Notice(msgspec.Struct, frozen=True):
 class Notifier:
     """One per run. `open` and `close` it around the run."""
 
-    def __init__(self, hook: str, door: Door, job: str) -> None:
+    def __init__(self, hook: str, door: SchedulerAddress, job: str) -> None:
         self._hook = hook
         self._door = door
         self._job = job

@@ -74,7 +74,7 @@ def _endpoint(text: str) -> tuple[str, int]:
         found_all = [_endpoint(one.strip()) for one in text.split(",")]
         if not all(port for _, port in found_all):
             raise ValueError(text)
-        return ",".join(address.join(host, port) for host, port in found_all), found_all[0][1]
+        return ",".join(address.join_host_port(host, port) for host, port in found_all), found_all[0][1]
     found = re.fullmatch(r"(\[[^][]*\]|[^][:]+)(?::([0-9]+))?", text)
     if not found:
         raise ValueError(text)

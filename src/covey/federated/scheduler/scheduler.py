@@ -29,10 +29,10 @@ from covey.core.types import Phase, Role
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.server.model_store import write_file
 from covey.log import log
-from covey.runtime.credentials import Security
-from covey.runtime.event_stream import Storyteller
-from covey.runtime.view_stream import Followers
-from covey.transport.connection import Link, Listener
+from covey.runtime.credentials import Credentials
+from covey.runtime.event_stream import EventStream
+from covey.runtime.view_stream import ViewStream
+from covey.transport.connection import Connection, Listener
 from covey.wall_clock import wall
 
 TICK_S: Final = 0.05
@@ -64,24 +64,24 @@ class Scheduler:
         self._address = address
         self._manage_port = manage_port
         self._started_at = wall()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, Connection] = {}
         self._last_link = 0
         self._ended: asyncio.Future[EndCluster] | None = None
         self._wishes: deque[FederationEffect] = deque()  # those that wait for the disk
         self._again: asyncio.TimerHandle | None = None
         self._stuck = ""  # why the disk refuses
-        self._followers = Followers(self.view)
-        self._teller = Storyteller()
+        self._followers = ViewStream(self.view)
+        self._teller = EventStream()
         self._noted = rounds.round
         self._done: list[dict[str, float | None]] = []
         self._updates = 0  # counted by rounds that are done, in this life
 
-    async def run(self, sockets: list[socket.socket], guard: Security) -> int:
+    async def run(self, sockets: list[socket.socket], guard: Credentials) -> int:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
-        listener = Listener(sockets, guard.secret, guard.server, decoder=_decoder, **calls)
+        listener = Listener(sockets, guard.secret, guard.server_context, decoder=_decoder, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
         try:
@@ -100,26 +100,26 @@ class Scheduler:
 
     # -- facts in, wishes out ----------------------------------------------------------------------------------------
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, link: Connection) -> None:
         self._last_link += 1
         link.id = self._last_link
         self._links[link.id] = link
 
-    def _heard(self, link: Link, message: Message) -> None:
+    def _heard(self, link: Connection, message: Message) -> None:
         if isinstance(message, ViewRequest):
-            self._followers.answer(link, message)
+            self._followers.handle_view_request(link, message)
         elif isinstance(message, EventsRequest):
-            self._teller.answer(link, message)
+            self._teller.handle_events_request(link, message)
         else:
             self.carry(self.rounds.step(MessageReceived(message, link.id), asyncio.get_running_loop().time()))
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _closed(self, link: Connection, reason: str) -> None:
         if not link.id:
-            log.warning("a connection from %s was turned away: %s", link.peer, reason)
+            log.warning("a connection from %s was turned away: %s", link.peer_address, reason)
             return
         del self._links[link.id]
-        self._followers.gone(link)
-        self._teller.gone(link)
+        self._followers.remove_subscriber(link)
+        self._teller.remove_subscriber(link)
         if self._ended is not None and self._ended.done():
             return  # everyone was told to go: nobody's log is to be taken over
         self.carry(self.rounds.step(ConnectionLost(reason, link.id), asyncio.get_running_loop().time()))
@@ -155,9 +155,9 @@ class Scheduler:
             self._wishes.popleft()
             self._carry_out(wish)
         self._note_rounds()
-        self._teller.tell_on()
+        self._teller.notify_subscribers()
         if kept:
-            self._followers.tell()
+            self._followers.notify_subscribers()
 
     def _carry_out(self, wish: FederationEffect) -> None:
         if isinstance(wish, Send):
@@ -169,7 +169,7 @@ class Scheduler:
             if link is not None:
                 link.close()
         elif isinstance(wish, PublishEvent):
-            self._teller.note(wish)
+            self._teller.append_event(wish)
         elif isinstance(wish, EndCluster) and self._ended is not None and not self._ended.done():
             self._ended.set_result(wish)
 
@@ -201,9 +201,9 @@ class Scheduler:
             self._ended.set_result(EndCluster(0, reason))
 
     @property
-    def story(self) -> EventLog:
+    def event_log(self) -> EventLog:
         """What happened so far."""
-        return self._teller.story
+        return self._teller.event_log
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -228,7 +228,7 @@ class Scheduler:
             **hyper(plan),
         }
 
-    def about(self) -> dict[str, Any]:
+    def console_details(self) -> dict[str, Any]:
         """What the console shows besides."""
         refused: Counter[str] = Counter()
         load = {}

@@ -14,9 +14,9 @@ from covey.core.federated.messages import ServerHeartbeat, ToServer
 from covey.core.messages import Message
 from covey.errors import ExitCode, PeerError
 from covey.log import log
-from covey.runtime.credentials import Security
-from covey.transport.address import join
-from covey.transport.connection import Link, connect
+from covey.runtime.credentials import Credentials
+from covey.transport.address import join_host_port
+from covey.transport.connection import Connection, connect
 
 RECONNECT_S: Final = (0.05, 0.5)
 FIRST_S: Final = 900.0  # servers may be started before their scheduler: as long as it waits for them
@@ -29,7 +29,7 @@ class Upstream:
     def __init__(
         self,
         scheduler: tuple[str, int],
-        guard: Security,
+        guard: Credentials,
         patience_s: float,
         *,
         opened: Callable[[], None],
@@ -43,7 +43,7 @@ class Upstream:
         self._opened = opened
         self._heard = heard
         self._end = end
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self._lost_at = time.monotonic()
         self.vouched_at = -math.inf  # the scheduler took this server for alive at this time or later
 
@@ -73,11 +73,13 @@ class Upstream:
             }
             try:
                 guard = self._guard
-                link = await connect(host, port, guard.secret, guard.client, insist=guard.configured, decoder=_decoder, **calls)
+                link = await connect(
+                    host, port, guard.secret, guard.client_context, insist=guard.secret_configured, decoder=_decoder, **calls
+                )
                 reason = await over
-                if link.refused:
+                if link.peer_requires_no_secret:
                     return self._end(ExitCode.REFUSED, reason)
-                if link.turned_away:
+                if link.refused_by_peer:
                     return self._end(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
                 wait = RECONNECT_S[0] if self._link is not None else wait
             except PeerError as error:
@@ -87,7 +89,9 @@ class Upstream:
                 log.warning("the scheduler is out of reach (%s); devices are served on", reason)
             elif wait == RECONNECT_S[1] and not waiting:
                 waiting = True
-                log.warning("the scheduler at %s cannot be reached yet (%s); it is called again", join(host, port), reason)
+                log.warning(
+                    "the scheduler at %s cannot be reached yet (%s); it is called again", join_host_port(host, port), reason
+                )
             patience_s, word = (self._patience_s, "come back") if self._met else (FIRST_S, "come")
             if 0 <= patience_s < time.monotonic() - self._lost_at:
                 sentence = f"the scheduler did not {word} within {patience_s:g} s ({reason})"
@@ -95,12 +99,12 @@ class Upstream:
             await asyncio.sleep(wait)
             wait = min(2 * wait, RECONNECT_S[1])
 
-    def _on_open(self, link: Link) -> None:
+    def _on_open(self, link: Connection) -> None:
         self._link, self._met = link, True
         self._opened()
         self.beat()
 
-    def _on_message(self, link: Link, message: Message) -> None:
+    def _on_message(self, link: Connection, message: Message) -> None:
         if link is not self._link:
             return
         if isinstance(message, ServerHeartbeat):

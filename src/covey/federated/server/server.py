@@ -50,7 +50,7 @@ from covey.federated.server.update_handler import Intake
 from covey.federated.server.update_replication import Safekeeping
 from covey.federated.strategies import Strategy
 from covey.log import log
-from covey.runtime.credentials import Security
+from covey.runtime.credentials import Credentials
 
 BEAT_S: Final = 1.0
 TICK_S: Final = 0.05
@@ -86,7 +86,7 @@ class Server:
     def __init__(
         self,
         settings: ServerSettings,
-        guard: Security,
+        guard: Credentials,
         layout: Layout,
         values: Floats,
         strategy: Strategy,
@@ -127,7 +127,7 @@ class Server:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         await self._peers.open(peer)
-        await self.devices.open(http, self._guard.server)
+        await self.devices.open(http, self._guard.server_context)
         tasks = [loop.create_task(self._upstream.keep()), loop.create_task(self._tick())]
         try:
             return await self._ended

@@ -22,9 +22,9 @@ from covey.core.federated.messages import (
 from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.log import log
-from covey.runtime.credentials import Security
+from covey.runtime.credentials import Credentials
 from covey.transport import address
-from covey.transport.connection import Link, Listener, connect
+from covey.transport.connection import Connection, Listener, connect
 
 PIECE_MAX: Final = 4 * 1024 * 1024
 COPIES_MAX: Final = 8  # records on their way at once: a link that holds more than it can send is cut
@@ -40,7 +40,7 @@ class Peers:
 
     def __init__(
         self,
-        guard: Security,
+        guard: Credentials,
         *,
         heard: Callable[[str, Message], None],
         reached: Callable[[str], None],
@@ -54,7 +54,7 @@ class Peers:
         self._copy = copy
         self._me = ""
         self._members: dict[str, ServerInfo] = {}
-        self._links: dict[str, Link] = {}  # called by us, greeted
+        self._links: dict[str, Connection] = {}  # called by us, greeted
         self._callers: dict[int, str] = {}  # by the identity of a link: who called
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._pieces: dict[tuple[str, str, int, int], asyncio.Future[Chunk]] = {}
@@ -70,7 +70,7 @@ class Peers:
         self._listener = Listener(
             sockets,
             self._guard.secret,
-            self._guard.server,
+            self._guard.server_context,
             decoder=_decoder,
             on_open=lambda link: None,
             on_message=self._from_caller,
@@ -168,7 +168,7 @@ class Peers:
         finally:
             self._pieces.pop(key, None)
 
-    async def _linked(self, node_id: str) -> Link:
+    async def _linked(self, node_id: str) -> Connection:
         for _ in range(20):
             if node_id in self._links:
                 return self._links[node_id]
@@ -182,13 +182,13 @@ class Peers:
         raise PeerError(f"server {node_id} cannot be reached")
 
     async def _call(self, node_id: str) -> None:
-        host, port = address.split(self._members[node_id].peer_address)
-        opened: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        host, port = address.split_host_port(self._members[node_id].peer_address)
+        opened: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
-        def closed(link: Link, reason: str) -> None:
+        def closed(link: Connection, reason: str) -> None:
             if not opened.done():
                 opened.set_exception(PeerError(reason))
-            if link.refused and self._refused.get(node_id) != reason:
+            if link.peer_requires_no_secret and self._refused.get(node_id) != reason:
                 self._refused[node_id] = reason
                 log.warning("server %s is not used as a peer: %s", node_id, reason)
             self._lost(node_id, link, reason)
@@ -198,8 +198,8 @@ class Peers:
                 host,
                 port,
                 self._guard.secret,
-                self._guard.client,
-                insist=self._guard.configured,
+                self._guard.client_context,
+                insist=self._guard.secret_configured,
                 role="server",
                 decoder=_decoder,
                 on_open=lambda link: None if opened.done() else opened.set_result(link),
@@ -213,7 +213,7 @@ class Peers:
         self._links[node_id] = link
         self._reached(node_id)
 
-    def _lost(self, node_id: str, link: Link, reason: str) -> None:
+    def _lost(self, node_id: str, link: Connection, reason: str) -> None:
         if self._links.get(node_id) is link:
             del self._links[node_id]
         error = PeerError(f"server {node_id} went away ({reason})")
@@ -236,11 +236,11 @@ class Peers:
             if copied is not None and not copied.done():
                 copied.set_result(None)
 
-    def _caller_gone(self, link: Link, reason: str) -> None:
+    def _caller_gone(self, link: Connection, reason: str) -> None:
         self._callers.pop(id(link), None)
         self._partial.pop(id(link), None)
 
-    def _kept(self, link: Link, caller: str, message: ReplicateUpdate) -> None:
+    def _kept(self, link: Connection, caller: str, message: ReplicateUpdate) -> None:
         """Keep a copy once it is whole."""
         if message.offset or message.remaining_bytes:
             whole = self._partial.pop(id(link), bytearray()) if message.offset else bytearray()
@@ -253,7 +253,7 @@ class Peers:
             message = msgspec.structs.replace(message, record=bytes(whole))
         self._copy(caller, message)
 
-    def _from_caller(self, link: Link, message: Message) -> None:
+    def _from_caller(self, link: Connection, message: Message) -> None:
         if isinstance(message, PeerHello):
             self._callers[id(link)] = message.node_id
             return

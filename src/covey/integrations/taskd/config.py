@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec
 import msgspec
 
 from covey.errors import CoveyError, UsageError
-from covey.log import configure, log
+from covey.log import configure_logging, log
 from covey.settings import HOST, NODES_MAX, Loaded, Settings, load, shown
 from covey.transport import address
 
@@ -41,7 +41,7 @@ def answers(call: Callable[Given, None]) -> Callable[Given, bool]:
 def speak() -> None:
     """See that a sentence reaches somebody, in a program that has not set up covey's log."""
     if not log.handlers:
-        configure(Settings(), "taskd")
+        configure_logging(Settings(), "taskd")
 
 
 def judge(config: object, kinds: Mapping[str, Callable[[object], str]]) -> dict[str, Any]:
@@ -99,13 +99,13 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        return address.join(self.host, self.port)
+        return address.join_host_port(self.host, self.port)
 
 
 def place(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> Place:
     """Where manager and agents meet. `endpoint` is a host that a launcher was told, which may be no more than "here"."""
     if settings.sched_host and settings.sched_port:
-        (host, port), *others = address.several(settings.sched_host, settings.sched_port)
+        (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
         return Place(host, port, GIVEN, tuple(others))
     if endpoint and not address.is_loopback(endpoint):
         return Place(endpoint, settings.taskd_port, "--rdzv-endpoint")

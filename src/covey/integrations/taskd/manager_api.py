@@ -30,16 +30,16 @@ from covey.integrations.taskd.config import (
     switch,
     text,
 )
-from covey.log import configure, log
+from covey.log import configure_logging, log
 from covey.runtime import credentials
-from covey.runtime.listeners import Sockets, bind
-from covey.runtime.node_runtime import Door
-from covey.scheduler.main import serve
-from covey.scheduler.service import Kept
+from covey.runtime.listeners import ListeningSockets, bind_scheduler_ports
+from covey.runtime.node_runtime import SchedulerAddress
+from covey.scheduler.main import run_scheduler
+from covey.scheduler.service import SchedulerHandoff
 from covey.settings import NODES_MAX, Given, Loaded, Settings, load
 from covey.storage import cluster_registry
-from covey.storage.journal import has_journal
-from covey.transport.connection import NobodyListens, connect
+from covey.storage.journal import has_resumable_journal
+from covey.transport.connection import NoListenerError, connect
 from covey.transport.handshake import SecretNotRequired
 
 CALL: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
@@ -77,7 +77,7 @@ def start_taskd_manager() -> None:
     wanted = _ready.pop()
     settings = wanted.settings
     where = place(settings, os.environ)
-    configure(settings, "scheduler")
+    configure_logging(settings, "scheduler")
     while True:
         sockets, why = _bind(wanted, where)
         if sockets is not None:
@@ -87,13 +87,13 @@ def start_taskd_manager() -> None:
         log.warning("the manager at %s is gone: this one goes on in its place, from its journal", where.name)
 
 
-def _bind(wanted: Loaded, where: Place) -> tuple[Sockets | None, str]:
+def _bind(wanted: Loaded, where: Place) -> tuple[ListeningSockets | None, str]:
     """The manager's sockets; or none, and why another decides."""
     if where.given:
         return None, "MS_SCHED_HOST and MS_SCHED_PORT say that it is there"
     try:
         manage_given = wanted.origins["manage_port"] != "default"
-        return bind(at(wanted.settings, where), manage_given=manage_given, what=where.said_by), ""
+        return bind_scheduler_ports(at(wanted.settings, where), manage_given=manage_given, what=where.said_by), ""
     except UsageError as error:
         if error.exit_code != ExitCode.PORT_IN_USE:
             raise
@@ -121,16 +121,16 @@ def settle(config: dict[str, Any]) -> Loaded:
     return load(os.environ, flags=flags)
 
 
-def _decide(wanted: Loaded, where: Place, sockets: Sockets) -> None:
+def _decide(wanted: Loaded, where: Place, sockets: ListeningSockets) -> None:
     # Workers that torchrun itself starts again may come back; an agent may only where MS_ENABLE_RECOVERY says so.
     settings = msgspec.structs.replace(at(wanted.settings, where), recovery=True)
-    kept = Kept(
-        sockets=([], []),
-        journal=str(journal_folder(settings, os.environ)),
+    kept = SchedulerHandoff(
+        socket_fds=([], []),
+        journal_folder=str(journal_folder(settings, os.environ)),
         max_restarts=DEFAULT_MAX_RESTARTS,
         agents_return=wanted.settings.recovery,
     )
-    code = serve(Loaded(settings, wanted.origins), sockets=sockets, kept=kept)
+    code = run_scheduler(Loaded(settings, wanted.origins), sockets=sockets, kept=kept)
     if code:
         raise CoveyError(f"the job {settings.job} ended with code {code}", code)
 
@@ -150,8 +150,8 @@ async def _watch(where: Place, settings: Settings, why: str) -> bool:
             raise
         except PeerError as error:
             turn += 1
-            left = has_journal(journal_folder(settings, os.environ), settings.job)
-            if heard and isinstance(error, NobodyListens) and not where.given and left:
+            left = has_resumable_journal(journal_folder(settings, os.environ), settings.job)
+            if heard and isinstance(error, NoListenerError) and not where.given and left:
                 return False
             if loop.time() > limit:
                 raise PeerError(f"no covey scheduler answers at {where.name} ({error}); {why}", ExitCode.UNREACHABLE) from None
@@ -168,18 +168,18 @@ def _patience(seconds: float) -> float:
     return seconds if seconds > 0 else float("inf")
 
 
-def _door(where: Place, settings: Settings) -> Door:
+def _door(where: Place, settings: Settings) -> SchedulerAddress:
     """How to get in: by what a scheduler of this user on this host has left for us, else by the settings."""
-    known = next((entry for entry in cluster_registry.running() if entry.address == where.name), None)
+    known = next((entry for entry in cluster_registry.running_clusters() if entry.address == where.name), None)
     if known is not None:
         settings = msgspec.structs.replace(
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
         )
-    guard = credentials.find(settings, reaches=where.host)
-    return Door(where.host, where.port, guard.secret, guard.configured, guard.client, where.others)
+    guard = credentials.load_credentials(settings, reaches=where.host)
+    return SchedulerAddress(where.host, where.port, guard.secret, guard.secret_configured, guard.client_context, where.others)
 
 
-async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterView:
+async def _follow(door: SchedulerAddress, turn: int, job: str, *, first: bool) -> ClusterView:
     """The last view before the scheduler, or the standby whose turn it is, fell silent. Raises PeerError if there was none, and
     UsageError if it is the scheduler of another job."""
     host, port = door.addresses[turn % len(door.addresses)]
@@ -207,8 +207,8 @@ async def _follow(door: Door, turn: int, job: str, *, first: bool) -> ClusterVie
         host,
         port,
         door.secret,
-        door.context,
-        insist=door.insist,
+        door.ssl_context,
+        insist=door.secret_required,
         on_open=lambda link: link.send(ViewRequest(follow=True)),
         on_message=hear,
         on_close=end,

@@ -91,7 +91,7 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
             raise CannotTakeOver(f"covey has no {wish}")
     told = load(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
-    where = place(told, environ, address.bare(endpoint))
+    where = place(told, environ, address.strip_brackets(endpoint))
     job = told.job if where.given else environ.get(JOB_VARIABLE) or told.job  # a manager has its job's name from there, too
     settings = msgspec.structs.replace(told, job=job)
     hosts = f"{config.min_nodes}:{config.max_nodes}" if config.max_nodes > config.min_nodes else config.min_nodes

@@ -21,10 +21,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from covey.errors import StoreError, UsageError
-from covey.training.checkpoint.files import UnusableError, manifest_of, publish, state_of, steps, why, write_aside
+from covey.training.checkpoint.files import (
+    UnusableCheckpointError,
+    commit_files,
+    describe_error,
+    list_steps,
+    read_manifest,
+    read_state,
+    write_temporary_files,
+)
 
-DUMP: Final = "dump"  # the prefix of a dying gasp
-KEEP_LEAST: Final = 2
+DUMP_PREFIX: Final = "dump"  # the prefix of a dying gasp
+KEEP_MIN: Final = 2
 
 log = logging.getLogger("covey")
 
@@ -35,9 +43,9 @@ class Checkpoint:
     def __init__(
         self, folder: str | os.PathLike[str] = "ckpt_of_rank", *, every: int = 100, keep: int = 5, prefix: str = "train"
     ) -> None:
-        if not _whole(every) or every < 1:
+        if not _is_int(every) or every < 1:
             raise UsageError(f"Checkpoint(every={every!r}) is not possible: give a number of steps, 1 or more")
-        if not _whole(keep) or keep < KEEP_LEAST:
+        if not _is_int(keep) or keep < KEEP_MIN:
             raise UsageError(
                 f"Checkpoint(keep={keep!r}) is not possible: 2 is the least, because when the newest checkpoint turns out to be"
                 " damaged there must be one before it to go back to"
@@ -46,7 +54,7 @@ class Checkpoint:
             raise UsageError(f"Checkpoint(prefix={prefix!r}) is not possible: it begins file names; use letters, digits, _ . -")
         self.folder = Path(folder)
         self.every, self.keep, self.prefix = every, keep, prefix
-        self.confirm: Callable[[], None] = lambda: None  # called before a checkpoint appears; returns if it still may
+        self.before_commit: Callable[[], None] = lambda: None  # called before a checkpoint appears; returns if it still may
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step` committed steps."""
@@ -58,35 +66,37 @@ class Checkpoint:
         try:
             self._prune(path.parent, step)
         except OSError as error:  # this one counts all the same
-            log.warning("old checkpoints cannot be removed from %s (%s): make it writable", path.parent, why(error))
+            log.warning("old checkpoints cannot be removed from %s (%s): make it writable", path.parent, describe_error(error))
         return path
 
     def dump(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
         """A dying gasp: the same between two regular ones. A restart resumes from it too. The `keep` newest are left."""
-        path = self._write(DUMP, step, state, rank, world, generation)
-        mine = sorted((s for s in steps(path.parent, DUMP) if s <= step and self._is_mine(path.parent, s)), reverse=True)
+        path = self._write(DUMP_PREFIX, step, state, rank, world, generation)
+        mine = sorted(
+            (s for s in list_steps(path.parent, DUMP_PREFIX) if s <= step and self._is_own_dump(path.parent, s)), reverse=True
+        )
         try:
             for old in mine[self.keep :]:
                 for ending in (".json", ".safetensors"):
-                    (path.parent / f"{DUMP}-{old}{ending}").unlink(missing_ok=True)
+                    (path.parent / f"{DUMP_PREFIX}-{old}{ending}").unlink(missing_ok=True)
         except OSError as error:  # this one counts all the same
-            log.warning("old dumps cannot be removed from %s: %s", path.parent, why(error))
+            log.warning("old dumps cannot be removed from %s: %s", path.parent, describe_error(error))
         return path
 
     def available(self) -> list[int]:
         """The steps of which any rank has a checkpoint or a dump, newest first, whole or not."""
         found: set[int] = set()
-        for folder in self._folders():
-            for prefix in (self.prefix, DUMP):
-                found.update(steps(folder, prefix))
+        for folder in self._rank_folders():
+            for prefix in (self.prefix, DUMP_PREFIX):
+                found.update(list_steps(folder, prefix))
         return sorted(found, reverse=True)
 
     def newest_step(self) -> int | None:
         """The newest step of which any rank has a copy that is whole as far as its manifest tells: no tensor is read."""
         for step in self.available():
-            for path in self._copies(step, rank=0):
-                with contextlib.suppress(UnusableError, OSError):
-                    manifest, size = manifest_of(path), path.with_suffix(".safetensors").stat().st_size
+            for path in self._manifest_paths(step, rank=0):
+                with contextlib.suppress(UnusableCheckpointError, OSError):
+                    manifest, size = read_manifest(path), path.with_suffix(".safetensors").stat().st_size
                     if (manifest.step, manifest.prefix, manifest.size) == (step, self.prefix, size):
                         return step
         return None
@@ -97,10 +107,10 @@ class Checkpoint:
 
     def copies(self, step: int, *, rank: int) -> Iterator[Any]:
         """The state of a step as each rank wrote it, where it is whole; this rank's own first."""
-        for manifest in self._copies(step, rank):
+        for manifest in self._manifest_paths(step, rank):
             try:
-                yield self._read(manifest, step)
-            except UnusableError as unusable:
+                yield self._read_state(manifest, step)
+            except UnusableCheckpointError as unusable:
                 log.warning("a checkpoint of step %d is skipped: %s", step, unusable)
 
     def newest(self, *, rank: int, before: int | None = None) -> tuple[int, Any] | None:
@@ -118,12 +128,13 @@ class Checkpoint:
         folder = self.folder / str(rank)
         aside = folder / f".{self.prefix}-{step}.{os.getpid()}"
         try:
-            write_aside(aside, state, prefix=self.prefix, step=step, world=world, generation=generation)
-            self.confirm()
-            return publish(aside, folder / f"{prefix}-{step}")
+            write_temporary_files(aside, state, prefix=self.prefix, step=step, world=world, generation=generation)
+            self.before_commit()
+            return commit_files(aside, folder / f"{prefix}-{step}")
         except OSError as error:
             raise StoreError(
-                f"the checkpoint of step {step} cannot be written to {folder} ({why(error)}): free the disk or make it writable"
+                f"the checkpoint of step {step} cannot be written to {folder} ({describe_error(error)}): free the "
+                "disk or make it writable"
             ) from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # what cannot be removed now is removed after a later checkpoint
@@ -133,45 +144,45 @@ class Checkpoint:
         for entry in folder.iterdir():
             if re.fullmatch(rf"\.{re.escape(self.prefix)}-\d+\.\d+", entry.name):
                 shutil.rmtree(entry, ignore_errors=True)  # its writer may live, cut off, and be removing it itself
-        kept = sorted((s for s in steps(folder, self.prefix) if s <= step), reverse=True)[: self.keep]
+        kept = sorted((s for s in list_steps(folder, self.prefix) if s <= step), reverse=True)[: self.keep]
         if len(kept) < self.keep:
             return
         for ending in (".json", ".safetensors"):  # the manifest first: what has one must be whole
-            for old in steps(folder, self.prefix, ending):
+            for old in list_steps(folder, self.prefix, ending):
                 if old < kept[-1]:
                     (folder / f"{self.prefix}-{old}{ending}").unlink(missing_ok=True)
 
-    def _is_mine(self, folder: Path, step: int) -> bool:
+    def _is_own_dump(self, folder: Path, step: int) -> bool:
         """Whether a dump is one of this job's."""
         try:
-            return manifest_of(folder / f"{DUMP}-{step}.json").prefix == self.prefix
-        except UnusableError:
+            return read_manifest(folder / f"{DUMP_PREFIX}-{step}.json").prefix == self.prefix
+        except UnusableCheckpointError:
             return False
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _folders(self) -> list[Path]:
+    def _rank_folders(self) -> list[Path]:
         try:
             return sorted(self.folder.iterdir(), key=lambda path: (len(path.name), path.name))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise StoreError(f"the checkpoints in {self.folder} cannot be read: {why(error)}") from None
+            raise StoreError(f"the checkpoints in {self.folder} cannot be read: {describe_error(error)}") from None
 
-    def _copies(self, step: int, rank: int) -> Iterator[Path]:
+    def _manifest_paths(self, step: int, rank: int) -> Iterator[Path]:
         """Every manifest of a step, this rank's own first."""
-        for folder in sorted(self._folders(), key=lambda folder: folder.name != str(rank)):
-            for prefix in (self.prefix, DUMP):
-                if step in steps(folder, prefix):
+        for folder in sorted(self._rank_folders(), key=lambda folder: folder.name != str(rank)):
+            for prefix in (self.prefix, DUMP_PREFIX):
+                if step in list_steps(folder, prefix):
                     yield folder / f"{prefix}-{step}.json"
 
-    def _read(self, path: Path, step: int) -> Any:
-        manifest = manifest_of(path)
+    def _read_state(self, path: Path, step: int) -> Any:
+        manifest = read_manifest(path)
         if (manifest.step, manifest.prefix) != (step, self.prefix):
             what = f"step {manifest.step} of {manifest.prefix!r}"
-            raise UnusableError(path, f"it holds {what}, and step {step} of {self.prefix!r} is looked for")
-        return state_of(manifest, path)
+            raise UnusableCheckpointError(path, f"it holds {what}, and step {step} of {self.prefix!r} is looked for")
+        return read_state(manifest, path)
 
 
-def _whole(number: object) -> bool:
+def _is_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)

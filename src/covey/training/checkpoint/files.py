@@ -25,7 +25,7 @@ from covey.errors import UsageError
 from covey.training.state import pytree
 from covey.version import VERSION
 
-FORMAT: Final = 1
+FORMAT_VERSION: Final = 1
 MANIFEST_MAX: Final = 64 * 1024 * 1024  # bytes
 
 log = logging.getLogger("covey")
@@ -46,35 +46,35 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skeleton: Any
 
 
-class UnusableError(Exception):
+class UnusableCheckpointError(Exception):
     """A file that is no part of a whole checkpoint, and why."""
 
     def __init__(self, path: Path, why: object) -> None:
         super().__init__(f"{path}: {why}")
 
 
-def write_aside(folder: Path, state: Any, *, prefix: str, step: int, world: int, generation: int) -> None:
-    """Both files, durable, in a folder of their own, for `publish`."""
+def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, world: int, generation: int) -> None:
+    """Both files, durable, in a folder of their own, for `commit_files`."""
     frame, tensors = pytree.pack(state)
-    names, frozen = _freeze(frame, len(tensors))
-    _make(folder)
+    names, frozen = _to_json_skeleton(frame, len(tensors))
+    _make_durable_directory(folder)
     size, sha256 = _write_tensors(folder / "tensors", dict(zip(names, tensors.values(), strict=True)))
-    manifest = Manifest(FORMAT, prefix, step, world, generation, VERSION, size, sha256, names, frozen)
-    _write_synced(folder / "manifest", _seal(manifest))
+    manifest = Manifest(FORMAT_VERSION, prefix, step, world, generation, VERSION, size, sha256, names, frozen)
+    _write_synced(folder / "manifest", _encode_manifest(manifest))
 
 
-def state_of(manifest: Manifest, path: Path) -> Any:
+def read_state(manifest: Manifest, path: Path) -> Any:
     """The state that was written with the manifest at this path, if the tensors beside it are those."""
-    return pytree.unpack(_thaw(manifest.skeleton), _read_tensors(path.with_suffix(".safetensors"), manifest))
+    return pytree.unpack(_from_json_skeleton(manifest.skeleton), _read_tensors(path.with_suffix(".safetensors"), manifest))
 
 
 # -- skeletons as JSON -----------------------------------------------------------------------------------------------
 
 
-def _freeze(frame: pytree.Skeleton, count: int) -> tuple[list[str], pytree.Skeleton]:
+def _to_json_skeleton(frame: pytree.Skeleton, count: int) -> tuple[list[str], pytree.Skeleton]:
     """A name for each of `count` tensors, after its place in the state, and the skeleton as strict JSON can hold it."""
     paths = [""] * count
-    frozen = _frozen(frame, "", paths)
+    frozen = _to_json_node(frame, "", paths)
     names: list[str] = []
     taken = {"", "__metadata__"}  # the second means something else in the format
     for path in paths:
@@ -86,12 +86,12 @@ def _freeze(frame: pytree.Skeleton, count: int) -> tuple[list[str], pytree.Skele
     return names, frozen
 
 
-def _frozen(frame: pytree.Skeleton, path: str, paths: list[str]) -> pytree.Skeleton:
+def _to_json_node(frame: pytree.Skeleton, path: str, paths: list[str]) -> pytree.Skeleton:
     kind, content = frame
     if kind == "dict":
-        return [kind, [[key, _frozen(item, f"{path}.{key[1]}", paths)] for key, item in content]]
+        return [kind, [[key, _to_json_node(item, f"{path}.{key[1]}", paths)] for key, item in content]]
     if kind in ("list", "tuple"):
-        return [kind, [_frozen(item, f"{path}.{n}", paths) for n, item in enumerate(content)]]
+        return [kind, [_to_json_node(item, f"{path}.{n}", paths) for n, item in enumerate(content)]]
     if kind in ("tensor", "array"):
         paths[content] = path
     if isinstance(content, bytes):
@@ -101,12 +101,12 @@ def _frozen(frame: pytree.Skeleton, path: str, paths: list[str]) -> pytree.Skele
     return [kind, content]
 
 
-def _thaw(frozen: pytree.Skeleton) -> pytree.Skeleton:
+def _from_json_skeleton(frozen: pytree.Skeleton) -> pytree.Skeleton:
     kind, content = frozen
     if kind == "dict":
-        return [kind, [[key, _thaw(item)] for key, item in content]]
+        return [kind, [[key, _from_json_skeleton(item)] for key, item in content]]
     if kind in ("list", "tuple"):
-        return [kind, [_thaw(item) for item in content]]
+        return [kind, [_from_json_skeleton(item) for item in content]]
     if kind == "bytes":
         return ["plain", base64.b64decode(content)]
     if kind == "float":
@@ -123,7 +123,7 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
     from safetensors.torch import save_file
 
     try:
-        save_file(_storable(tensors), path)
+        save_file(_to_storable(tensors), path)
     except SafetensorError as error:  # how it says that the disk is full
         raise OSError(str(error).rpartition("I/O error: ")[2]) from None
     except KeyError as error:
@@ -136,7 +136,7 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
         return os.fstat(file.fileno()).st_size, digest.hexdigest()
 
 
-def _storable(tensors: dict[str, Any]) -> dict[str, Any]:
+def _to_storable(tensors: dict[str, Any]) -> dict[str, Any]:
     """Dense, on the CPU, contiguous, and no two on the same memory, which safetensors refuses."""
     seen = set()
     found = {}
@@ -156,61 +156,63 @@ def _read_tensors(path: Path, manifest: Manifest) -> list[Any]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != manifest.size:
-                raise UnusableError(path, f"it has {size} bytes, and its manifest says {manifest.size}")
+                raise UnusableCheckpointError(path, f"it has {size} bytes, and its manifest says {manifest.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.sha256:
-                raise UnusableError(path, "its checksum is not the one in its manifest: it is damaged")
+                raise UnusableCheckpointError(path, "its checksum is not the one in its manifest: it is damaged")
         loaded = load_file(path)
         # Copies: what the library gives is the file itself, mapped, and the training must not hang on that.
         return [loaded.pop(name).clone() for name in manifest.tensors]
     except (OSError, SafetensorError) as error:
-        raise UnusableError(path, why(error)) from None
+        raise UnusableCheckpointError(path, describe_error(error)) from None
 
 
-def _seal(manifest: Manifest) -> bytes:
+def _encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON, with a checksum over all of it."""
     fields = msgspec.structs.asdict(manifest)
-    sealed = json.dumps({**fields, "seal": _seal_of(fields)}, allow_nan=False).encode()
+    sealed = json.dumps({**fields, "seal": _manifest_checksum(fields)}, allow_nan=False).encode()
     if len(sealed) > MANIFEST_MAX:
         raise UsageError(f"a state has {len(sealed)} bytes of plain data, {MANIFEST_MAX} is the limit: keep it in tensors")
     return sealed
 
 
-def manifest_of(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     try:
         with path.open("rb") as file:
             text = file.read(MANIFEST_MAX + 1)
         fields = json.loads(text)
-        if len(text) > MANIFEST_MAX or not isinstance(fields, dict) or fields.pop("seal", "") != _seal_of(fields):
-            raise UnusableError(path, "its seal does not match: it is damaged, or was edited")
-        if fields.get("format") != FORMAT:
-            raise UnusableError(path, f"it has format {fields.get('format')}, and this version of covey reads {FORMAT}")
+        if len(text) > MANIFEST_MAX or not isinstance(fields, dict) or fields.pop("seal", "") != _manifest_checksum(fields):
+            raise UnusableCheckpointError(path, "its seal does not match: it is damaged, or was edited")
+        if fields.get("format") != FORMAT_VERSION:
+            raise UnusableCheckpointError(
+                path, f"it has format {fields.get('format')}, and this version of covey reads {FORMAT_VERSION}"
+            )
         return msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise UnusableError(path, why(error)) from None
+        raise UnusableCheckpointError(path, describe_error(error)) from None
 
 
-def _seal_of(fields: dict[str, Any]) -> str:
+def _manifest_checksum(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def publish(aside: Path, target: Path) -> Path:
+def commit_files(aside: Path, target: Path) -> Path:
     """Give two synced files their names. An older manifest of this step goes first: it vouches for other bytes."""
     manifest, tensors = target.with_name(f"{target.name}.json"), target.with_name(f"{target.name}.safetensors")
     (aside / "tensors").chmod((aside / "manifest").stat().st_mode)  # the library's temporary file is the writer's alone
     manifest.unlink(missing_ok=True)
     (aside / "tensors").rename(tensors)
     (aside / "manifest").rename(manifest)
-    _sync(target.parent)
+    _sync_directory(target.parent)
     return manifest
 
 
-def _make(folder: Path) -> None:
+def _make_durable_directory(folder: Path) -> None:
     """A folder, and those above it, that will still be there after a power cut."""
     if not folder.parent.is_dir():
-        _make(folder.parent)
+        _make_durable_directory(folder.parent)
     with contextlib.suppress(FileExistsError):  # another rank was faster
         folder.mkdir()
-    _sync(folder.parent)
+    _sync_directory(folder.parent)
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -220,7 +222,7 @@ def _write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
+def _sync_directory(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -228,18 +230,18 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:
+def list_steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:
     """The steps of which a folder has a file. A folder that cannot be listed counts as empty: another rank's may do."""
     try:
         entries = [entry.name for entry in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        log.warning("the checkpoints in %s cannot be read: %s", folder, why(error))
+        log.warning("the checkpoints in %s cannot be read: %s", folder, describe_error(error))
         return []
     pattern = re.compile(rf"{re.escape(prefix)}-(0|[1-9]\d{{0,17}}){re.escape(ending)}", re.ASCII)
     return [int(match[1]) for entry in entries if (match := pattern.fullmatch(entry))]
 
 
-def why(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

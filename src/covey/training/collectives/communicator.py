@@ -10,85 +10,85 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import UsageError
 from covey.training.collectives.gloo_group import torch_module
-from covey.training.collectives.numbered import Collectives
+from covey.training.collectives.numbered import NumberedCollectives
 from covey.training.collectives.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
-from covey.training.worker_context import Meeting, Place
+from covey.training.worker_context import RankInfo, WorkerContext
 
 if TYPE_CHECKING:
-    from covey.parameter_server.client import Client  # it imports numpy, which a program may do without
+    from covey.parameter_server.client import ParameterClient  # it imports numpy, which a program may do without
 
 Array = TypeVar("Array")  # a torch tensor or a numpy array
 
 
-class Group:
+class Communicator:
     """Collectives on torch tensors and numpy arrays."""
 
-    def __init__(self, meeting: Meeting | None) -> None:
-        self.meeting = meeting
-        self.serving: ServingSettings | None = None  # how parameters are served, if they are
-        self._collectives: Collectives | None = None
-        self._client: Client | None = None
+    def __init__(self, meeting: WorkerContext | None) -> None:
+        self.worker_context = meeting
+        self.serving_settings: ServingSettings | None = None  # how parameters are served, if they are
+        self._collectives: NumberedCollectives | None = None
+        self._client: ParameterClient | None = None
 
     @property
-    def place(self) -> Place | None:
+    def assignment(self) -> RankInfo | None:
         """Where this rank stands, for the program: it changes only inside a collective. None in a program on its own."""
         if self._collectives is not None:
-            return self._collectives.place
-        return self.meeting.place if self.meeting is not None else None
+            return self._collectives.assignment
+        return self.worker_context.assignment if self.worker_context is not None else None
 
     @property
     def rank(self) -> int:
-        return self.place.rank if self.place is not None else 0
+        return self.assignment.rank if self.assignment is not None else 0
 
     @property
     def world(self) -> int:
         if self._collectives is not None:
-            return self._collectives.place.world
-        return self.meeting.world if self.meeting is not None else 1
+            return self._collectives.assignment.world
+        return self.worker_context.world if self.worker_context is not None else 1
 
     @property
-    def collectives(self) -> Collectives | None:
+    def collectives(self) -> NumberedCollectives | None:
         """None in a world of one that stays so."""
-        if self._collectives is None and self.meeting is not None and (self.world > 1 or self.meeting.may_grow):
-            self._collectives = Collectives(self.meeting)
+        if self._collectives is None and self.worker_context is not None and (self.world > 1 or self.worker_context.may_grow):
+            self._collectives = NumberedCollectives(self.worker_context)
         return self._collectives
 
     @property
-    def client(self) -> Client:
+    def client(self) -> ParameterClient:
         """This worker's way to the parameter servers."""
-        if self.serving is None or self.meeting is None:
+        if self.serving_settings is None or self.worker_context is None:
             raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
         if self._client is None:
-            from covey.parameter_server.client import Client
-            from covey.parameter_server.discovery import find
+            from covey.parameter_server.client import ParameterClient
+            from covey.parameter_server.discovery import find_server
 
-            meeting = self.meeting
-            self._client = Client(
-                self.serving,
-                meeting.place.rank,
-                lambda: meeting.place.generation,
-                functools.partial(find, meeting),
-                lambda: meeting.place.sharding,
+            meeting = self.worker_context
+            self._client = ParameterClient(
+                self.serving_settings,
+                meeting.assignment.rank,
+                lambda: meeting.assignment.generation,
+                functools.partial(find_server, meeting),
+                lambda: meeting.assignment.sharding,
             )
         return self._client
 
     def all_reduce(self, array: Array, op: Reduction = "sum") -> Array:
         """Reduce over all ranks, in place, and return the array."""
-        reduction = AllReduce(_tensor(array), op)
+        reduction = AllReduce(_as_tensor(array), op)
         if self.collectives is not None:
             self.collectives.run(reduction)
         return array
 
     def reduce(self, tensors: Sequence[Any]) -> list[Any]:
         """The mean of gradients over all ranks, in place: what stands between the backward pass and the optimizer."""
-        found = [_tensor(tensor) for tensor in tensors if tensor is not None]
+        found = [_as_tensor(tensor) for tensor in tensors if tensor is not None]
         if self.collectives is not None and found:
             self.collectives.run(Mean(found))
         return list(tensors)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """The root's values for everyone, in place."""
-        tensor = _tensor(array)
+        tensor = _as_tensor(array)
         if not isinstance(root, int) or not 0 <= root < self.world:
             raise UsageError(f"broadcast from rank {root} is not possible: ranks go from 0 to {self.world - 1}")
         if self.collectives is not None:
@@ -97,24 +97,24 @@ class Group:
 
     def all_gather(self, array: Any) -> list[Any]:
         """Every rank's array, in order of rank. Shapes and dtypes must agree."""
-        gathering = AllGather(_tensor(array))
+        gathering = AllGather(_as_tensor(array))
         if self.collectives is not None:
             self.collectives.run(gathering)
         else:
-            gathering.complete([_tensor(array)])
+            gathering.complete([_as_tensor(array)])
         return [t.numpy() for t in gathering.gathered] if _is_numpy(array) else gathering.gathered
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         self.all_reduce(torch_module().zeros(1))
 
-    def finish(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         """The program is at its end: stay until every rank is, to help one that died in its last step."""
         if self._collectives is not None:
-            self._collectives.finish()
+            self._collectives.wait_for_all_ranks()
 
 
-def _tensor(array: Any) -> Any:
+def _as_tensor(array: Any) -> Any:
     torch = torch_module()
     if isinstance(array, torch.Tensor):
         return array.detach()

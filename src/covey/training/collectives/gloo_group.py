@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import CoveyError, UsageError
-from covey.training.worker_context import Meeting
+from covey.training.worker_context import WorkerContext
 
-TIMEOUT = timedelta(minutes=30)  # of a collective; long, because a slow step is not a fault
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # of a collective; long, because a slow step is not a fault
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def torch_module() -> Any:
     return torch
 
 
-class Built:
+class GroupBuilt:
     """News: the group of a generation is there, or could not be made."""
 
     def __init__(self, generation: int, error: str = "") -> None:
@@ -41,7 +41,7 @@ class Built:
         self.error = error
 
 
-class Done:
+class WorkDone:
     """News: a work has completed, with an error or without."""
 
     def __init__(self, work: Any, error: str = "") -> None:
@@ -49,56 +49,56 @@ class Done:
         self.error = error
 
 
-class Gloo:
+class GlooGroup:
     """The group of one generation; it is built in a thread of its own, because building waits for every rank."""
 
-    def __init__(self, meeting: Meeting, generation: int) -> None:
+    def __init__(self, meeting: WorkerContext, generation: int) -> None:
         self.generation = generation
-        self.ready = False
-        self.proven = False  # whether a push of served parameters has shown that every rank takes part
-        self.rank, self.world = meeting.place.rank, meeting.place.world
-        self._meeting = meeting
-        self._group: Any = None
-        self._pending: dict[int, tuple[Any, Any]] = {}  # works under way, with what they read and write
+        self.is_ready = False
+        self.participation_proven = False  # whether a push of served parameters has shown that every rank takes part
+        self.rank, self.world = meeting.assignment.rank, meeting.assignment.world
+        self._context = meeting
+        self._process_group: Any = None
+        self._pending_works: dict[int, tuple[Any, Any]] = {}  # works under way, with what they read and write
         self._sockets: dict[str, int] = {}
         threading.Thread(target=self._build, name=f"covey group {generation}", daemon=True).start()
 
     def all_reduce(self, tensor: Any, operation: Any) -> Any:
-        """Issue a reduction; its completion is `Done` in the inbox."""
+        """Issue a reduction; its completion is `WorkDone` in the inbox."""
         options = torch_module().distributed.AllreduceOptions()
         options.reduceOp = operation
-        return self._issue(self._group.allreduce([tensor], options), tensor)
+        return self._track_work(self._process_group.allreduce([tensor], options), tensor)
 
     def all_gather(self, outputs: list[Any], tensor: Any) -> Any:
-        """Issue a gathering; its completion is `Done` in the inbox."""
-        return self._issue(self._group.allgather([outputs], [tensor]), (outputs, tensor))
+        """Issue a gathering; its completion is `WorkDone` in the inbox."""
+        return self._track_work(self._process_group.allgather([outputs], [tensor]), (outputs, tensor))
 
     def broadcast(self, tensor: Any, root: int) -> Any:
-        """Issue a broadcast; its completion is `Done` in the inbox."""
+        """Issue a broadcast; its completion is `WorkDone` in the inbox."""
         options = torch_module().distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._issue(self._group.broadcast([tensor], options), tensor)
+        return self._track_work(self._process_group.broadcast([tensor], options), tensor)
 
     def abandon(self) -> None:
         """Leave the group behind. Its works fail soon, and it is freed when the last one has."""
         for name, descriptor in self._sockets.items():
-            shut(name, descriptor)
+            shut_down_socket(name, descriptor)
 
     @property
-    def settled(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether an abandoned group may be freed: by the main thread, since gloo's own cannot end themselves."""
-        return not self._pending
+        return not self._pending_works
 
     def close_in_child(self) -> None:
         """In a forked child (a data loader's worker): the sockets are not its to keep open."""
         for name, descriptor in self._sockets.items():
-            if sockets().get(name) == descriptor:
+            if list_sockets().get(name) == descriptor:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
 
-    def _issue(self, work: Any, buffers: Any) -> Any:
-        self._pending[id(work)] = (work, buffers)
-        inbox = self._meeting.inbox
+    def _track_work(self, work: Any, buffers: Any) -> Any:
+        self._pending_works[id(work)] = (work, buffers)
+        inbox = self._context.inbox
 
         def done(future: Any) -> None:
             error = ""
@@ -106,54 +106,54 @@ class Gloo:
                 future.value()
             except RuntimeError as failure:
                 error = str(failure)
-            self._pending.pop(id(work), None)
-            inbox.put(Done(work, error))
+            self._pending_works.pop(id(work), None)
+            inbox.put(WorkDone(work, error))
 
         work.get_future().add_done_callback(done)
         return work
 
     def _build(self) -> None:
         try:
-            before = sockets()
-            self._group = make_group(self._meeting, self.generation, self.rank, self.world)
-            self._sockets = {name: fd for name, fd in sockets().items() if name not in before}
-            self.ready = True
-            self._meeting.inbox.put(Built(self.generation))
+            before = list_sockets()
+            self._process_group = make_group(self._context, self.generation, self.rank, self.world)
+            self._sockets = {name: fd for name, fd in list_sockets().items() if name not in before}
+            self.is_ready = True
+            self._context.inbox.put(GroupBuilt(self.generation))
         except (RuntimeError, OSError, CoveyError) as error:
-            self._meeting.inbox.put(Built(self.generation, str(error)))
+            self._context.inbox.put(GroupBuilt(self.generation, str(error)))
 
 
-def make_group(meeting: Meeting, generation: int, rank: int, world: int) -> Any:
+def make_group(meeting: WorkerContext, generation: int, rank: int, world: int) -> Any:
     """A gloo group whose device is bound to the node's address, never to what the host name means."""
     dist = torch_module().distributed
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address, lazy_init=False)]
-    options._timeout = TIMEOUT
-    return dist.ProcessGroupGloo(_board_store(meeting, generation), rank, world, options)
+    options._timeout = COLLECTIVE_TIMEOUT
+    return dist.ProcessGroupGloo(_make_rendezvous_store(meeting, generation), rank, world, options)
 
 
-def _board_store(meeting: Meeting, generation: int) -> Any:
+def _make_rendezvous_store(meeting: WorkerContext, generation: int) -> Any:
     """torch's store interface over the cluster's board. Its waits end when the generation does."""
     dist = torch_module().distributed
 
-    class BoardStore(dist.Store):  # type: ignore[misc, name-defined]
+    class RendezvousTorchStore(dist.Store):  # type: ignore[misc, name-defined]
         def set(self, key: str, value: bytes) -> None:
-            meeting.pin(key, bytes(value), generation)
+            meeting.put_rendezvous(key, bytes(value), generation)
 
         def get(self, key: str) -> bytes:
-            return meeting.look(key, generation, TIMEOUT.total_seconds())
+            return meeting.get_rendezvous(key, generation, COLLECTIVE_TIMEOUT.total_seconds())
 
-        def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        def wait(self, keys: list[str], timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
             for key in keys:
-                meeting.look(key, generation, timeout.total_seconds())
+                meeting.get_rendezvous(key, generation, timeout.total_seconds())
 
         def check(self, keys: list[str]) -> bool:
-            return all(meeting.holds(key) for key in keys)
+            return all(meeting.has_rendezvous(key) for key in keys)
 
-    return BoardStore()
+    return RendezvousTorchStore()
 
 
-def sockets() -> dict[str, int]:
+def list_sockets() -> dict[str, int]:
     """This process's sockets by kernel name. Descriptors are reused, kernel names are not."""
     found: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -164,7 +164,7 @@ def sockets() -> dict[str, int]:
     return found
 
 
-def shut(name: str, descriptor: int) -> None:
+def shut_down_socket(name: str, descriptor: int) -> None:
     """Shut a connected socket if the descriptor still is that socket. A listening one is left alone: gloo dies of it."""
     with contextlib.suppress(OSError):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != name:

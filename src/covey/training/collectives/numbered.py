@@ -35,20 +35,20 @@ from covey.core.messages import (
     StateFetched,
 )
 from covey.errors import PeerError
-from covey.training.collectives.gloo_group import Built, Done, Gloo
-from covey.training.collectives.result_cache import BEFORE, Kept
+from covey.training.collectives.gloo_group import GlooGroup, GroupBuilt, WorkDone
+from covey.training.collectives.result_cache import BEFORE_FIRST_STEP, ResultCache
 from covey.training.state import spare_sync
-from covey.training.state.spare_sync import Asked, Offered
-from covey.training.state.transfer import NOTHING, Donation, Known, Server, fetch
-from covey.training.worker_context import Meeting, Place, Planned, Regroup
+from covey.training.state.spare_sync import FollowRequested, SpareSource
+from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors, TransferServer, fetch_from_donor
+from covey.training.worker_context import GenerationStarted, HealPlanReceived, RankInfo, WorkerContext
 
-FIRST: Final = 1  # the generation of formation
+FIRST_GENERATION: Final = 1  # the generation of formation
 
 
-class Operation(Protocol):
+class Collective(Protocol):
     """One collective: it can be issued any number of times, on any generation's group, until it has a result."""
 
-    def issue(self, group: Gloo) -> list[Any]:
+    def issue(self, group: GlooGroup) -> list[Any]:
         """Start it on buffers of its own; returns the works to wait for."""
 
     def results(self) -> list[Any]:
@@ -58,351 +58,375 @@ class Operation(Protocol):
         """Give the results to the program."""
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """Who holds the state that a replacement must receive: the loop."""
 
     @property
-    def whole(self) -> bool: ...  # whether there is a state to give
+    def is_consistent(self) -> bool: ...  # whether there is a state to give
     @property
-    def spoiled(self) -> bool: ...  # the parameters, being the last collective's result, were changed by the program
-    def donate(self) -> Donation: ...
+    def is_result_invalid(self) -> bool: ...  # the parameters, being the last collective's result, were changed by the program
+    def donate(self) -> DonatedState: ...
     def dump(self) -> tuple[int, str]: ...
 
 
-class Slots(Protocol):
+class ShardedState(Protocol):
     """An optimizer whose state is cut: it has that of some parameters, and may need that of others."""
 
     @property
-    def count(self) -> int: ...  # of all
+    def slot_count(self) -> int: ...  # of all
     @property
     def holds(self) -> bytes: ...  # a mask of those that are here
-    def give(self, wanted: bytes) -> Donation: ...
-    def collect(self, holders: list[SlotHolder], rank: int, world: int) -> Any: ...  # what this place needs and has not
-    def move(self, rank: int, world: int, collected: Any) -> None: ...  # to another place, with what it needs there
-    def settle(self) -> None: ...  # everyone has what they need: let go of the rest
+    def donate_slots(self, wanted: bytes) -> DonatedState: ...
+    def fetch_missing_slots(
+        self, holders: list[SlotHolder], rank: int, world: int
+    ) -> Any: ...  # what this place needs and has not
+    def move_to_rank(self, rank: int, world: int, collected: Any) -> None: ...  # to another place, with what it needs there
+    def drop_unneeded_slots(self) -> None: ...  # everyone has what they need: let go of the rest
 
 
-class Collectives:
+class NumberedCollectives:
     """All collectives of a process, in order. Used by one thread, the program's main one."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.source: Source | None = None
-        self.donation: Donation | None = None  # what this process received, being a replacement
-        self.known = NOTHING  # what this process, having been a spare, has of a state already
-        self.offered: Offered | None = None  # this rank's tensors, for spares that follow
-        self.homes: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
-        self.on_live: Callable[[], None] = lambda: None  # called before a collective that others take part in
-        self.slots: Slots | None = None  # of the loop's optimizer, if its state is cut
-        self.collected: Any = None  # what this process, being a replacement, received of them
-        self.place: Place = meeting.place  # of the agreed generation
-        self.seating: MemberIndexes | None = None  # who is in the world, once it has changed
-        self.seated = 0  # the newest seating by which the data is shared
-        self._meeting = meeting
-        self._gloo: Gloo | None = None
-        self._left_behind: list[Gloo] = []  # until their works have ended
+    def __init__(self, meeting: WorkerContext) -> None:
+        self.state_source: StateSource | None = None
+        self.received_state: DonatedState | None = None  # what this process received, being a replacement
+        self.receiver_tensors = NO_TENSORS  # what this process, having been a spare, has of a state already
+        self.spare_source: SpareSource | None = None  # this rank's tensors, for spares that follow
+        self.destination_tensors: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
+        self.before_live_collective: Callable[[], None] = lambda: None  # called before a collective that others take part in
+        self.sharded_state: ShardedState | None = None  # of the loop's optimizer, if its state is cut
+        self.fetched_slots: Any = None  # what this process, being a replacement, received of them
+        self.assignment: RankInfo = meeting.assignment  # of the agreed generation
+        self.member_indexes: MemberIndexes | None = None  # who is in the world, once it has changed
+        self.indexes_version = 0  # the newest seating by which the data is shared
+        self._context = meeting
+        self._gloo: GlooGroup | None = None
+        self._abandoned_groups: list[GlooGroup] = []  # until their works have ended
         # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
-        self._agreed = FIRST if meeting.place.generation == FIRST and meeting.place.restarts == 0 else 0
-        self._newcomer = meeting.place.restarts > 0 or meeting.place.since_generation > FIRST
-        self._step, self._n = BEFORE, 0
-        self._kept = Kept(meeting.keep_bytes)
-        self._opened = 0  # how many of this step's came before its first batch
-        self._half = False  # a state arrived in part, over what this process had begun with
-        self._handed: dict[CollectiveNumber, list[Any]] = {}
-        self._resumed = self._settled = self._agreed
-        self._holders: list[SlotHolder] = []  # as the last plan says
-        self._server: Server | None = None
-        self._told_followers = 0  # the generation in which they were told where to ask
+        self._agreed_generation = (
+            FIRST_GENERATION if meeting.assignment.generation == FIRST_GENERATION and meeting.assignment.restarts == 0 else 0
+        )
+        self._needs_state = meeting.assignment.restarts > 0 or meeting.assignment.since_generation > FIRST_GENERATION
+        self._step, self._count = BEFORE_FIRST_STEP, 0
+        self._result_cache = ResultCache(meeting.result_cache_max_bytes)
+        self._count_before_batch = 0  # how many of this step's came before its first batch
+        self._has_partial_state = False  # a state arrived in part, over what this process had begun with
+        self._results_to_replay: dict[CollectiveNumber, list[Any]] = {}
+        self._resumed_generation = self._dropped_slots_generation = self._agreed_generation
+        self._slot_holders: list[SlotHolder] = []  # as the last plan says
+        self._transfer_server: TransferServer | None = None
+        self._published_generation = 0  # the generation in which they were told where to ask
         self.waited_s = 0.0  # in collectives, so far
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
 
     # -- for the program ---------------------------------------------------------------------------------------------
 
     @property
     def needs_state(self) -> bool:
         """Whether this process is a replacement that has not yet received what its predecessor knew."""
-        return self._newcomer
+        return self._needs_state
 
     @property
     def count(self) -> int:
         """How many collectives this step has had so far."""
-        return self._n
+        return self._count
 
     @property
-    def completed(self) -> CollectiveNumber | None:
+    def last_completed(self) -> CollectiveNumber | None:
         """The last one."""
-        return self._kept.completed
+        return self._result_cache.last_completed
 
     def skip_to(self, count: int) -> None:
         """A replacement that received state need not run what the others did to have it."""
-        self._n = count
+        self._count = count
 
-    def run(self, operation: Operation, *, passing: bool = False, limited: bool = True) -> None:
+    def run(self, operation: Collective, *, passing: bool = False, limited: bool = True) -> None:
         """Run a collective to its end, through any number of generations. The results of a `passing` one are part of the
         state afterwards: they are kept only until the first step. Those of one that is not `limited` are kept at any size."""
-        number = CollectiveNumber(self._step, self._n)
-        self._n += 1
-        self._meeting.waits = number
+        number = CollectiveNumber(self._step, self._count)
+        self._count += 1
+        self._context.waiting_in = number
         since = time.monotonic()
         while True:
-            if number not in self._handed:
-                self.on_live()  # ahead of an agreement: what this rank gives in it must be what the others have
-                if self._agreed != self._meeting.place.generation:
-                    self.agree()
-            if number in self._handed:
-                results = self._handed.pop(number)
+            if number not in self._results_to_replay:
+                self.before_live_collective()  # ahead of an agreement: what this rank gives in it must be what the others have
+                if self._agreed_generation != self._context.assignment.generation:
+                    self.run_heal_barrier()
+            if number in self._results_to_replay:
+                results = self._results_to_replay.pop(number)
                 break
-            group = self._group()
-            if group is not None and self._wait(operation.issue(group)):
+            group = self._wait_for_group()
+            if group is not None and self._wait_for_works(operation.issue(group)):
                 results = operation.results()
-                if self.slots is not None and self._settled != self._agreed:
-                    self._settled = self._agreed  # everyone takes part again, so everyone has collected
-                    self.slots.settle()
+                if self.sharded_state is not None and self._dropped_slots_generation != self._agreed_generation:
+                    self._dropped_slots_generation = (
+                        self._agreed_generation
+                    )  # everyone takes part again, so everyone has collected
+                    self.sharded_state.drop_unneeded_slots()
                 break
         self.waited_s += time.monotonic() - since
-        self._meeting.waits = None
+        self._context.waiting_in = None
         operation.complete(results)
-        self._kept.keep(number, results, passing=passing, limited=limited)
-        if self._resumed != self._agreed:
-            self._resumed = self._agreed
-            self._meeting.say(RankResumed(self._agreed, number.step))
-        if self.offered is not None and self._told_followers != self._agreed:
-            self._tell_followers()
+        self._result_cache.add(number, results, passing=passing, limited=limited)
+        if self._resumed_generation != self._agreed_generation:
+            self._resumed_generation = self._agreed_generation
+            self._context.send_to_scheduler(RankResumed(self._agreed_generation, number.step))
+        if self.spare_source is not None and self._published_generation != self._agreed_generation:
+            self._publish_spare_source()
 
-    def early(self, issue: Callable[[Gloo], None]) -> None:
+    def issue_ahead(self, issue: Callable[[GlooGroup], None]) -> None:
         """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
-        fresh = self._agreed == self._meeting.place.generation and CollectiveNumber(self._step, self._n) not in self._handed
-        if fresh and self._gloo is not None and self._gloo.ready:
+        fresh = (
+            self._agreed_generation == self._context.assignment.generation
+            and CollectiveNumber(self._step, self._count) not in self._results_to_replay
+        )
+        if fresh and self._gloo is not None and self._gloo.is_ready:
             issue(self._gloo)
 
-    def spoil(self, reason: str) -> None:
+    def abort_generation(self, reason: str) -> None:
         """What was issued ahead will not be completed here: the others must leave this generation's group too."""
-        self._meeting.say(CollectiveFailed(self._agreed, reason))
-        self._await_regroup(self._agreed)
+        self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, reason))
+        self._wait_for_new_generation(self._agreed_generation)
 
-    def open(self, step: int) -> None:
+    def begin_epoch(self, step: int) -> None:
         """An epoch begins, whose first step this is: what the program runs before the first batch is numbered with that step,
         also in a replacement that takes the epoch up at another."""
-        self._step, self._n = step, 0
-        self._kept.open(step)
+        self._step, self._count = step, 0
+        self._result_cache.begin_epoch(step)
 
-    def opened(self) -> None:
+    def on_first_batch(self) -> None:
         """The epoch's first batch comes, or the first that this rank takes."""
-        self._opened = self._n
-        self._kept.opened(self._n)
+        self._count_before_batch = self._count
+        self._result_cache.on_first_batch(self._count)
 
-    def enter(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """A step begins: its collectives are numbered from 0, and what only the step before needed is let go."""
-        self._step, self._n, self._opened = step, 0, 0
-        self._kept.enter(step)
+        self._step, self._count, self._count_before_batch = step, 0, 0
+        self._result_cache.begin_step(step)
 
     def rewind(self) -> None:
         """This step is repeated here, and here alone: what it has agreed on already is handed out once more."""
-        self._n = self._opened
-        self._meeting.waits = None
-        self._handed |= self._kept.of(self._step, self._opened)
+        self._count = self._count_before_batch
+        self._context.waiting_in = None
+        self._results_to_replay |= self._result_cache.results_of_step(self._step, self._count_before_batch)
 
-    def agree(self) -> None:
+    def run_heal_barrier(self) -> None:
         """A safe point after the membership changed: report, and do what the plan says. Repeats until one holds."""
         while True:
-            place = self._meeting.place
+            place = self._context.assignment
             generation = place.generation
-            self._leave_behind(generation)
+            self._abandon_older_group(generation)
             if self._gloo is None:
-                self._gloo = Gloo(self._meeting, generation)  # it meets while reports, plan and state travel
-            plan = self._report(generation)
-            if plan is not None and self._carry_out(plan):
-                self._agreed, self._newcomer, self.place = generation, False, place
+                self._gloo = GlooGroup(self._context, generation)  # it meets while reports, plan and state travel
+            plan = self._report_safe_point(generation)
+            if plan is not None and self._execute_plan(plan):
+                self._agreed_generation, self._needs_state, self.assignment = generation, False, place
                 return
 
-    def collect(self) -> None:
+    def fetch_slots(self) -> None:
         """A replacement that received state before its optimizer was made: the slots it needs. If a holder is gone, it begins
         again, as one that has received nothing."""
         try:
-            self._collect()
+            self._fetch_slots()
         except PeerError as error:
-            self._meeting.say(CollectiveFailed(self._agreed, str(error)[:500]))
-            self._await_regroup(self._agreed)
-            self._newcomer = self._half = True
-            self.agree()
+            self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, str(error)[:500]))
+            self._wait_for_new_generation(self._agreed_generation)
+            self._needs_state = self._has_partial_state = True
+            self.run_heal_barrier()
 
-    def finish(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         """The program is at its end: stay, as one who can give, until every rank is."""
         while True:
-            generation = self._meeting.place.generation
-            self._leave_behind(generation)
-            plan = self._report(generation, finished=True)
+            generation = self._context.assignment.generation
+            self._abandon_older_group(generation)
+            plan = self._report_safe_point(generation, finished=True)
             if plan is not None and plan.done:
                 return
             while plan is not None:
-                plan = self._next_plan(generation)
+                plan = self._wait_for_plan(generation)
                 if plan is not None and plan.done:
                     return
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _news(self) -> Any:
+    def _next_notification(self) -> Any:
         """The next piece of news. Wishes to have what this rank holds are granted on the way: this is a safe point."""
         while True:
-            news = self._meeting.inbox.get()
-            if self.offered is not None:
-                self.offered.look(self._step)
-            if isinstance(news, Asked):
+            news = self._context.inbox.get()
+            if self.spare_source is not None:
+                self.spare_source.offer_if_wanted(self._step)
+            if isinstance(news, FollowRequested):
                 continue
             if not isinstance(news, DumpRequest):
                 return news
-            step, path = self.source.dump() if self.source is not None else (-1, "")
-            self._meeting.say(DumpWritten(step, path))
+            step, path = self.state_source.dump() if self.state_source is not None else (-1, "")
+            self._context.send_to_scheduler(DumpWritten(step, path))
 
-    def _wait(self, works: list[Any]) -> bool:
+    def _wait_for_works(self, works: list[Any]) -> bool:
         """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
         waiting = {id(work) for work in works}
         while waiting:
-            news = self._news()
-            if isinstance(news, Regroup) and news.generation > self._agreed:
-                self._leave_behind(news.generation)
+            news = self._next_notification()
+            if isinstance(news, GenerationStarted) and news.generation > self._agreed_generation:
+                self._abandon_older_group(news.generation)
                 return False
-            if isinstance(news, Done) and id(news.work) in waiting:
+            if isinstance(news, WorkDone) and id(news.work) in waiting:
                 if news.error:
-                    self._meeting.say(CollectiveFailed(self._agreed, news.error[:500]))
+                    self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, news.error[:500]))
                 else:
                     waiting.discard(id(news.work))
         return True
 
-    def _group(self) -> Gloo | None:
+    def _wait_for_group(self) -> GlooGroup | None:
         """The group of the agreed generation once it is there; None when the generation is over first."""
         if self._gloo is None:
-            self._gloo = Gloo(self._meeting, self._agreed)
-        while not self._gloo.ready:
-            news = self._news()
-            if isinstance(news, Regroup) and news.generation > self._agreed:
-                self._leave_behind(news.generation)
+            self._gloo = GlooGroup(self._context, self._agreed_generation)
+        while not self._gloo.is_ready:
+            news = self._next_notification()
+            if isinstance(news, GenerationStarted) and news.generation > self._agreed_generation:
+                self._abandon_older_group(news.generation)
                 return None
-            if isinstance(news, Built) and news.generation == self._agreed and news.error:
-                self._meeting.say(CollectiveFailed(self._agreed, news.error[:500]))
+            if isinstance(news, GroupBuilt) and news.generation == self._agreed_generation and news.error:
+                self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, news.error[:500]))
         return self._gloo
 
-    def _leave_behind(self, generation: int) -> None:
+    def _abandon_older_group(self, generation: int) -> None:
         if self._gloo is not None and self._gloo.generation < generation:
             self._gloo.abandon()
-            self._left_behind.append(self._gloo)
+            self._abandoned_groups.append(self._gloo)
             self._gloo = None
-        self._left_behind = [group for group in self._left_behind if not group.settled]
+        self._abandoned_groups = [group for group in self._abandoned_groups if not group.is_idle]
 
     # -- agreeing ----------------------------------------------------------------------------------------------------
 
-    def _report(self, generation: int, finished: bool = False) -> HealPlan | None:
+    def _report_safe_point(self, generation: int, finished: bool = False) -> HealPlan | None:
         """Say where this rank stands and wait for the plan; None when the generation is over first."""
-        server = self._gives()
-        slots = self.slots if self.source is not None else None
-        self._meeting.say(
+        server = self._ensure_transfer_server()
+        slots = self.sharded_state if self.state_source is not None else None
+        self._context.send_to_scheduler(
             SafePointReport(
                 generation=generation,
-                completed=self._kept.completed,
-                waiting_in=self._meeting.waits,
-                needs_state=self._newcomer,
-                has_complete_state=self._kept.whole and (self.source is None or self.source.whole),
-                is_result_invalid=self.source is not None and self.source.spoiled,
-                slot_count=slots.count if slots is not None else 0,
+                completed=self._result_cache.last_completed,
+                waiting_in=self._context.waiting_in,
+                needs_state=self._needs_state,
+                has_complete_state=self._result_cache.is_complete
+                and (self.state_source is None or self.state_source.is_consistent),
+                is_result_invalid=self.state_source is not None and self.state_source.is_result_invalid,
+                slot_count=slots.slot_count if slots is not None else 0,
                 held_slots=slots.holds if slots is not None else b"",
                 finished=finished,
-                indexes_version=self.seated,
+                indexes_version=self.indexes_version,
                 port=server.port,
                 token=server.token,
             )
         )
-        return self._next_plan(generation)
+        return self._wait_for_plan(generation)
 
-    def _next_plan(self, generation: int) -> HealPlan | None:
+    def _wait_for_plan(self, generation: int) -> HealPlan | None:
         while True:
-            news = self._news()
-            if isinstance(news, Regroup) and news.generation > generation:
+            news = self._next_notification()
+            if isinstance(news, GenerationStarted) and news.generation > generation:
                 return None
-            if isinstance(news, Planned) and news.plan.generation == generation:
+            if isinstance(news, HealPlanReceived) and news.plan.generation == generation:
                 return news.plan
 
-    def _carry_out(self, plan: HealPlan) -> bool:
+    def _execute_plan(self, plan: HealPlan) -> bool:
         """Fetch what the plan says this rank lacks. False if the giver is gone: its death begins a new generation, whose plan
         names another giver."""
-        self.seating, self._holders = plan.member_indexes or self.seating, plan.slot_holders
+        self.member_indexes, self._slot_holders = plan.member_indexes or self.member_indexes, plan.slot_holders
         if plan.donor is None and not plan.slot_holders:
-            if self._half:
+            if self._has_partial_state:
                 raise PeerError("the state was received in part when its giver died, and nobody else has it: start it again")
             return True
         try:
-            self._fetch(plan.donor, plan.generation)
+            self._fetch_missing(plan.donor, plan.generation)
         except PeerError as error:
-            self._half = self._newcomer
-            self._meeting.say(CollectiveFailed(plan.generation, str(error)[:500]))
-            self._await_regroup(plan.generation)
+            self._has_partial_state = self._needs_state
+            self._context.send_to_scheduler(CollectiveFailed(plan.generation, str(error)[:500]))
+            self._wait_for_new_generation(plan.generation)
             return False
         return True
 
-    def _fetch(self, giver: Donor | None, generation: int) -> None:
+    def _fetch_missing(self, giver: Donor | None, generation: int) -> None:
         """All that this rank lacks. Raises `PeerError` when whoever gives is gone: tensors at home may then be half written."""
         if giver is None:
-            return self._collect()
-        kind, homes = ("state", self.homes()) if self._newcomer else ("results", {})
-        known, self.known = self.known, Known(self.known.tensors)  # what is written over is right no more
-        received = fetch(giver, kind, homes, known=known)
-        self._collect()
-        self._half = False
-        self._meeting.say(StateFetched(generation))
-        self._handed = received.results
-        if self._newcomer:
-            self.donation = received
-            if received.last is not None:  # ahead from now on: this rank may be the only one left who can give the last result
-                self._kept.receive(received.last, received.results)
+            return self._fetch_slots()
+        kind, homes = ("state", self.destination_tensors()) if self._needs_state else ("results", {})
+        known, self.receiver_tensors = (
+            self.receiver_tensors,
+            ReceiverTensors(self.receiver_tensors.tensors),
+        )  # what is written over is right no more
+        received = fetch_from_donor(giver, kind, homes, known=known)
+        self._fetch_slots()
+        self._has_partial_state = False
+        self._context.send_to_scheduler(StateFetched(generation))
+        self._results_to_replay = received.results
+        if self._needs_state:
+            self.received_state = received
+            if (
+                received.last_collective is not None
+            ):  # ahead from now on: this rank may be the only one left who can give the last result
+                self._result_cache.replace_with_received(received.last_collective, received.results)
         return None
 
-    def _collect(self) -> None:
+    def _fetch_slots(self) -> None:
         """The slots this rank needs in its place, which may be another than it was."""
-        if self.slots is not None and self._holders:
-            place = self._meeting.place
-            collected = self.slots.collect(self._holders, place.rank, place.world)
-            if self.source is not None:
-                self.slots.move(place.rank, place.world, collected)
+        if self.sharded_state is not None and self._slot_holders:
+            place = self._context.assignment
+            collected = self.sharded_state.fetch_missing_slots(self._slot_holders, place.rank, place.world)
+            if self.state_source is not None:
+                self.sharded_state.move_to_rank(place.rank, place.world, collected)
             else:
-                self.collected = collected
+                self.fetched_slots = collected
 
-    def _await_regroup(self, generation: int) -> None:
-        while self._meeting.place.generation == generation:
-            self._news()
+    def _wait_for_new_generation(self, generation: int) -> None:
+        while self._context.assignment.generation == generation:
+            self._next_notification()
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
-    def _gives(self) -> Server:
-        if self._server is None:
-            give = {"state": self._donate, "results": self._give_results, "slots": self._give_slots, "follow": self._offer}
-            self._server = Server(self._meeting.address, **give)
-        return self._server
+    def _ensure_transfer_server(self) -> TransferServer:
+        if self._transfer_server is None:
+            give = {
+                "state": self._donate_state,
+                "results": self._donate_results,
+                "slots": self._donate_slots,
+                "follow": self._donate_to_spare,
+            }
+            self._transfer_server = TransferServer(self._context.address, **give)
+        return self._transfer_server
 
-    def _tell_followers(self) -> None:
-        self._told_followers = self._agreed
-        if self.place.rank == 0:
-            server = self._gives()
-            giver = Donor(0, self._meeting.address, server.port, server.token)
+    def _publish_spare_source(self) -> None:
+        self._published_generation = self._agreed_generation
+        if self.assignment.rank == 0:
+            server = self._ensure_transfer_server()
+            giver = Donor(0, self._context.address, server.port, server.token)
             with contextlib.suppress(PeerError):  # this generation is over: the next one is told
-                self._meeting.pin(spare_sync.KEY, msgspec.msgpack.encode(giver), self._agreed)
+                self._context.put_rendezvous(spare_sync.FOLLOW_KEY, msgspec.msgpack.encode(giver), self._agreed_generation)
 
-    def _donate(self, _wanted: bytes) -> Donation:
+    def _donate_state(self, _wanted: bytes) -> DonatedState:
         """Called by the server's thread while this rank is at a safe point."""
-        state = self.source.donate() if self.source is not None else Donation()
-        return msgspec.structs.replace(state, results=self._kept.needed(state.step), last=self._kept.completed)
+        state = self.state_source.donate() if self.state_source is not None else DonatedState()
+        return msgspec.structs.replace(
+            state,
+            results=self._result_cache.results_for_replacement(state.step),
+            last_collective=self._result_cache.last_completed,
+        )
 
-    def _give_results(self, _wanted: bytes) -> Donation:
-        return Donation(results=self._kept.last)
+    def _donate_results(self, _wanted: bytes) -> DonatedState:
+        return DonatedState(results=self._result_cache.last_result)
 
-    def _give_slots(self, wanted: bytes) -> Donation:
-        assert self.slots is not None
-        return self.slots.give(wanted)
+    def _donate_slots(self, wanted: bytes) -> DonatedState:
+        assert self.sharded_state is not None
+        return self.sharded_state.donate_slots(wanted)
 
-    def _offer(self, wanted: bytes) -> Donation:
-        assert self.offered is not None
-        return self.offered.give(wanted)
+    def _donate_to_spare(self, wanted: bytes) -> DonatedState:
+        assert self.spare_source is not None
+        return self.spare_source.donate_at_step(wanted)
 
-    def _forked(self) -> None:
+    def _after_fork_in_child(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""
         if self._gloo is not None:
             self._gloo.close_in_child()
-        if self._server is not None:
-            self._server.close_in_child()
+        if self._transfer_server is not None:
+            self._transfer_server.close_in_child()

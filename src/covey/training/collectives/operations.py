@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 from covey.errors import PeerError, UsageError
-from covey.training.collectives.gloo_group import Gloo, torch_module
+from covey.training.collectives.gloo_group import GlooGroup, torch_module
 
 Reduction = Literal["sum", "mean", "max", "min", "product"]
 
 # Of real numbers, what gloo reduces.
-REDUCED: Final = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
+REDUCIBLE_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 
 
 class AllReduce:
@@ -18,19 +18,19 @@ class AllReduce:
 
     def __init__(self, tensor: Any, op: Reduction) -> None:
         self._tensor = tensor
-        self._mean = op == "mean"
-        _check(tensor, op)
+        self._is_mean = op == "mean"
+        _check_reducible(tensor, op)
         self._world = 1
-        self._operation = _operation(op)
+        self._reduce_op = _torch_reduce_op(op)
         self._copy: Any = None
 
-    def issue(self, group: Gloo) -> list[Any]:
+    def issue(self, group: GlooGroup) -> list[Any]:
         self._world = group.world
         self._copy = self._tensor.clone(memory_format=torch_module().contiguous_format)
-        return [group.all_reduce(self._copy, self._operation)]
+        return [group.all_reduce(self._copy, self._reduce_op)]
 
     def results(self) -> list[Any]:
-        return [self._copy.div_(self._world) if self._mean else self._copy]
+        return [self._copy.div_(self._world) if self._is_mean else self._copy]
 
     def complete(self, results: list[Any]) -> None:
         self._tensor.copy_(results[0])
@@ -45,7 +45,7 @@ class Broadcast:
         self._is_root = rank == root
         self._copies: list[Any] = []
 
-    def issue(self, group: Gloo) -> list[Any]:
+    def issue(self, group: GlooGroup) -> list[Any]:
         torch = torch_module()
         flats = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors]
         flats += [torch.ones(1, dtype=torch.uint8)] if flats else []
@@ -73,7 +73,7 @@ class AllGather:
         self.gathered: list[Any] = []
         self._outputs: list[Any] = []
 
-    def issue(self, group: Gloo) -> list[Any]:
+    def issue(self, group: GlooGroup) -> list[Any]:
         torch = torch_module()
         source = self._tensor.clone(memory_format=torch.contiguous_format)
         self._outputs = [torch.empty_like(source) for _ in range(group.world)]
@@ -92,14 +92,16 @@ class Mean:
 
     def __init__(self, tensors: list[Any]) -> None:
         for tensor in tensors:
-            _check(tensor, "mean")
+            _check_reducible(tensor, "mean")
         self._tensors = tensors
         self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         self._flats: list[Any] = []
 
-    def issue(self, group: Gloo) -> list[Any]:
+    def issue(self, group: GlooGroup) -> list[Any]:
         torch = torch_module()
-        self._flats = [torch.cat([t.reshape(-1) for t in self._of(dtype)]).div_(group.world) for dtype in self._dtypes]
+        self._flats = [
+            torch.cat([t.reshape(-1) for t in self._tensors_of_dtype(dtype)]).div_(group.world) for dtype in self._dtypes
+        ]
         return [group.all_reduce(flat, torch.distributed.ReduceOp.SUM) for flat in self._flats]
 
     def results(self) -> list[Any]:
@@ -108,25 +110,25 @@ class Mean:
     def complete(self, results: list[Any]) -> None:
         for dtype, flat in zip(self._dtypes, results, strict=True):
             offset = 0
-            for tensor in self._of(dtype):
+            for tensor in self._tensors_of_dtype(dtype):
                 tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
                 offset += tensor.numel()
 
-    def _of(self, dtype: Any) -> list[Any]:
+    def _tensors_of_dtype(self, dtype: Any) -> list[Any]:
         return [tensor for tensor in self._tensors if tensor.dtype == dtype]
 
 
-def _check(tensor: Any, op: Reduction) -> None:
+def _check_reducible(tensor: Any, op: Reduction) -> None:
     """Raises `UsageError` for numbers that cannot be reduced so: better here than on all ranks at once, again and again."""
     name = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"the mean of {name} is not one of them: convert the tensor with .float(), or ask for the sum")
-    possible = op in ("sum", "mean") if tensor.is_complex() else name in REDUCED
+    possible = op in ("sum", "mean") if tensor.is_complex() else name in REDUCIBLE_DTYPES
     if not possible:
         raise UsageError(f"{op} of {name} is not possible: convert the tensor, to float32 or int64 for example")
 
 
-def _operation(op: Reduction) -> Any:
+def _torch_reduce_op(op: Reduction) -> Any:
     kinds = torch_module().distributed.ReduceOp
     table = {"sum": kinds.SUM, "mean": kinds.SUM, "max": kinds.MAX, "min": kinds.MIN, "product": kinds.PRODUCT}
     if op not in table:

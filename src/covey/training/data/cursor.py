@@ -13,64 +13,68 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from covey.errors import UsageError
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.data.loader import Data
-from covey.training.data.sample_schedule import Course, Share
-from covey.training.seeding import mix, seed_all
+from covey.training.data.sample_schedule import RankShare, SampleSchedule
+from covey.training.seeding import derive_seed, seed_all
 
 if TYPE_CHECKING:
-    from covey.training.collectives.numbered import Collectives
+    from covey.training.collectives.numbered import NumberedCollectives
 
 log = logging.getLogger("covey")
 
 
-class Walk:
+class DataCursor:
     """`step` counts optimizer steps from 0, `micro` the micro-batches within one. In use once `set_out` was called."""
 
-    course: Course
-    seat: int  # this rank's number for life
-    cut: list[range]  # this rank's part of the step, in micro-batches
+    schedule: SampleSchedule
+    member_index: int  # this rank's number for life
+    micro_batches: list[range]  # this rank's part of the step, in micro-batches
 
     def __init__(self, data: Data, *, epochs: int, steps: int | None, accumulate: int, seed: int) -> None:
         """What can be done before this rank is known."""
         self.step, self.micro = 0, 0
-        self.index = 0  # of the seat among those of the course
-        self.following: Course | None = None  # the course after this step, once its reduction is complete
-        self.stream = data.stream(seed=seed, accumulate=accumulate)
+        self.member_position = 0  # of the seat among those of the course
+        self.next_schedule: SampleSchedule | None = None  # the course after this step, once its reduction is complete
+        self.stream = data.make_stream(seed=seed, accumulate=accumulate)
         if self.stream is not None and steps is None:
             raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
         self._data, self._epochs, self._steps, self._accumulate, self._seed = data, epochs, steps, accumulate, seed
-        self._limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
-        self._share: Share | None = None  # of the course, for this rank
+        self._micro_batch_limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
+        self._rank_share: RankShare | None = None  # of the course, for this rank
         self._loader: Iterator[Any] = iter(())
-        self._loaded: Share | None = None  # what the loader is for
-        self._collectives: Collectives | None = None
-        self._as_seated = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
+        self._loader_share: RankShare | None = None  # what the loader is for
+        self._collectives: NumberedCollectives | None = None
+        self._unchanged_members = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
 
-    def set_out(self, group: Group, collectives: Collectives | None) -> None:
+    def start_at_rank(self, group: Communicator, collectives: NumberedCollectives | None) -> None:
         """This rank has its place."""
         self._collectives = collectives
-        self.seat = group.place.member_index if group.place is not None and group.place.member_index >= 0 else group.rank
-        self.course = self._to_the_end(self._data.course(seed=self._seed, world=group.world, accumulate=self._accumulate))
-        self.cut = self.course.cut(0, 0, self._limit)
+        self.member_index = (
+            group.assignment.member_index if group.assignment is not None and group.assignment.member_index >= 0 else group.rank
+        )
+        self.schedule = self._with_step_count(
+            self._data.make_schedule(seed=self._seed, world=group.world, accumulate=self._accumulate)
+        )
+        self.micro_batches = self.schedule.micro_batches(0, 0, self._micro_batch_limit)
         if self.stream is not None:
-            self.stream.expect(self.course.seats)
+            self.stream.reset_positions(self.schedule.seats)
 
-    def begin(self, *, aloud: bool) -> None:
+    def begin_training(self, *, aloud: bool) -> None:
         """It is known where the training begins. `aloud`: say what is to be expected of the data."""
-        if (left_out := self._data.left_out(self.course)) and aloud:
+        if (left_out := self._data.describe_left_out(self.schedule)) and aloud:
             log.warning(left_out)
         if self.stream is not None:
-            self.stream.sit(self.seat, self.step)
+            self.stream.set_member(self.member_index, self.step)
             if aloud:
-                self.stream.say()
+                self.stream.log_limitations()
 
-    def restore(self, course: dict[str, Any]) -> None:
+    def restore_schedule(self, course: dict[str, Any]) -> None:
         """Go on where a state was."""
-        self.course = self._to_the_end(self.course.restored(course))
+        self.schedule = self._with_step_count(self.schedule.with_state(course))
 
-    def _to_the_end(self, course: Course) -> Course:
+    def _with_step_count(self, course: SampleSchedule) -> SampleSchedule:
         """With the number of steps that was asked for: an epoch has as many as the first world's batches fill."""
         steps = self._steps if self._steps is not None else self._epochs * course.steps_per_epoch
         return msgspec.structs.replace(course, steps=steps)
@@ -78,92 +82,92 @@ class Walk:
     # -- where it stands ---------------------------------------------------------------------------------------------
 
     @property
-    def ahead(self) -> Course:
+    def schedule_ahead(self) -> SampleSchedule:
         """The course as it goes on from this step, as far as that is known."""
-        return self.following or self.course
+        return self.next_schedule or self.schedule
 
     @property
     def ends_epoch(self) -> bool:
         """Whether this step is its epoch's last. Certain once the step's gradients are there."""
-        return self.ahead.place(self.step + 1)[0] != self.course.place(self.step)[0]
+        return self.schedule_ahead.locate_step(self.step + 1)[0] != self.schedule.locate_step(self.step)[0]
 
     @property
     def boundary(self) -> bool:
         """Whether this micro-batch is its step's last."""
-        return self.micro == len(self.cut) - 1
+        return self.micro == len(self.micro_batches) - 1
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """This rank's part of it."""
-        if self._share is None or self._share.course != self.course:
-            seats = self.course.seats
-            self.index = seats.index(self.seat) if self.seat in seats else len(seats)
-            self._share = Share(self.course, self.index, self._limit)
-        self.cut = self._share.cut(self.step)
+        if self._rank_share is None or self._rank_share.schedule != self.schedule:
+            seats = self.schedule.seats
+            self.member_position = seats.index(self.member_index) if self.member_index in seats else len(seats)
+            self._rank_share = RankShare(self.schedule, self.member_position, self._micro_batch_limit)
+        self.micro_batches = self._rank_share.micro_batches(self.step)
 
-    def load(self, *, anew: bool = False) -> None:
+    def prepare_loader(self, *, anew: bool = False) -> None:
         """Have a loader whose next batch is this step's first: `anew`, if some of the step's were taken already."""
         self.micro = 0
-        if anew or self._loaded is not self._share:
-            self._loader, self._loaded = self._batches(), self._share
+        if anew or self._loader_share is not self._rank_share:
+            self._loader, self._loader_share = self._open_batches(), self._rank_share
 
-    def unload(self, *, ends: bool = True) -> None:
+    def discard_loader(self, *, ends: bool = True) -> None:
         """What was loaded ahead is not what comes next. Not `ends`: an epoch is over, beyond which some loaders go."""
-        if ends or not self._data.lasting:
-            self._loaded = None
+        if ends or not self._data.has_persistent_workers:
+            self._loader_share = None
 
-    def _batches(self) -> Iterator[Any]:
+    def _open_batches(self) -> Iterator[Any]:
         if self.stream is not None:
             found: Iterator[Any] = self.stream.batches(self.step)
             return found
-        assert self._share is not None
-        return self._data.batches(self._share, self.step)
+        assert self._rank_share is not None
+        return self._data.batches(self._rank_share, self.step)
 
-    def take(self) -> Any:
+    def next_micro_batch(self) -> Any:
         """The next micro-batch; the random numbers are its own from here on."""
         batch = next(self._loader)
-        seed_all(mix(self._seed, self.step, self.micro, self.index))
+        seed_all(derive_seed(self._seed, self.step, self.micro, self.member_position))
         return batch
 
     def seed_outside(self, step: int) -> None:
         """The random numbers of what the program does ahead of an epoch that begins with this step, or after the last one."""
-        seed_all(mix(self._seed, step, self.index))
+        seed_all(derive_seed(self._seed, step, self.member_position))
 
     def end_step(self) -> None:
         """On to the next one."""
-        self.course = self.following or self.course.after(self.step, self.course.seats)
-        self.following = None
+        self.schedule = self.next_schedule or self.schedule.next_schedule(self.step, self.schedule.seats)
+        self.next_schedule = None
         self.step += 1
 
     # -- what this rank's samples count for (reducer.Shares) -----------------------------------------------------------
 
-    def _here(self) -> tuple[int, ...]:
+    def _participants(self) -> tuple[int, ...]:
         """Who takes part in a reduction that begins now."""
         assert self._collectives is not None
-        seating = self._collectives.seating
-        if seating is None or seating.version <= self._collectives.seated:
-            return self.course.seats
+        seating = self._collectives.member_indexes
+        if seating is None or seating.version <= self._collectives.indexes_version:
+            return self.schedule.seats
         return tuple(seating.indexes)
 
-    def scale(self) -> float:
+    def gradient_scale(self) -> float:
         """What this rank's gradients count for among those of all who take part now."""
-        return self.course.weight(self.step, self.index, self._here())
+        return self.schedule.member_weight(self.step, self.member_position, self._participants())
 
-    def present(self) -> Any:
+    def participants_tensor(self) -> Any:
         """The seating by which a reduction was made, if it is not the one of the course."""
         assert self._collectives is not None
-        here, seating = self._here(), self._collectives.seating
-        if here is self.course.seats or seating is None:
-            return self._as_seated
+        here, seating = self._participants(), self._collectives.member_indexes
+        if here is self.schedule.seats or seating is None:
+            return self._unchanged_members
         return torch_module().tensor([seating.version, *here], dtype=torch_module().int64)
 
-    def counted(self, present: Any) -> None:
+    def on_reduction_complete(self, present: Any) -> None:
         """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
         assert self._collectives is not None
-        if self.following is None:
-            seats = self.course.seats
+        if self.next_schedule is None:
+            seats = self.schedule.seats
             if present.numel():
-                self._collectives.seated, *found = present.tolist()
+                self._collectives.indexes_version, *found = present.tolist()
                 seats = tuple(found)
-            self.following = self.course.after(self.step, seats)
+            self.next_schedule = self.schedule.next_schedule(self.step, seats)

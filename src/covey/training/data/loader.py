@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import UsageError
-from covey.training.argument_checks import whole
+from covey.training.argument_checks import check_int
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.data import sample_schedule
-from covey.training.data.sample_schedule import Course, Share
+from covey.training.data.sample_schedule import RankShare, SampleSchedule
 from covey.training.seeding import seed_all
 
 if TYPE_CHECKING:
     from covey.training.data.stream import Stream  # which imports torch
 
 
-class Seeded:
+class SeededDataset:
     """A data set whose batches are loaded under their own random numbers."""
 
-    def __init__(self, dataset: Any, share: Share) -> None:
+    def __init__(self, dataset: Any, share: RankShare) -> None:
         self._dataset = dataset
-        self._share = share
+        self._rank_share = share
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -33,21 +33,21 @@ class Seeded:
     def __getitems__(self, numbers: list[tuple[int, int]]) -> Any:
         """What torch's loader calls for a batch. Our sampler gives it one number, the batch's."""
         [(step, micro)] = numbers
-        samples = self._share.samples(step, micro)
-        seed_all(self._share.seed(step, micro))
+        samples = self._rank_share.micro_batch_samples(step, micro)
+        seed_all(self._rank_share.micro_batch_seed(step, micro))
         if whole := getattr(self._dataset, "__getitems__", None):
             return whole(samples)
         return [self._dataset[sample] for sample in samples]
 
 
-class Numbers:
+class MicroBatchSampler:
     """What torch takes for a sampler: every micro-batch of a share, from a step on."""
 
-    def __init__(self, share: Share, first: int, *, all_epochs: bool) -> None:
-        self._share, self._first, self._all = share, first, all_epochs
+    def __init__(self, share: RankShare, first: int, *, all_epochs: bool) -> None:
+        self._rank_share, self._first_step, self._all_epochs = share, first, all_epochs
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._share.numbers(self._first, all_epochs=self._all)
+        return self._rank_share.micro_batch_numbers(self._first_step, all_epochs=self._all_epochs)
 
 
 class Data:
@@ -76,35 +76,35 @@ class Data:
         for name in ("sampler", "batch_sampler"):
             if name in options:
                 raise UsageError(f"Data(..., {name}=...) is not possible: the batches follow from seed, step and rank")
-        self.streams = _is_stream(dataset)
-        if not self.streams and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        self.is_stream = _is_stream(dataset)
+        if not self.is_stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise UsageError("Data needs a data set with a length and samples by number, or an iterable one")
-        if self.streams and limit is not None:
+        if self.is_stream and limit is not None:
             raise UsageError("Data(..., limit=...) is not possible with an iterable data set: its batches are always as large")
-        whole("Data", "batch_size", batch_size, 1)
-        whole("Data", "limit", 1 if limit is None else limit, 1)
+        check_int("Data", "batch_size", batch_size, 1)
+        check_int("Data", "limit", 1 if limit is None else limit, 1)
         self.dataset = dataset
         self.batch_size = batch_size
         self.limit = limit
         self.shuffle = shuffle
-        self.drop_last = drop_last or self.streams
+        self.drop_last = drop_last or self.is_stream
         self.options = options
 
-    def stream(self, *, seed: int, accumulate: int) -> Stream | None:
+    def make_stream(self, *, seed: int, accumulate: int) -> Stream | None:
         """This rank's stream, if the data set is one."""
-        if not self.streams:
+        if not self.is_stream:
             return None
         from covey.training.data.stream import Stream
 
         return Stream(self.dataset, self.batch_size, accumulate, seed, self.options)
 
-    def course(self, *, seed: int, world: int, accumulate: int) -> Course:
+    def make_schedule(self, *, seed: int, world: int, accumulate: int) -> SampleSchedule:
         """The way through this data of a training that starts."""
-        if self.streams:
-            from covey.training.data.stream import begin
+        if self.is_stream:
+            from covey.training.data.stream import initial_stream_schedule
 
-            return begin(self.batch_size, accumulate, world, seed)
-        return sample_schedule.begin(
+            return initial_stream_schedule(self.batch_size, accumulate, world, seed)
+        return sample_schedule.initial_schedule(
             len(self.dataset),
             batch_size=self.batch_size,
             accumulate=accumulate,
@@ -114,26 +114,26 @@ class Data:
             drop_last=self.drop_last or accumulate > 1,
         )
 
-    def left_out(self, course: Course) -> str:
+    def describe_left_out(self, course: SampleSchedule) -> str:
         """What was to be given and a course does not give, in a sentence."""
-        rest = course.samples % course.size if course.drop_last and not self.drop_last else 0
+        rest = course.sample_count % course.global_batch_size if course.drop_last and not self.drop_last else 0
         if not rest:
             return ""
         return (
-            f"each epoch leaves out {rest} of {course.samples} samples, which do not fill a batch of all ranks"
-            f" ({course.size} samples): with accumulate above 1 there is no last, smaller batch"
+            f"each epoch leaves out {rest} of {course.sample_count} samples, which do not fill a batch of all ranks"
+            f" ({course.global_batch_size} samples): with accumulate above 1 there is no last, smaller batch"
         )
 
-    def batches(self, share: Share, first: int) -> Iterator[Any]:
+    def batches(self, share: RankShare, first: int) -> Iterator[Any]:
         """Every micro-batch of a share from a step to the end of its epoch: as with torch, loader workers see in each epoch
         what the program has made of its data set (`set_epoch`). Those that are to stay alive go on to the last."""
         torch = torch_module()
         # torch's loader draws its base seed from the program's generator, which `Walk.take` seeds before the program draws.
-        numbers = Numbers(share, first, all_epochs=self.lasting)
-        return iter(torch.utils.data.DataLoader(Seeded(self.dataset, share), batch_sampler=numbers, **self.options))
+        numbers = MicroBatchSampler(share, first, all_epochs=self.has_persistent_workers)
+        return iter(torch.utils.data.DataLoader(SeededDataset(self.dataset, share), batch_sampler=numbers, **self.options))
 
     @property
-    def lasting(self) -> bool:
+    def has_persistent_workers(self) -> bool:
         """Whether loader workers outlive an epoch."""
         return bool(self.options.get("persistent_workers"))
 

@@ -21,13 +21,13 @@ import msgspec
 
 from covey.errors import UsageError
 from covey.training.collectives.gloo_group import torch_module
-from covey.training.seeding import mix
+from covey.training.seeding import derive_seed
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
+class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """The way through the data as it is known at the boundary of one step."""
 
-    samples: int
+    sample_count: int
     shuffle: bool
     seed: int
     batch_size: int  # these three as they were at the first start
@@ -41,20 +41,22 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     extra: tuple[int, ...] = ()  # steps that have nothing but what was carried over
 
     @property
-    def size(self) -> int:
+    def global_batch_size(self) -> int:
         """Of the global batch."""
         return self.batch_size * self.accumulate * self.world
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.samples // self.size if self.drop_last else -(-self.samples // self.size)
+        return (
+            self.sample_count // self.global_batch_size if self.drop_last else -(-self.sample_count // self.global_batch_size)
+        )
 
     @property
-    def end(self) -> int:
+    def total_steps(self) -> int:
         """How many steps there are in all."""
         return self.steps + len(self.extra)
 
-    def place(self, step: int) -> tuple[int, int]:
+    def locate_step(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and which step of the epoch it is; an extra one follows its epoch's last."""
         number = step - bisect_left(self.extra, step)
         if step in self.extra:
@@ -62,86 +64,94 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
             return epoch, within + 1
         return divmod(number, self.steps_per_epoch)
 
-    def batch(self, step: int) -> list[int]:
+    def global_batch(self, step: int) -> list[int]:
         """The global batch of a step."""
-        return self.part(step, range(self.length(step)))
+        return self.samples_at(step, range(self.samples_in_step(step)))
 
-    def part(self, step: int, places: Iterable[int]) -> list[int]:
+    def samples_at(self, step: int, places: Iterable[int]) -> list[int]:
         """Some places of the global batch. A rank's micro-batches, next to other ranks' in the order of the epoch, are next to
         each other here: so in the first world each rank has what it would have if there were no other worlds."""
-        base = self._fresh(step)
-        epoch, within = self.place(step)
-        order = _order(self.samples, self.shuffle, mix(self.seed, epoch))
+        base = self._fresh_samples_in_step(step)
+        epoch, within = self.locate_step(step)
+        order = _epoch_order(self.sample_count, self.shuffle, derive_seed(self.seed, epoch))
         found = []
         for place in places:
             if place >= base:
                 found.append(self.carried[place - base])
-            elif base < self.size:
-                found.append(order[within * self.size + place])
+            elif base < self.global_batch_size:
+                found.append(order[within * self.global_batch_size + place])
             else:
                 rank, rest = divmod(place, self.accumulate * self.batch_size)
                 micro, i = divmod(rest, self.batch_size)
-                found.append(order[within * self.size + (micro * self.world + rank) * self.batch_size + i])
+                found.append(order[within * self.global_batch_size + (micro * self.world + rank) * self.batch_size + i])
         return found
 
-    def length(self, step: int) -> int:
+    def samples_in_step(self, step: int) -> int:
         """Of the global batch, without making it."""
         carried = len(self.carried) if step == self.carried_to else 0
-        return carried + self._fresh(step)
+        return carried + self._fresh_samples_in_step(step)
 
-    def _fresh(self, step: int) -> int:
+    def _fresh_samples_in_step(self, step: int) -> int:
         """How many samples of the global batch are not carried over: the last of an epoch may have fewer than the others."""
         if step in self.extra:
             return 0
-        return self.size if self.drop_last else min(self.size, self.samples - self.place(step)[1] * self.size)
+        return (
+            self.global_batch_size
+            if self.drop_last
+            else min(self.global_batch_size, self.sample_count - self.locate_step(step)[1] * self.global_batch_size)
+        )
 
-    def span(self, step: int, index: int) -> range:
+    def member_range(self, step: int, index: int) -> range:
         """Which part of the global batch the index-th member has."""
-        n, w = self.length(step), len(self.seats)
+        n, w = self.samples_in_step(step), len(self.seats)
         if index >= w:  # who has come in the middle of this step has a part of the next
             return range(0)
         return range(index * n // w, (index + 1) * n // w)
 
-    def cut(self, step: int, index: int, limit: int | None) -> list[range]:
+    def micro_batches(self, step: int, index: int, limit: int | None) -> list[range]:
         """A member's part in micro-batches: as few as keep to the limit, and as equal as can be, since some layers cannot do
         with a single sample. A member without a part still takes part in the step: a batch, which counts for nothing."""
-        span = self.span(step, index)
+        span = self.member_range(step, index)
         if not span:
-            return [self._idle(step)]
+            return [self._idle_member_range(step)]
         count = -(-len(span) // limit) if limit is not None else 1
         return [range(span.start + i * len(span) // count, span.start + (i + 1) * len(span) // count) for i in range(count)]
 
-    def weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
+    def member_weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
         """What the mean over a member's samples counts for in that of all samples whose holders are present."""
-        total = self.length(step) if present == self.seats else sum(len(span) for span in self._held(step, present))
-        return len(self.span(step, index)) / total if total else 1 / len(present)
+        total = (
+            self.samples_in_step(step)
+            if present == self.seats
+            else sum(len(span) for span in self._present_ranges(step, present))
+        )
+        return len(self.member_range(step, index)) / total if total else 1 / len(present)
 
-    def _held(self, step: int, present: tuple[int, ...]) -> list[range]:
+    def _present_ranges(self, step: int, present: tuple[int, ...]) -> list[range]:
         here = set(present)
-        return [self.span(step, i) for i, seat in enumerate(self.seats) if seat in here]
+        return [self.member_range(step, i) for i, seat in enumerate(self.seats) if seat in here]
 
-    def counted(self, step: int, present: tuple[int, ...]) -> list[int]:
+    def counted_positions(self, step: int, present: tuple[int, ...]) -> list[int]:
         """The places that count when these are present. Where nobody is left who has a part, all have taken the first batch,
         which was to count for nothing (see `cut`): then it is the one that counts."""
-        return [place for span in self._held(step, present) for place in span] or list(self._idle(step))
+        return [place for span in self._present_ranges(step, present) for place in span] or list(self._idle_member_range(step))
 
-    def _idle(self, step: int) -> range:
+    def _idle_member_range(self, step: int) -> range:
         """What a member without a part takes."""
-        return range(min(self.batch_size, self.length(step)))
+        return range(min(self.batch_size, self.samples_in_step(step)))
 
-    def after(self, step: int, present: tuple[int, ...]) -> Course:
+    def next_schedule(self, step: int, present: tuple[int, ...]) -> SampleSchedule:
         """The course once a step has counted for those who were present at its reduction; they share the next one."""
         if present == self.seats and not self.carried:
             return self
-        counted = set(self.counted(step, present))
-        carried = tuple(self.part(step, [place for place in range(self.length(step)) if place not in counted]))
-        at_end = self.place(step)[1] + 1 >= self.steps_per_epoch or step + 1 == self.end
+        counted = set(self.counted_positions(step, present))
+        carried = tuple(self.samples_at(step, [place for place in range(self.samples_in_step(step)) if place not in counted]))
+        at_end = self.locate_step(step)[1] + 1 >= self.steps_per_epoch or step + 1 == self.total_steps
         extra = (*self.extra, step + 1) if carried and at_end else self.extra
         return msgspec.structs.replace(
             self, seats=present, carried=carried, carried_to=step + 1 if carried else -1, extra=extra
         )
 
-    def seated(self, seats: tuple[int, ...]) -> Course:
+    def with_members(self, seats: tuple[int, ...]) -> SampleSchedule:
         """The course among other members, from a step's boundary on."""
         return msgspec.structs.replace(self, seats=seats)
 
@@ -150,47 +160,47 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         names = ("batch_size", "accumulate", "world", "seats", "carried", "carried_to", "extra")
         return {name: getattr(self, name) for name in names}
 
-    def restored(self, state: dict[str, Any]) -> Course:
+    def with_state(self, state: dict[str, Any]) -> SampleSchedule:
         """The course of a state, in the world of that state."""
         held = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
         return msgspec.structs.replace(self, **held)
 
 
-class Share(msgspec.Struct, frozen=True):
+class RankShare(msgspec.Struct, frozen=True):
     """One member's part of a course, as a loader needs it, also in a process of its own."""
 
-    course: Course
-    index: int
-    limit: int | None
+    schedule: SampleSchedule
+    member_position: int
+    micro_batch_limit: int | None
 
-    def numbers(self, first: int, *, all_epochs: bool) -> Iterator[list[tuple[int, int]]]:
+    def micro_batch_numbers(self, first: int, *, all_epochs: bool) -> Iterator[list[tuple[int, int]]]:
         """Every micro-batch from a step on, of its epoch or of all, as (step, micro-batch)."""
-        epoch = self.course.place(first)[0]
-        for step in range(first, self.course.end):
-            if not all_epochs and self.course.place(step)[0] != epoch:
+        epoch = self.schedule.locate_step(first)[0]
+        for step in range(first, self.schedule.total_steps):
+            if not all_epochs and self.schedule.locate_step(step)[0] != epoch:
                 return
-            for micro in range(len(self.cut(step))):
+            for micro in range(len(self.micro_batches(step))):
                 yield [(step, micro)]
 
-    def cut(self, step: int) -> list[range]:
-        return self.course.cut(step, self.index, self.limit)
+    def micro_batches(self, step: int) -> list[range]:
+        return self.schedule.micro_batches(step, self.member_position, self.micro_batch_limit)
 
-    def samples(self, step: int, micro: int) -> list[int]:
-        return self.course.part(step, self.cut(step)[micro])
+    def micro_batch_samples(self, step: int, micro: int) -> list[int]:
+        return self.schedule.samples_at(step, self.micro_batches(step)[micro])
 
-    def seed(self, step: int, micro: int) -> int:
+    def micro_batch_seed(self, step: int, micro: int) -> int:
         """Of the random numbers under which a micro-batch is loaded."""
-        usual = self.course.accumulate
-        number = mix(self.course.seed, step * usual + min(micro, usual - 1), self.index)
-        return number if micro < usual else mix(number, micro)
+        usual = self.schedule.accumulate
+        number = derive_seed(self.schedule.seed, step * usual + min(micro, usual - 1), self.member_position)
+        return number if micro < usual else derive_seed(number, micro)
 
 
-def begin(
+def initial_schedule(
     samples: int, *, batch_size: int, accumulate: int, world: int, shuffle: bool, seed: int, drop_last: bool = True
-) -> Course:
+) -> SampleSchedule:
     """The course of a training that starts; `steps` is one epoch."""
-    course = Course(
-        samples=samples,
+    course = SampleSchedule(
+        sample_count=samples,
         shuffle=shuffle,
         seed=seed,
         batch_size=batch_size,
@@ -214,7 +224,7 @@ def begin(
 
 
 @functools.lru_cache(maxsize=2)
-def _order(samples: int, shuffle: bool, seed: int) -> list[int]:
+def _epoch_order(samples: int, shuffle: bool, seed: int) -> list[int]:
     """The samples of an epoch in their order."""
     torch = torch_module()
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(samples)

@@ -19,22 +19,22 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from covey.errors import UsageError
-from covey.training.collectives.communicator import Group
-from covey.training.data.sample_schedule import Course
-from covey.training.seeding import mix, seed_all
-from covey.training.state.pytree import from_bytes, to_bytes
+from covey.training.collectives.communicator import Communicator
+from covey.training.data.sample_schedule import SampleSchedule
+from covey.training.seeding import derive_seed, seed_all
+from covey.training.state.pytree import from_byte_tensor, to_byte_tensor
 
-TAKE_DOWN: Final = 8  # batches of a lane between two positions
-TELL: Final = 16  # steps between two exchanges of positions
-POSITION_MAX: Final = 16 * 1024 * 1024  # bytes
+BATCHES_PER_POSITION: Final = 8  # batches of a lane between two positions
+STEPS_PER_EXCHANGE: Final = 16  # steps between two exchanges of positions
+POSITION_BYTES_MAX: Final = 16 * 1024 * 1024  # bytes
 
 log = logging.getLogger("covey")
 
 Position = tuple[int, bytes]  # after so many batches of a lane, and the data set's state then; without one it is the beginning
-BEGINNING: Final[Position] = (0, b"")
+START_POSITION: Final[Position] = (0, b"")
 
 
-class StreamCourse(Course, frozen=True, kw_only=True):
+class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
     """A course through data without numbers: every member has the same share of each step, whoever they are."""
 
     @property
@@ -42,27 +42,27 @@ class StreamCourse(Course, frozen=True, kw_only=True):
         """A stream is one epoch."""
         return self.steps
 
-    def place(self, step: int) -> tuple[int, int]:
+    def locate_step(self, step: int) -> tuple[int, int]:
         return divmod(step, max(1, self.steps))
 
-    def cut(self, step: int, index: int, limit: int | None) -> list[range]:
+    def micro_batches(self, step: int, index: int, limit: int | None) -> list[range]:
         return [range(i * self.batch_size, (i + 1) * self.batch_size) for i in range(self.accumulate)]
 
-    def weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
+    def member_weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
         """Who came in the middle of a step counts from the next, unless nobody else is left."""
         counted = len(set(present) & set(self.seats))
         if not counted:
             return 1 / len(present)
         return 1 / counted if index < len(self.seats) else 0.0
 
-    def after(self, step: int, present: tuple[int, ...]) -> Course:
-        return self if present == self.seats else self.seated(present)
+    def next_schedule(self, step: int, present: tuple[int, ...]) -> SampleSchedule:
+        return self if present == self.seats else self.with_members(present)
 
 
-def begin(batch_size: int, accumulate: int, world: int, seed: int) -> StreamCourse:
+def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: int) -> StreamSchedule:
     """The course of a training that starts; the loop says how many steps it has."""
-    return StreamCourse(
-        samples=0,
+    return StreamSchedule(
+        sample_count=0,
         shuffle=False,
         seed=seed,
         batch_size=batch_size,
@@ -73,34 +73,34 @@ def begin(batch_size: int, accumulate: int, world: int, seed: int) -> StreamCour
     )
 
 
-class Feed(IterableDataset):  # type: ignore[misc]
+class StreamDataset(IterableDataset):  # type: ignore[misc]
     """What torch's loader reads, perhaps in a process of its own: batches from a number on, some with the position after."""
 
     def __init__(self, dataset: Any, begin: bytes, batch_size: int, collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self._dataset, self._begin = dataset, begin
+        self._dataset, self._initial_state = dataset, begin
         self._batch_size = batch_size
         self._collate = collate
         self._seed = seed
-        self.first = 0
-        self.lanes = [BEGINNING]
+        self.first_batch = 0
+        self.lane_positions = [START_POSITION]
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[int, int, bytes] | None]]:
         worker = get_worker_info()
         lane = worker.id if worker is not None else 0
-        count, state = self.lanes[lane]
+        count, state = self.lane_positions[lane]
         if state:
-            _put_state(self._dataset, state)
-        samples = self._endless()
+            _load_dataset_state(self._dataset, state)
+        samples = self._iterate_endlessly()
         while True:
-            number = count * len(self.lanes) + lane
-            seed_all(mix(self._seed, number))
+            number = count * len(self.lane_positions) + lane
+            seed_all(derive_seed(self._seed, number))
             drawn = [next(samples) for _ in range(self._batch_size)]
             count += 1
-            if number >= self.first:
-                due = count % TAKE_DOWN == 0 and stateful(self._dataset)
-                yield self._collate(drawn), (lane, count, state_of(self._dataset)) if due else None
+            if number >= self.first_batch:
+                due = count % BATCHES_PER_POSITION == 0 and is_stateful(self._dataset)
+                yield self._collate(drawn), (lane, count, dataset_state(self._dataset)) if due else None
 
-    def _endless(self) -> Iterator[Any]:
+    def _iterate_endlessly(self) -> Iterator[Any]:
         """The samples; when they end, from the beginning."""
         fruitless = False
         while True:
@@ -108,10 +108,10 @@ class Feed(IterableDataset):  # type: ignore[misc]
             for sample in self._dataset:
                 given = True
                 yield sample
-            if not given and (fruitless or not self._begin):
+            if not given and (fruitless or not self._initial_state):
                 raise UsageError("the data set gave no sample: after its end, iterating over it must begin anew")
             if not given:
-                _put_state(self._dataset, self._begin)
+                _load_dataset_state(self._dataset, self._initial_state)
             fruitless = not given
 
 
@@ -119,114 +119,126 @@ class Stream:
     """One rank's stream, and what is known of all ranks' positions."""
 
     def __init__(self, dataset: Any, batch_size: int, accumulate: int, seed: int, options: dict[str, Any]) -> None:
-        self._lanes = max(1, options.get("num_workers", 0))
-        self._per_step = accumulate
+        self._lane_count = max(1, options.get("num_workers", 0))
+        self._batches_per_step = accumulate
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
         self._collate = options.get("collate_fn") or default_collate
         self._options = {key: value for key, value in options.items() if key != "collate_fn"}
-        self._places: dict[int, dict[str, Any]] = {}  # by seat: the step its stream began in, and a position of each lane
-        self._seat, self._began = 0, 0
-        self._taken: list[list[Position]] = []  # by lane, the oldest first
-        self._batches: Iterator[Any] | None = None
-        self._number = -1  # of the batch that comes next
-        self._begin = state_of(dataset) if stateful(dataset) else b""
+        self._positions_by_member: dict[
+            int, dict[str, Any]
+        ] = {}  # by seat: the step its stream began in, and a position of each lane
+        self._member_index, self._first_step = 0, 0
+        self._recorded_positions: list[list[Position]] = []  # by lane, the oldest first
+        self._batch_iterator: Iterator[Any] | None = None
+        self._next_batch_number = -1  # of the batch that comes next
+        self._initial_state = dataset_state(dataset) if is_stateful(dataset) else b""
 
-    def say(self) -> None:
+    def log_limitations(self) -> None:
         """What to expect of it, once at the start."""
         log.info("the data is a stream: each sample counts once as long as the world keeps its size, and not beyond")
-        if not stateful(self._dataset):
+        if not is_stateful(self._dataset):
             log.info("the data set has no state_dict and load_state_dict: a replacement reads it again from its beginning")
 
     # -- positions ---------------------------------------------------------------------------------------------------
 
-    def expect(self, seats: tuple[int, ...]) -> None:
+    def reset_positions(self, seats: tuple[int, ...]) -> None:
         """A training that starts: these all begin at their beginning."""
-        self._places = {seat: {"began": 0, "lanes": [BEGINNING] * self._lanes} for seat in seats}
+        self._positions_by_member = {seat: {"began": 0, "lanes": [START_POSITION] * self._lane_count} for seat in seats}
 
-    def known(self) -> dict[str, Any]:
+    def current_state(self) -> dict[str, Any]:
         """For a replacement or a checkpoint."""
-        return {"lanes": self._lanes, "places": self._places}
+        return {"lanes": self._lane_count, "places": self._positions_by_member}
 
-    def put(self, known: dict[str, Any]) -> None:
-        if known["lanes"] != self._lanes:
+    def load_state(self, known: dict[str, Any]) -> None:
+        if known["lanes"] != self._lane_count:
             raise UsageError(
-                f"this stream was read by {known['lanes']} loaders, and a position of one of {self._lanes} does not follow"
+                f"this stream was read by {known['lanes']} loaders, and a position of one of {self._lane_count} does not follow"
                 " from that: give Data the num_workers it had"
             )
-        self._places = known["places"]
+        self._positions_by_member = known["places"]
 
-    def sit(self, seat: int, step: int) -> None:
+    def set_member(self, seat: int, step: int) -> None:
         """Who this rank is. One that nobody knows a position of is new: its stream begins with this step."""
-        place = self._places.get(seat)
-        self._seat, self._began = seat, place["began"] if place is not None else step
-        lanes = place["lanes"] if place is not None else [BEGINNING] * self._lanes
-        self._taken = [[(count, state)] for count, state in lanes]
+        place = self._positions_by_member.get(seat)
+        self._member_index, self._first_step = seat, place["began"] if place is not None else step
+        lanes = place["lanes"] if place is not None else [START_POSITION] * self._lane_count
+        self._recorded_positions = [[(count, state)] for count, state in lanes]
 
-    def mark_boundary(self, step: int, group: Group) -> None:
+    def begin_step(self, step: int, group: Communicator) -> None:
         """A step begins: nothing before it is needed any more. From time to time, hear where the others are."""
-        self._taken = [taken[-1:] for taken in self._taken]
-        if step and step % TELL == 0:
-            self._tell(group)
+        self._recorded_positions = [taken[-1:] for taken in self._recorded_positions]
+        if step and step % STEPS_PER_EXCHANGE == 0:
+            self._exchange_positions(group)
 
-    def _tell(self, group: Group) -> None:
-        mine = {"seat": self._seat, "began": self._began, "lanes": [taken[0] for taken in self._taken]}
-        flat = to_bytes(mine)
+    def _exchange_positions(self, group: Communicator) -> None:
+        mine = {
+            "seat": self._member_index,
+            "began": self._first_step,
+            "lanes": [taken[0] for taken in self._recorded_positions],
+        }
+        flat = to_byte_tensor(mine)
         size = int(group.all_reduce(torch.tensor(flat.numel()), "max"))
-        if size > POSITION_MAX:
-            raise UsageError(f"the data set's state_dict has {size} bytes, {POSITION_MAX} is the limit: keep samples out of it")
+        if size > POSITION_BYTES_MAX:
+            raise UsageError(
+                f"the data set's state_dict has {size} bytes, {POSITION_BYTES_MAX} is the limit: keep samples out of it"
+            )
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: flat.numel()] = flat
-        told = [from_bytes(found) for found in group.all_gather(padded)]
-        self._places = {place.pop("seat"): place for place in told}
+        told = [from_byte_tensor(found) for found in group.all_gather(padded)]
+        self._positions_by_member = {place.pop("seat"): place for place in told}
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def batches(self, step: int) -> Iterator[Any]:
         """From a step on, without end."""
-        if self._batches is None or self._number != self._at(step):
-            self._open(self._at(step))
+        if self._batch_iterator is None or self._next_batch_number != self._first_batch_of_step(step):
+            self._open_loader(self._first_batch_of_step(step))
         while True:
-            assert self._batches is not None
-            batch, taken = next(self._batches)
-            self._number += 1
+            assert self._batch_iterator is not None
+            batch, taken = next(self._batch_iterator)
+            self._next_batch_number += 1
             if taken is not None:
                 lane, *position = taken
-                self._taken[lane].append((position[0], position[1]))
+                self._recorded_positions[lane].append((position[0], position[1]))
             yield batch
 
     def close(self) -> None:
         """No more batches are needed: it has no end by itself."""
-        self._batches = None
+        self._batch_iterator = None
 
-    def _at(self, step: int) -> int:
+    def _first_batch_of_step(self, step: int) -> int:
         """The number of a step's first batch."""
-        return (step - self._began) * self._per_step
+        return (step - self._first_step) * self._batches_per_step
 
-    def _open(self, number: int) -> None:
-        feed = Feed(self._dataset, self._begin, self._batch_size, self._collate, mix(self._seed, self._seat))
-        over = number % self._lanes  # torch begins with the first worker, whose lane must be the first: the data set may ask
-        feed.first, feed.lanes = number - over, [taken[0] for taken in self._taken]
-        if self._batches is not None and self._begin and not self._options.get("num_workers", 0):
-            _put_state(self._dataset, self._begin)  # it was read here before
-        self._taken = [taken[:1] for taken in self._taken]
-        self._number = number
-        self._batches = iter(DataLoader(feed, batch_size=None, collate_fn=_as_it_is, **self._options))
+    def _open_loader(self, number: int) -> None:
+        feed = StreamDataset(
+            self._dataset, self._initial_state, self._batch_size, self._collate, derive_seed(self._seed, self._member_index)
+        )
+        over = (
+            number % self._lane_count
+        )  # torch begins with the first worker, whose lane must be the first: the data set may ask
+        feed.first_batch, feed.lane_positions = number - over, [taken[0] for taken in self._recorded_positions]
+        if self._batch_iterator is not None and self._initial_state and not self._options.get("num_workers", 0):
+            _load_dataset_state(self._dataset, self._initial_state)  # it was read here before
+        self._recorded_positions = [taken[:1] for taken in self._recorded_positions]
+        self._next_batch_number = number
+        self._batch_iterator = iter(DataLoader(feed, batch_size=None, collate_fn=_identity, **self._options))
         for _ in range(over):
-            next(self._batches)
+            next(self._batch_iterator)
 
 
-def stateful(dataset: Any) -> bool:
+def is_stateful(dataset: Any) -> bool:
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
-def state_of(dataset: Any) -> bytes:
-    found: bytes = to_bytes({"state": dataset.state_dict()}).numpy().tobytes()
+def dataset_state(dataset: Any) -> bytes:
+    found: bytes = to_byte_tensor({"state": dataset.state_dict()}).numpy().tobytes()
     return found
 
 
-def _put_state(dataset: Any, state: bytes) -> None:
-    dataset.load_state_dict(from_bytes(torch.frombuffer(bytearray(state), dtype=torch.uint8))["state"])
+def _load_dataset_state(dataset: Any, state: bytes) -> None:
+    dataset.load_state_dict(from_byte_tensor(torch.frombuffer(bytearray(state), dtype=torch.uint8))["state"])
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

@@ -13,22 +13,22 @@ from covey.errors import UsageError
 from covey.training.data.loader import Data
 
 # As torch names them, both as arguments and as attributes.
-OPTIONS: Final = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-WITH_WORKERS: Final = ("prefetch_factor", "persistent_workers")
+LOADER_OPTIONS: Final = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+WORKER_OPTIONS: Final = ("prefetch_factor", "persistent_workers")
 
 
-def is_loader(data: Any) -> bool:
+def is_torch_dataloader(data: Any) -> bool:
     return isinstance(data, DataLoader)
 
 
-def as_data(loader: Any) -> Data:
+def data_from_dataloader(loader: Any) -> Data:
     """The same data set in batches of the same size, loaded in the same manner."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
             "Loop cannot keep this DataLoader's batches, which are the program's own (batch_sampler=, or batch_size=None):"
             " give it a data set and a batch_size"
         )
-    names = OPTIONS + (WITH_WORKERS if loader.num_workers else ())
+    names = LOADER_OPTIONS + (WORKER_OPTIONS if loader.num_workers else ())
     options = {name: getattr(loader, name) for name in names}
     stream = isinstance(loader.dataset, IterableDataset)
     shuffle = False if stream else _shuffles(loader.sampler)

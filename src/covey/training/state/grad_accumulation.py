@@ -11,47 +11,47 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-TURN: Final = 16  # steps for which one parameter is looked at
+STEPS_PER_PARAMETER: Final = 16  # steps for which one parameter is looked at
 
 
-class Carried:
+class GradAccumulationDetector:
     """Looks until it has found one; then says so, once."""
 
     def __init__(self, model: Any, found: Callable[[], None]) -> None:
-        self._found = found
+        self._on_detected = found
         self._parameters = list(model.parameters())
-        self._steps, self._turn = 0, -1
+        self._steps, self._watched_index = 0, -1
         self._hook: Any = None
-        self._before: weakref.ref[Any] | None = None  # the gradient as the step began,
-        self._version = 0  # and its version
-        self._over = not self._parameters
+        self._previous_gradient: weakref.ref[Any] | None = None  # the gradient as the step began,
+        self._previous_version = 0  # and its version
+        self._is_done = not self._parameters
 
     def begin_step(self) -> None:
-        if self._over:
+        if self._is_done:
             return
-        turn = self._steps // TURN % len(self._parameters)
-        if turn != self._turn:
-            self._look_at(turn)
+        turn = self._steps // STEPS_PER_PARAMETER % len(self._parameters)
+        if turn != self._watched_index:
+            self._watch_parameter(turn)
         gradient = self._parameters[turn].grad
         if gradient is None:
-            self._before = None
-            self._steps += TURN if self._steps else 0  # it may never have one: on to the next
+            self._previous_gradient = None
+            self._steps += STEPS_PER_PARAMETER if self._steps else 0  # it may never have one: on to the next
         else:
-            self._before, self._version = weakref.ref(gradient), gradient._version
+            self._previous_gradient, self._previous_version = weakref.ref(gradient), gradient._version
             self._steps += 1
 
-    def _look_at(self, turn: int) -> None:
+    def _watch_parameter(self, turn: int) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self._turn, self._hook = turn, None
+        self._watched_index, self._hook = turn, None
         if self._parameters[turn].requires_grad:
-            self._hook = self._parameters[turn].register_post_accumulate_grad_hook(self._look)
+            self._hook = self._parameters[turn].register_post_accumulate_grad_hook(self._check_gradient)
 
-    def _look(self, parameter: Any) -> None:
-        before, self._before = self._before, None
+    def _check_gradient(self, parameter: Any) -> None:
+        before, self._previous_gradient = self._previous_gradient, None
         gradient: Any = parameter.grad
         version: int = gradient._version
-        if before is not None and before() is gradient and version == self._version + 1:
-            self._over = True
+        if before is not None and before() is gradient and version == self._previous_version + 1:
+            self._is_done = True
             self._hook.remove()
-            self._found()
+            self._on_detected()

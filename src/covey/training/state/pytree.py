@@ -15,25 +15,25 @@ from covey.errors import UsageError
 from covey.training.collectives.gloo_group import torch_module
 
 Skeleton = Any  # nested lists: [kind, content]
-ROOT = "state"
+ROOT_NAME = "state"
 
 
 def pack(value: Any) -> tuple[Skeleton, dict[str, Any]]:
-    """A skeleton, and the tensors it refers to by position, under their names (`path_of`)."""
+    """A skeleton, and the tensors it refers to by position, under their names (`tensor_path`)."""
     tensors: dict[str, Any] = {}
-    return _pack(value, tensors, ROOT), tensors
+    return _pack(value, tensors, ROOT_NAME), tensors
 
 
-def path_of(*keys: str | int) -> str:
+def tensor_path(*keys: str | int) -> str:
     """The name of the tensor that lies under these keys."""
-    return ROOT + "".join(f"[{key!r}]" for key in keys)
+    return ROOT_NAME + "".join(f"[{key!r}]" for key in keys)
 
 
 def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
     """The value a skeleton describes, with these tensors."""
     kind, content = skeleton
     if kind == "dict":
-        return {_key(key): unpack(item, tensors) for key, item in content}
+        return {_unpack_key(key): unpack(item, tensors) for key, item in content}
     if kind in ("list", "tuple"):
         items = [unpack(item, tensors) for item in content]
         return items if kind == "list" else tuple(items)
@@ -46,18 +46,18 @@ def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
     return content
 
 
-def like(value: Any, pattern: Any) -> Any:
+def match_dict_types(value: Any, pattern: Any) -> Any:
     """A value whose dicts are of the kinds that `pattern` has in the same places: what travels is plain, a Counter is not."""
     if not isinstance(value, dict) or not isinstance(pattern, dict):
         return value
     made = copy.copy(pattern)
     made.clear()
     for key, item in value.items():
-        made[key] = like(item, pattern.get(key))
+        made[key] = match_dict_types(item, pattern.get(key))
     return made
 
 
-def to_bytes(value: Any) -> Any:
+def to_byte_tensor(value: Any) -> Any:
     """A value as one tensor of bytes, for a broadcast."""
     torch = torch_module()
     skeleton, tensors = pack(value)
@@ -68,8 +68,8 @@ def to_bytes(value: Any) -> Any:
     return torch.cat([head, *(t.reshape(-1).view(torch.uint8) for t in plain)])
 
 
-def from_bytes(flat: Any) -> Any:
-    """The value of `to_bytes`."""
+def from_byte_tensor(flat: Any) -> Any:
+    """The value of `to_byte_tensor`."""
     torch = torch_module()
     size = int.from_bytes(bytes(flat[:8].tolist()), "big")
     skeleton, metas = msgspec.msgpack.decode(flat[8 : 8 + size].numpy().tobytes())
@@ -97,7 +97,7 @@ def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
         tensors[path] = value.detach()
         return ["tensor", len(tensors) - 1]
     if isinstance(value, dict):
-        return ["dict", [[_packed_key(key, path), _pack(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]]
+        return ["dict", [[_pack_key(key, path), _pack(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_pack(item, tensors, f"{path}[{n}]") for n, item in enumerate(value)]]
@@ -109,11 +109,11 @@ def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
     raise UsageError(f"{path} is a {type(value).__name__}, which cannot travel: give numbers, texts, tensors, lists and dicts")
 
 
-def _packed_key(key: Any, path: str) -> list[Any]:
+def _pack_key(key: Any, path: str) -> list[Any]:
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise UsageError(f"{path} has the key {key!r}, which cannot travel: use texts and whole numbers")
     return [isinstance(key, int), str(key)]
 
 
-def _key(packed: list[Any]) -> str | int:
+def _unpack_key(packed: list[Any]) -> str | int:
     return int(packed[1]) if packed[0] else str(packed[1])

@@ -21,85 +21,85 @@ import msgspec
 from covey.core.messages import Donor
 from covey.errors import PeerError
 from covey.training.state import pytree
-from covey.training.state.transfer import NOTHING, Donation, Known, digest, fetch
-from covey.training.worker_context import Meeting
+from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors, fetch_from_donor, tensor_digest
+from covey.training.worker_context import WorkerContext
 
-KEY: Final = "follow"
+FOLLOW_KEY: Final = "follow"
 FOLLOWERS_MAX: Final = 8  # at the same time: others must find a giver free
-HELD_S: Final = 20.0  # how long a follower waits for the step it wants, before it asks again
-LOOK_S: Final = 10.0
-AGAIN_S: Final = 1.0
-PACE: Final = 100  # a copy is taken in at most one part in so many of the time
+STEP_WAIT_S: Final = 20.0  # how long a follower waits for the step it wants, before it asks again
+RENDEZVOUS_TIMEOUT_S: Final = 10.0
+RETRY_DELAY_S: Final = 1.0
+PAUSE_TO_COPY_RATIO: Final = 100  # a copy is taken in at most one part in so many of the time
 
 
-class Asked(msgspec.Struct, frozen=True):
+class FollowRequested(msgspec.Struct, frozen=True):
     """News to a rank that waits in a collective: somebody wants to follow."""
 
 
-class Offered:
+class SpareSource:
     """A rank's tensors, for those who follow."""
 
-    def __init__(self, tensors: Callable[[], dict[str, Any]], tell: Callable[[Asked], None]) -> None:
-        self._tensors, self._tell = tensors, tell
+    def __init__(self, tensors: Callable[[], dict[str, Any]], tell: Callable[[FollowRequested], None]) -> None:
+        self._get_tensors, self._notify = tensors, tell
         self._changed = threading.Condition()
-        self._after: int | None = None  # from this step on a follower wants them
-        self._waiting = 0
-        self._found = Donation()
+        self._wanted_step: int | None = None  # from this step on a follower wants them
+        self._waiting_count = 0
+        self._latest_state = DonatedState()
 
-    def look(self, step: int) -> None:
+    def offer_if_wanted(self, step: int) -> None:
         """The training's thread, as it waits for others in this step: a program's own code may be asked for the tensors."""
-        if self._after is not None and step >= self._after:
+        if self._wanted_step is not None and step >= self._wanted_step:
             with self._changed:
-                self._found, self._after = Donation(step=step, state=self._tensors()), None
+                self._latest_state, self._wanted_step = DonatedState(step=step, state=self._get_tensors()), None
                 self._changed.notify_all()
 
-    def give(self, wanted: bytes) -> Donation:
+    def donate_at_step(self, wanted: bytes) -> DonatedState:
         """A thread of the giver: as soon as the training is in a step that is not before the wanted one."""
-        after, by = int.from_bytes(wanted, "big"), time.monotonic() + HELD_S
+        after, by = int.from_bytes(wanted, "big"), time.monotonic() + STEP_WAIT_S
         with self._changed:
-            if self._waiting >= FOLLOWERS_MAX:
+            if self._waiting_count >= FOLLOWERS_MAX:
                 raise EOFError("too many follow already")
-            self._waiting += 1
+            self._waiting_count += 1
             try:
-                while self._found.step < after:
-                    self._after = after if self._after is None else min(after, self._after)
-                    self._tell(Asked())
+                while self._latest_state.step < after:
+                    self._wanted_step = after if self._wanted_step is None else min(after, self._wanted_step)
+                    self._notify(FollowRequested())
                     if not self._changed.wait(by - time.monotonic()):
                         raise EOFError("that step was not reached")
-                return self._found
+                return self._latest_state
             finally:
-                self._waiting -= 1
+                self._waiting_count -= 1
 
 
-class Follower:
+class SpareSync:
     """A spare's copy, and the thread that renews it."""
 
-    def __init__(self, meeting: Meeting, every: int) -> None:
-        self._meeting, self._every = meeting, every
+    def __init__(self, meeting: WorkerContext, every: int) -> None:
+        self._context, self._interval_steps = meeting, every
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._busy = False  # a copy arrives, over the one before
-        self._known = NOTHING
-        self._digests: Mapping[str, bytes] = {}
-        self._step = 0
-        threading.Thread(target=self._follow, name="covey follower", daemon=True).start()
+        self._stopped = threading.Event()
+        self._is_copying = False  # a copy arrives, over the one before
+        self._receiver_tensors = NO_TENSORS
+        self._previous_digests: Mapping[str, bytes] = {}
+        self._copied_step = 0
+        threading.Thread(target=self._run_sync, name="covey follower", daemon=True).start()
 
-    def take(self) -> Known:
+    def stop_and_get_tensors(self) -> ReceiverTensors:
         """The spare has its place: what it has of the state. Nothing while a copy arrives."""
         with self._lock:
-            self._over.set()
-            return NOTHING if self._busy else self._known
+            self._stopped.set()
+            return NO_TENSORS if self._is_copying else self._receiver_tensors
 
-    def _follow(self) -> None:
-        while not self._over.is_set():
+    def _run_sync(self) -> None:
+        while not self._stopped.is_set():
             try:
-                place = self._meeting.look(KEY, self._meeting.generation, LOOK_S)
-                took_s = self._renew(msgspec.msgpack.decode(place, type=Donor))
+                place = self._context.get_rendezvous(FOLLOW_KEY, self._context.generation, RENDEZVOUS_TIMEOUT_S)
+                took_s = self._refresh_copy(msgspec.msgpack.decode(place, type=Donor))
             except PeerError:  # it is gone, or has not come that far: the next one is looked for
-                took_s = AGAIN_S / PACE
-            self._over.wait(PACE * took_s)
+                took_s = RETRY_DELAY_S / PAUSE_TO_COPY_RATIO
+            self._stopped.wait(PAUSE_TO_COPY_RATIO * took_s)
 
-    def _renew(self, giver: Donor) -> float:
+    def _refresh_copy(self, giver: Donor) -> float:
         """Take a copy; returns the seconds that took, without the waiting for it."""
         began = 0.0
 
@@ -107,30 +107,35 @@ class Follower:
             nonlocal began
             began = time.monotonic()
             with self._lock:
-                if self._over.is_set():
+                if self._stopped.is_set():
                     raise PeerError("this spare has its place")
-                self._busy, self._known = True, Known(known.tensors)  # what is written over is right no more
+                self._is_copying, self._receiver_tensors = (
+                    True,
+                    ReceiverTensors(known.tensors),
+                )  # what is written over is right no more
 
-        known = self._known
-        inside = Known(
-            *({pytree.path_of(path): value for path, value in part.items()} for part in (known.tensors, known.digests))
+        known = self._receiver_tensors
+        inside = ReceiverTensors(
+            *({pytree.tensor_path(path): value for path, value in part.items()} for part in (known.tensors, known.digests))
         )
-        wanted = (self._step + self._every).to_bytes(8, "big")
+        wanted = (self._copied_step + self._interval_steps).to_bytes(8, "big")
         try:
-            given = fetch(giver, KEY, known=inside, wanted=wanted, begin=begin)
+            given = fetch_from_donor(giver, FOLLOW_KEY, known=inside, wanted=wanted, begin=begin)
             tensors: dict[str, Any] = given.state
-            digests = {path: digest(tensor) for path, tensor in tensors.items()}
-            self._known = Known(tensors, {path: own for path, own in digests.items() if self._digests.get(path) == own})
+            digests = {path: tensor_digest(tensor) for path, tensor in tensors.items()}
+            self._receiver_tensors = ReceiverTensors(
+                tensors, {path: own for path, own in digests.items() if self._previous_digests.get(path) == own}
+            )
         finally:
             with self._lock:
-                self._busy = False
-        self._digests, self._step = digests, given.step
-        self._meeting.followed(given.step)
+                self._is_copying = False
+        self._previous_digests, self._copied_step = digests, given.step
+        self._context.report_spare_step(given.step)
         return time.monotonic() - began
 
 
-def follow(meeting: Meeting | None) -> Follower | None:
+def start_spare_sync(meeting: WorkerContext | None) -> SpareSync | None:
     """Begin to, in a process that is a spare."""
-    if meeting is None or meeting.placed or not meeting.follow_every:
+    if meeting is None or meeting.has_rank or not meeting.spare_sync_every:
         return None
-    return Follower(meeting, meeting.follow_every)
+    return SpareSync(meeting, meeting.spare_sync_every)

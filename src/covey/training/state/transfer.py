@@ -22,102 +22,108 @@ from covey.core.messages import CollectiveNumber, Donor
 from covey.errors import PeerError
 from covey.training.collectives.gloo_group import torch_module
 from covey.training.state import pytree
-from covey.training.state.process_memory import Mark, Piece, pull, recognised, room
-from covey.transport.token_server import Callers
+from covey.training.state.process_memory import (
+    MemoryBlock,
+    MemoryMarker,
+    allocate_buffer,
+    is_expected_process,
+    read_process_memory,
+)
+from covey.transport.token_server import TokenServer
 
 HEADER_MAX: Final = 64 * 1024 * 1024
-CONNECT_S: Final = 10.0
-ASK_S: Final = 2.0  # who has said nothing by then wants nothing
-SILENCE_S: Final = 30.0  # a giver that sends nothing for so long is gone
-GIFTS_MAX: Final = 32  # at the same time
-SEND: Final = b"s"  # from a receiver that cannot read the giver's memory
-COMPARE: Final = b"c"  # the same, from one that has some of it perhaps: their digests follow
-THANKS: Final = b"t"
+CONNECT_TIMEOUT_S: Final = 10.0
+REQUEST_TIMEOUT_S: Final = 2.0  # who has said nothing by then wants nothing
+IDLE_TIMEOUT_S: Final = 30.0  # a giver that sends nothing for so long is gone
+TRANSFERS_MAX: Final = 32  # at the same time
+SEND_ALL: Final = b"s"  # from a receiver that cannot read the giver's memory
+COMPARE_DIGESTS: Final = b"c"  # the same, from one that has some of it perhaps: their digests follow
+RECEIVED: Final = b"t"
 DIGEST_SIZE: Final = 16
-ALIGNED: Final = 64  # bytes
-PIECE: Final = 1 << 20  # bytes that are sent at once
-KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p", "follow": b"f"}
-WANTED_MAX: Final = 65536  # bytes
+ALIGNMENT: Final = 64  # bytes
+SEND_CHUNK_BYTES: Final = 1 << 20  # bytes that are sent at once
+REQUEST_KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p", "follow": b"f"}
+REQUEST_BYTES_MAX: Final = 65536  # bytes
 
 
-class Donation(msgspec.Struct, frozen=True):
+class DonatedState(msgspec.Struct, frozen=True):
     """What a rank gives: where in the training it stands, its state, and the results that are agreed already."""
 
     step: int = -1
-    applied: bool = False  # the state is that after this step's optimizer ran
-    last: CollectiveNumber | None = None  # the collective the giver completed last; its result is among these
-    before: int = 0  # how many collectives were run before the first step
+    optimizer_applied: bool = False  # the state is that after this step's optimizer ran
+    last_collective: CollectiveNumber | None = None  # the collective the giver completed last; its result is among these
+    initial_collectives: int = 0  # how many collectives were run before the first step
     state: Any = None  # nested plain data and tensors; None where the giver has none yet
     results: dict[CollectiveNumber, list[Any]] = {}
 
 
-class Known(msgspec.Struct, frozen=True):
+class ReceiverTensors(msgspec.Struct, frozen=True):
     """What a receiver has already, by its names in the state: memory to receive into, and the digests of what may be right."""
 
     tensors: Mapping[str, Any] = {}
     digests: Mapping[str, bytes] = {}
 
 
-NOTHING: Final = Known()
+NO_TENSORS: Final = ReceiverTensors()
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
     """What is to be known of a tensor before its bytes come."""
 
     path: str  # its name in the state; "" for a result
     dtype: str
     shape: list[int]
-    piece: Piece  # where it lies in the giver's memory
+    block: MemoryBlock  # where it lies in the giver's memory
 
 
-class _Meta(msgspec.Struct, frozen=True):
+class _TransferHeader(msgspec.Struct, frozen=True):
     step: int
-    applied: bool
-    last: tuple[int, int] | None
-    before: int
+    optimizer_applied: bool
+    last_collective: tuple[int, int] | None
+    initial_collectives: int
     state: Any
     results: list[tuple[int, int, list[int]]]
-    tensors: list[Tensor]
+    tensors: list[TensorHeader]
     pid: int
-    mark: Piece
-    mark_value: bytes
+    marker: MemoryBlock
+    marker_value: bytes
 
 
-class Server:
+class TransferServer:
     """Gives on request, to whoever knows the token. The token reaches the receiver through the scheduler's plan."""
 
-    def __init__(self, address: str, **give: Callable[[bytes], Donation]) -> None:
-        """`give` has what to call for each of `KINDS`; it is told what is wanted of it."""
-        self._give = {KINDS[kind]: found for kind, found in give.items()}
-        self._free = threading.Semaphore(GIFTS_MAX)
-        self._callers = Callers(address, self._serve, "covey gift", first_s=ASK_S)
-        self.port, self.token = self._callers.port, self._callers.token
+    def __init__(self, address: str, **give: Callable[[bytes], DonatedState]) -> None:
+        """`give` has what to call for each of `REQUEST_KINDS`; it is told what is wanted of it."""
+        self._handlers = {REQUEST_KINDS[kind]: found for kind, found in give.items()}
+        self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
+        self._token_server = TokenServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
+        self.port, self.token = self._token_server.port, self._token_server.token
 
     def close_in_child(self) -> None:
-        self._callers.close()
+        self._token_server.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with self._free, contextlib.suppress(msgspec.MsgspecError):  # a receiver that went away asks again
-            self._answer(connection)
+        with self._free_transfers, contextlib.suppress(msgspec.MsgspecError):  # a receiver that went away asks again
+            self._handle_request(connection)
 
-    def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(SILENCE_S)
-        kind = bytes(_receive(connection, bytearray(1)))
-        size = int.from_bytes(_receive(connection, bytearray(4)), "big")
-        if kind in self._give and size <= WANTED_MAX:
-            wanted = bytes(_receive(connection, bytearray(size)))
-            _send(connection, self._give[kind](wanted))
+    def _handle_request(self, connection: socket.socket) -> None:
+        connection.settimeout(IDLE_TIMEOUT_S)
+        kind = bytes(_receive_exactly(connection, bytearray(1)))
+        size = int.from_bytes(_receive_exactly(connection, bytearray(4)), "big")
+        if kind in self._handlers and size <= REQUEST_BYTES_MAX:
+            wanted = bytes(_receive_exactly(connection, bytearray(size)))
+            _send_state(connection, self._handlers[kind](wanted))
 
 
-def fetch(
+def fetch_from_donor(
     giver: Donor,
     kind: str,
     homes: Mapping[str, Any] = MappingProxyType({}),
     *,
     wanted: bytes = b"",
-    known: Known = NOTHING,
+    known: ReceiverTensors = NO_TENSORS,
     begin: Callable[[], None] = lambda: None,
-) -> Donation:
+) -> DonatedState:
     """Receive all of it. Raises `PeerError` when the giver is gone; then what is received directly may be there in part.
 
     `homes` are tensors of this process by their names in the state: what fits is received straight into them, which spares
@@ -125,16 +131,16 @@ def fetch(
     is called when the giver has answered, before anything is written to memory that is `known`.
     """
     try:
-        with socket.create_connection((giver.address, giver.port), CONNECT_S) as connection:
-            connection.settimeout(SILENCE_S)
+        with socket.create_connection((giver.address, giver.port), CONNECT_TIMEOUT_S) as connection:
+            connection.settimeout(IDLE_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(giver.token.encode() + KINDS[kind] + len(wanted).to_bytes(4, "big") + wanted)
-            return _read(connection, homes, known, begin)
+            connection.sendall(giver.token.encode() + REQUEST_KINDS[kind] + len(wanted).to_bytes(4, "big") + wanted)
+            return _receive_state(connection, homes, known, begin)
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise PeerError(f"the state could not be fetched from {giver.address}: {error}") from None
 
 
-def _send(connection: socket.socket, given: Donation) -> None:
+def _send_state(connection: socket.socket, given: DonatedState) -> None:
     skeleton, named = pytree.pack(given.state)
     tensors = list(named.items())
     results: list[tuple[int, int, list[int]]] = []
@@ -142,83 +148,87 @@ def _send(connection: socket.socket, given: Donation) -> None:
         results.append((number.step, number.index, list(range(len(tensors), len(tensors) + len(items)))))
         tensors += [("", item) for item in items]
     plain = [(path, tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()) for path, tensor in tensors]
-    last = (given.last.step, given.last.index) if given.last is not None else None
-    mark = Mark()
-    meta = _Meta(
+    last = (given.last_collective.step, given.last_collective.index) if given.last_collective is not None else None
+    mark = MemoryMarker()
+    meta = _TransferHeader(
         step=given.step,
-        applied=given.applied,
-        last=last,
-        before=given.before,
+        optimizer_applied=given.optimizer_applied,
+        last_collective=last,
+        initial_collectives=given.initial_collectives,
         state=skeleton,
         results=results,
-        tensors=[_described(path, tensor) for path, tensor in plain],
+        tensors=[_tensor_header(path, tensor) for path, tensor in plain],
         pid=os.getpid(),
-        mark=mark.piece,
-        mark_value=mark.value,
+        marker=mark.block,
+        marker_value=mark.value,
     )
     header = msgspec.msgpack.encode(meta)
     connection.sendall(len(header).to_bytes(8, "big") + header)
-    if (answer := bytes(_receive(connection, bytearray(1)))) != THANKS:
-        same = _compare(connection, [tensor for _, tensor in plain]) if answer == COMPARE else set()
+    if (answer := bytes(_receive_exactly(connection, bytearray(1)))) != RECEIVED:
+        same = _match_digests(connection, [tensor for _, tensor in plain]) if answer == COMPARE_DIGESTS else set()
         for place, (_, tensor) in enumerate(plain):
             if tensor.numel() and place not in same:
-                _send_bytes(connection, _bytes_of(tensor))
-        _receive(connection, bytearray(1))
+                _send_bytes(connection, _tensor_bytes(tensor))
+        _receive_exactly(connection, bytearray(1))
     # Only now may what was read move: `plain` and `mark` have been kept until here.
 
 
 def _send_bytes(connection: socket.socket, view: memoryview) -> None:
     """In pieces: what has a limit is how long the other side takes nothing, and not how long all of it takes."""
-    for start in range(0, view.nbytes, PIECE):
-        connection.sendall(view[start : start + PIECE])
+    for start in range(0, view.nbytes, SEND_CHUNK_BYTES):
+        connection.sendall(view[start : start + SEND_CHUNK_BYTES])
 
 
-def _compare(connection: socket.socket, tensors: list[Any]) -> set[int]:
+def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
     """Which of the tensors, by number, the receiver has already."""
-    size = int.from_bytes(_receive(connection, bytearray(8)), "big")
+    size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"its digests have {size} bytes, {HEADER_MAX} is the limit")
-    asked = msgspec.msgpack.decode(_receive(connection, bytearray(size)), type=dict[int, bytes])
-    same = {number for number, found in asked.items() if number < len(tensors) and digest(tensors[number]) == found}
+    asked = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=dict[int, bytes])
+    same = {number for number, found in asked.items() if number < len(tensors) and tensor_digest(tensors[number]) == found}
     connection.sendall(bytes(number in same for number in range(len(tensors))))
     return same
 
 
-def digest(tensor: Any) -> bytes:
+def tensor_digest(tensor: Any) -> bytes:
     """By which two processes find out that they have the same bytes."""
-    return hashlib.sha256(_bytes_of(tensor)).digest()[:DIGEST_SIZE]
+    return hashlib.sha256(_tensor_bytes(tensor)).digest()[:DIGEST_SIZE]
 
 
-def _described(path: str, tensor: Any) -> Tensor:
-    piece = Piece(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    return Tensor(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), piece)
+def _tensor_header(path: str, tensor: Any) -> TensorHeader:
+    piece = MemoryBlock(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return TensorHeader(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), piece)
 
 
-def _read(connection: socket.socket, homes: Mapping[str, Any], known: Known, begin: Callable[[], None]) -> Donation:
-    size = int.from_bytes(_receive(connection, bytearray(8)), "big")
+def _receive_state(
+    connection: socket.socket, homes: Mapping[str, Any], known: ReceiverTensors, begin: Callable[[], None]
+) -> DonatedState:
+    size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"its header has {size} bytes, {HEADER_MAX} is the limit")
-    meta = msgspec.msgpack.decode(_receive(connection, bytearray(size)), type=_Meta)
+    meta = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=_TransferHeader)
     begin()
-    tensors = _places(meta.tensors, {**known.tensors, **({} if meta.applied else homes)})
-    into = [_bytes_of(tensor) for tensor in tensors]
-    if recognised(meta.pid, meta.mark, meta.mark_value):
+    tensors = _destination_tensors(meta.tensors, {**known.tensors, **({} if meta.optimizer_applied else homes)})
+    into = [_tensor_bytes(tensor) for tensor in tensors]
+    if is_expected_process(meta.pid, meta.marker, meta.marker_value):
         filled = [number for number, view in enumerate(into) if view.nbytes]
-        pull(meta.pid, [meta.tensors[number].piece for number in filled], [into[number] for number in filled])
+        read_process_memory(meta.pid, [meta.tensors[number].block for number in filled], [into[number] for number in filled])
     else:
-        same = _offer(connection, meta.tensors, known)
+        same = _request_tensors(connection, meta.tensors, known)
         for number, view in enumerate(into):
             if number not in same:
-                _receive(connection, view)
+                _receive_exactly(connection, view)
             elif (mine := known.tensors[meta.tensors[number].path]) is not tensors[number]:
-                view[:] = _bytes_of(mine)
-    connection.sendall(THANKS)
+                view[:] = _tensor_bytes(mine)
+    connection.sendall(RECEIVED)
     results = {CollectiveNumber(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
-    last = CollectiveNumber(*meta.last) if meta.last is not None else None
-    return Donation(meta.step, meta.applied, last, meta.before, pytree.unpack(meta.state, tensors), results)
+    last = CollectiveNumber(*meta.last_collective) if meta.last_collective is not None else None
+    return DonatedState(
+        meta.step, meta.optimizer_applied, last, meta.initial_collectives, pytree.unpack(meta.state, tensors), results
+    )
 
 
-def _offer(connection: socket.socket, described: list[Tensor], known: Known) -> set[int]:
+def _request_tensors(connection: socket.socket, described: list[TensorHeader], known: ReceiverTensors) -> set[int]:
     """Ask for all but what is here already, as the giver finds by its digest; returns the numbers of that."""
     offered = {
         number: known.digests[wanted.path]
@@ -226,33 +236,35 @@ def _offer(connection: socket.socket, described: list[Tensor], known: Known) -> 
         if wanted.path in known.digests and _fits(known.tensors[wanted.path], wanted)
     }
     if not offered:
-        connection.sendall(SEND)
+        connection.sendall(SEND_ALL)
         return set()
     body = msgspec.msgpack.encode(offered)
-    connection.sendall(COMPARE + len(body).to_bytes(8, "big") + body)
-    answer = _receive(connection, bytearray(len(described)))
+    connection.sendall(COMPARE_DIGESTS + len(body).to_bytes(8, "big") + body)
+    answer = _receive_exactly(connection, bytearray(len(described)))
     return {number for number in offered if answer[number]}
 
 
-def _places(described: list[Tensor], homes: Mapping[str, Any]) -> list[Any]:
+def _destination_tensors(described: list[TensorHeader], homes: Mapping[str, Any]) -> list[Any]:
     """For each tensor the one at home, if it fits; the others share one piece of fresh memory."""
     torch = torch_module()
     found: list[Any] = []
-    fresh = room(sum(wanted.piece.size + ALIGNED for wanted in described if not _fits(homes.get(wanted.path), wanted)))
+    fresh = allocate_buffer(
+        sum(wanted.block.size + ALIGNMENT for wanted in described if not _fits(homes.get(wanted.path), wanted))
+    )
     offset = 0
     for wanted in described:
         home, kind = homes.get(wanted.path), getattr(torch, wanted.dtype)
         if _fits(home, wanted):
             found.append(home)
-        elif wanted.piece.size:
-            found.append(torch.frombuffer(fresh[offset : offset + wanted.piece.size], dtype=kind).view(wanted.shape))
-            offset += (wanted.piece.size + ALIGNED - 1) // ALIGNED * ALIGNED
+        elif wanted.block.size:
+            found.append(torch.frombuffer(fresh[offset : offset + wanted.block.size], dtype=kind).view(wanted.shape))
+            offset += (wanted.block.size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         else:
             found.append(torch.empty(wanted.shape, dtype=kind))
     return found
 
 
-def _fits(home: Any, wanted: Tensor) -> bool:
+def _fits(home: Any, wanted: TensorHeader) -> bool:
     return (
         home is not None
         and str(home.dtype) == f"torch.{wanted.dtype}"
@@ -262,11 +274,11 @@ def _fits(home: Any, wanted: Tensor) -> bool:
     )
 
 
-def _bytes_of(tensor: Any) -> memoryview:
+def _tensor_bytes(tensor: Any) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch_module().uint8).numpy())
 
 
-def _receive(connection: socket.socket, into: Any) -> Any:
+def _receive_exactly(connection: socket.socket, into: Any) -> Any:
     """Fill a buffer from a connection."""
     view = memoryview(into)
     while view.nbytes:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from covey.agent.worker_environment import forget_place
+from covey.agent.worker_environment import drop_cluster_variables
 from covey.cli.run import slurm
 from covey.cli.run.command import given_by_options
 from covey.cli.run.options import BY_NAME, OPTIONS, RunPlan, describe, help_text, parse
@@ -646,7 +646,7 @@ def test_no_script_is_a_sentence_of_its_own_family(words: str) -> None:
 def test_a_run_that_a_worker_of_another_starts_is_one_of_its_own() -> None:
     place = dict.fromkeys(("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "COVEY_INCARNATION"), "1")
     inside = {**place, "COVEY_AGENT": "127.0.0.1:1@/relay", "MS_NODE_TIMEOUT": "5"}
-    forget_place(inside)
+    drop_cluster_variables(inside)
     assert inside == {"MS_NODE_TIMEOUT": "5"}
-    forget_place(place)
+    drop_cluster_variables(place)
     assert len(place) == 5, "by hand they mean what they say"

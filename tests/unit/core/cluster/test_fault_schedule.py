@@ -133,8 +133,8 @@ def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
 def test_a_process_that_is_no_run_s_is_not_touched() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        for harm in (fault_injection.kill, fault_injection.cut):
-            with pytest.raises(fault_injection.Gone, match="no child of a covey run"):
+        for harm in (fault_injection.kill_process, fault_injection.cut_connections):
+            with pytest.raises(fault_injection.ProcessGone, match="no child of a covey run"):
                 harm(stranger.pid, [psutil.Process()])
         assert stranger.poll() is None
     finally:
@@ -155,10 +155,10 @@ def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)]
     try:
         pids = [int(run.stdout.readline()) for run in runs if run.stdout]
-        with pytest.raises(fault_injection.Gone, match="of another run"):
-            fault_injection.kill(pids[1], [psutil.Process(runs[0].pid)])
+        with pytest.raises(fault_injection.ProcessGone, match="of another run"):
+            fault_injection.kill_process(pids[1], [psutil.Process(runs[0].pid)])
         assert psutil.Process(pids[1]).status() != psutil.STATUS_ZOMBIE
-        fault_injection.kill(pids[0], [psutil.Process(runs[0].pid)])
+        fault_injection.kill_process(pids[0], [psutil.Process(runs[0].pid)])
         assert runs[0].wait(60) == 0, "it ends with its child"
     finally:
         for run in runs:
@@ -170,6 +170,6 @@ def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
 def test_the_wall_clock_can_be_told_to_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "clock"
     monkeypatch.setenv("COVEY_FAULT_CLOCK", str(file))
-    with fault_injection.wrong_clock(file, 3000.0):
+    with fault_injection.shift_clock(file, 3000.0):
         assert wall_clock.wall() - time.time() > 2000
     assert abs(wall_clock.wall() - time.time()) < 1000

@@ -9,7 +9,7 @@ import pytest
 
 from covey.core.cluster.heal_plan import HealBarrier, find_endless_wait, make_heal_plans
 from covey.core.messages import CollectiveNumber, Donor, HealPlan, SafePointReport, SlotHolder
-from covey.transport.framing import from_node
+from covey.transport.framing import from_node_decoder
 
 NEAR, FAR = "10.0.0.1", "10.0.0.2"
 
@@ -152,4 +152,4 @@ def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> No
 @pytest.mark.parametrize("slots", [-1, 8 * 65536 + 1, 1 << 40])
 def test_a_count_for_which_no_mask_has_bits_is_refused_where_bytes_become_messages(slots: int) -> None:
     with pytest.raises(msgspec.ValidationError):
-        from_node.decode(msgspec.msgpack.encode(SafePointReport(1, slot_count=slots)))
+        from_node_decoder.decode(msgspec.msgpack.encode(SafePointReport(1, slot_count=slots)))

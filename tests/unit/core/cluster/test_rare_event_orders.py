@@ -56,9 +56,9 @@ from covey.core.messages import (
 )
 from covey.core.types import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.errors import ExitCode
-from covey.runtime.node_runtime import Door, NodeRuntime
+from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress
 from covey.settings import load
-from covey.worker.membership_thread import Node
+from covey.worker.membership_thread import MembershipThread
 
 THIRD = Host("boot-third", "third", "10.0.0.3")
 
@@ -266,20 +266,20 @@ def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
     said: list[object] = []
 
     class Collecting:
-        def say(self, message: object) -> bool:
+        def try_send(self, message: object) -> bool:
             said.append(message)
             return True
 
     async def story() -> None:
-        node = Node(load({}).settings, Door("127.0.0.1", 1))
+        node = MembershipThread(load({}).settings, SchedulerAddress("127.0.0.1", 1))
         node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
-        node._deliver(RankAssigned(2, 0, 2, 0, 2))
+        node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
         for message in (SafePointReport(2, CollectiveNumber(4, 0)), RankResumed(2, 5), SafePointReport(1)):
-            node.say(message)
-        node.say(SafePointReport(2, CollectiveNumber(9, 0), finished=True))
+            node.send_to_scheduler(message)
+        node.send_to_scheduler(SafePointReport(2, CollectiveNumber(9, 0), finished=True))
         await asyncio.sleep(0)
         said.clear()
-        node._deliver(RankAssigned(2, 0, 2, 0, 2))
+        node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
         await asyncio.sleep(0)
 
     asyncio.run(story())

@@ -34,7 +34,7 @@ from covey.federated.server.server_links import Peers
 from covey.federated.server.update_log import Update
 from covey.federated.server.update_replication import Safekeeping
 from covey.federated.strategies import FedAvg
-from covey.runtime.credentials import Security
+from covey.runtime.credentials import Credentials
 
 WAIT_S = 60.0
 
@@ -43,7 +43,7 @@ def a_server(folder: Path) -> Server:
     """One that has its place in a cluster of one; no sockets."""
     layout, values = take({"w": np.zeros(4, np.float32)})
     settings = ServerSettings(scheduler=("127.0.0.1", 1), host=Host("h", "h", "127.0.0.1"), http="h:1", peer="h:2", root=folder)
-    server = Server(settings, Security(), layout, values, FedAvg())
+    server = Server(settings, Credentials(), layout, values, FedAvg())
     server.node_id = server.claims.node_id = "0"
     server.holdings.open(folder / "server_0", -1)
     server.models.open(folder / "models", name="", keep=1, sync=False)

@@ -15,18 +15,18 @@ from covey.core.messages import LeaveAcknowledged
 from covey.errors import PeerError
 from covey.federated.server.scheduler_link import Upstream
 from covey.federated.server.server_links import PIECE_MAX, Bytes, Peers
-from covey.runtime.credentials import Security
-from covey.runtime.host_identity import address_towards
-from covey.transport.connection import UNREAD_MAX, Link, Listener
+from covey.runtime.credentials import Credentials
+from covey.runtime.host_identity import local_address_for
+from covey.transport.connection import WRITE_BUFFER_MAX, Connection, Listener
 from covey.transport.framing import FRAME_MAX
 
 LOG = bytes(range(256)) * (PIECE_MAX // 256) + b"rest"
-SECRET = Security("secret", None, None)
+SECRET = Credentials("secret", None, None)
 
 
 @asynccontextmanager
 async def two(
-    keeper_guard: Security = SECRET, sender_guard: Security = SECRET
+    keeper_guard: Credentials = SECRET, sender_guard: Credentials = SECRET
 ) -> AsyncIterator[tuple[Peers, list[ReplicateUpdate]]]:
     """One that keeps copies and gives a log, and one that knows it."""
     kept: list[ReplicateUpdate] = []
@@ -34,7 +34,7 @@ async def two(
     def give(what: str, round_number: int) -> Bytes | None:
         return LOG if what == "log0" else None
 
-    def peers(guard: Security) -> Peers:
+    def peers(guard: Credentials) -> Peers:
         return Peers(
             guard,
             heard=lambda node_id, message: None,
@@ -70,8 +70,8 @@ def test_many_copies_at_once_do_not_cut_the_link() -> None:
 
     async def play() -> None:
         async with two() as (sender, kept):
-            await asyncio.gather(*(sender.copy("b", "life", 1, record) for _ in range(UNREAD_MAX // PIECE_MAX + 4)))
-            assert len(kept) == UNREAD_MAX // PIECE_MAX + 4
+            await asyncio.gather(*(sender.copy("b", "life", 1, record) for _ in range(WRITE_BUFFER_MAX // PIECE_MAX + 4)))
+            assert len(kept) == WRITE_BUFFER_MAX // PIECE_MAX + 4
 
     asyncio.run(play())
 
@@ -89,7 +89,7 @@ def test_a_log_comes_in_pieces() -> None:
 
 def test_server_refuses_a_peer_that_does_not_require_the_configured_secret(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
-        async with two(Security(), Security("secret", configured=True)) as (sender, _):
+        async with two(Credentials(), Credentials("secret", secret_configured=True)) as (sender, _):
             with pytest.raises(PeerError, match="server b cannot be reached"):
                 await sender.fetch("b", "log0", 1)
 
@@ -112,7 +112,7 @@ def test_a_scheduler_that_was_never_there_is_called_again_whatever_patience_ther
 
         door = await asyncio.start_server(turn_away, "127.0.0.1", 0)
         where = ("127.0.0.1", int(door.sockets[0].getsockname()[1]))
-        guard = Security("", None, None)
+        guard = Credentials("", None, None)
         upstream = Upstream(where, guard, 0.0, opened=calls.clear, heard=print, end=lambda code, reason: ends.append(reason))
         calling = asyncio.get_running_loop().create_task(upstream.keep())
         await asyncio.wait_for(calls.wait(), 60)
@@ -127,9 +127,9 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
     """A server that was stopped finds answers from before in its socket: by then it may have been given up."""
 
     async def live() -> None:
-        beats: asyncio.Queue[tuple[Link, ServerHeartbeat]] = asyncio.Queue()
+        beats: asyncio.Queue[tuple[Connection, ServerHeartbeat]] = asyncio.Queue()
         heard = asyncio.Event()
-        sock, guard = socket.create_server(("127.0.0.1", 0)), Security("secret", None, None)
+        sock, guard = socket.create_server(("127.0.0.1", 0)), Credentials("secret", None, None)
         door = Listener(
             [sock],
             guard.secret,
@@ -156,6 +156,6 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
 
 
 def test_a_server_without_a_way_to_its_scheduler_says_so() -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert local_address_for("127.0.0.1") == "127.0.0.1"
     with pytest.raises(PeerError, match=r"this host has no way to 255\.255\.255\.255 \(.*\): check the address"):
-        address_towards("255.255.255.255")
+        local_address_for("255.255.255.255")

@@ -15,7 +15,7 @@ from tests.unit.training.checkpoint.test_checkpoint import files_up_to
 
 from covey.errors import StoreError
 from covey.training.checkpoint.checkpoint import Checkpoint
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.data.loader import Data
 from covey.training.loop import Loop
 
@@ -42,7 +42,7 @@ def loop(folder: Path, steps: int) -> Loop:
         data,
         steps=steps,
         checkpoint=Checkpoint(folder, every=5),
-        group=Group(None),
+        group=Communicator(None),
     )
 
 
@@ -95,8 +95,8 @@ def test_the_first_one_must_be_written(tmp_path: Path) -> None:
 def test_what_is_printed_to_a_full_disk_is_lost_and_counted(tmp_path: Path, flags: list[str]) -> None:
     script = """
 import resource, sys
-from covey.runtime.log_stream import outlast_full_disks
-outlast_full_disks()
+from covey.runtime.log_stream import install_log_streams
+install_log_streams()
 print("before")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (7, hard))

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from covey.errors import UsageError
 from covey.training.checkpoint.checkpoint import Checkpoint
-from covey.training.collectives.communicator import Group
+from covey.training.collectives.communicator import Communicator
 from covey.training.data import stream
 from covey.training.data.loader import Data
 from covey.training.loop import Loop
@@ -52,7 +52,9 @@ def loop(dataset: Any, **options: Any) -> Loop:
     steps, accumulate = options.pop("steps", 40), options.pop("accumulate", 1)
     data = Data(dataset, 3, **options)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    return Loop(net, optimizer, data, steps=steps, accumulate=accumulate, checkpoint=checkpoint, seed=5, group=Group(None))
+    return Loop(
+        net, optimizer, data, steps=steps, accumulate=accumulate, checkpoint=checkpoint, seed=5, group=Communicator(None)
+    )
 
 
 def seen(found: Loop) -> list[list[float]]:
@@ -121,8 +123,8 @@ def test_what_to_expect_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_members_count_equally() -> None:
-    course = stream.begin(4, 2, 3, 1)
-    assert [course.weight(0, index, (0, 1, 2)) for index in range(4)] == [1 / 3, 1 / 3, 1 / 3, 0.0]
-    assert course.weight(0, 0, (0, 2)) == 1 / 2
-    assert course.after(0, (0, 2)).seats == (0, 2)
-    assert [len(part) for part in course.cut(5, 1, None)] == [4, 4]
+    course = stream.initial_stream_schedule(4, 2, 3, 1)
+    assert [course.member_weight(0, index, (0, 1, 2)) for index in range(4)] == [1 / 3, 1 / 3, 1 / 3, 0.0]
+    assert course.member_weight(0, 0, (0, 2)) == 1 / 2
+    assert course.next_schedule(0, (0, 2)).seats == (0, 2)
+    assert [len(part) for part in course.micro_batches(5, 1, None)] == [4, 4]

@@ -16,12 +16,12 @@ from torch import nn
 import covey
 from covey.core.messages import CollectiveNumber
 from covey.errors import UsageError
-from covey.training.collectives.communicator import Group
-from covey.training.collectives.result_cache import BEFORE, Kept
+from covey.training.collectives.communicator import Communicator
+from covey.training.collectives.result_cache import BEFORE_FIRST_STEP, ResultCache
 from covey.training.loop import Loop
 from covey.training.state import transfer
-from covey.training.state.grad_accumulation import Carried
-from covey.training.state.training_state import State, overlaid
+from covey.training.state.grad_accumulation import GradAccumulationDetector
+from covey.training.state.training_state import TrainingState, overlay_snapshot
 
 DATA = torch.utils.data.TensorDataset(torch.ones(8, 4))
 
@@ -38,12 +38,12 @@ class Wide(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def loop(model: Any, optimizer: Any, **options: Any) -> Loop:
-    return Loop(model, optimizer, covey.Data(DATA, 2), group=Group(None), **options)
+    return Loop(model, optimizer, covey.Data(DATA, 2), group=Communicator(None), **options)
 
 
 def test_whatever_writes_to_parameters_is_seen() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    state = State(model, torch.optim.SGD(model.parameters()))
+    state = TrainingState(model, torch.optim.SGD(model.parameters()))
     writes: list[Callable[[Any], Any]] = [
         lambda p: p.add_(1),
         lambda p: p.data.add_(1),
@@ -52,46 +52,46 @@ def test_whatever_writes_to_parameters_is_seen() -> None:
     ]
     for write in writes:
         for parameter in model.parameters():
-            state.mark_boundary()
-            assert state.whole
+            state.snapshot_boundary()
+            assert state.is_consistent
             with torch.no_grad():
                 write(parameter)
-            assert not state.whole
-    state.mark_boundary()
-    assert state.whole, "what is no number is as it was, too"
+            assert not state.is_consistent
+    state.snapshot_boundary()
+    assert state.is_consistent, "what is no number is as it was, too"
 
 
 def test_after_the_optimizer_a_state_is_whole_until_something_else_writes() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    state, seen = State(model, optimizer), [0]
+    state, seen = TrainingState(model, optimizer), [0]
     state.register("seen", lambda: seen, lambda value: seen.__setitem__(slice(None), value))
-    state.mark_boundary()
+    state.snapshot_boundary()
     seen[0] = 1
     optimizer.param_groups[0]["lr"] = 0.5
-    before = state.at_rest()
+    before = state.consistent_state()
     assert before["parts"]["seen"] == [0] and before["optimizer"]["param_groups"][0]["lr"] == 0.1
-    state.mark_applied()
+    state.snapshot_after_optimizer()
     seen[0] = 2
-    assert state.whole and state.at_rest()["parts"]["seen"] == [2]
-    assert state.after_optimizer is not None
-    assert overlaid(state.now(), state.after_optimizer)["parts"]["seen"] == [1]
+    assert state.is_consistent and state.consistent_state()["parts"]["seen"] == [2]
+    assert state.after_optimizer_snapshot is not None
+    assert overlay_snapshot(state.current_state(), state.after_optimizer_snapshot)["parts"]["seen"] == [1]
     model.weight.data.zero_()
-    assert not state.whole, "as with another model's weights that are put in for an evaluation"
+    assert not state.is_consistent, "as with another model's weights that are put in for an evaluation"
 
 
 def test_an_optimizers_state_keeps_its_types_and_lies_as_its_parameter_does() -> None:
-    def made() -> tuple[Any, State]:
+    def made() -> tuple[Any, TrainingState]:
         model = nn.Conv2d(2, 2, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
         optimizer = Wide(model.parameters())
-        return optimizer, State(model, optimizer)
+        return optimizer, TrainingState(model, optimizer)
 
     (giver, given), (taker, taken) = made(), made()
     giver.step()
-    state = copy.deepcopy(given.now())
+    state = copy.deepcopy(given.current_state())
     for slot in state["optimizer"]["state"].values():
         slot["mean"] = slot["mean"].contiguous()  # as it arrives
-    taken.put(state, again=True)
+    taken.load_state(state, again=True)
     for mine, theirs in zip(taker.param_groups[0]["params"], giver.param_groups[0]["params"], strict=True):
         for name, value in giver.state[theirs].items():
             found = taker.state[mine][name]
@@ -99,29 +99,29 @@ def test_an_optimizers_state_keeps_its_types_and_lies_as_its_parameter_does() ->
 
 
 def test_what_a_models_own_state_leaves_out_or_rounds_travels_beside_it() -> None:
-    def made(seed: int) -> tuple[Any, State]:
+    def made(seed: int) -> tuple[Any, TrainingState]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
         model.register_state_dict_post_hook(
             lambda m, s, p, _: s.update({k: v.half().float() for k, v in s.items() if "0" in k})
         )
-        return model, State(model, torch.optim.SGD(model.parameters()))
+        return model, TrainingState(model, torch.optim.SGD(model.parameters()))
 
     (giver, given), (taker, taken) = made(1), made(2)
-    taken.put(copy.deepcopy(given.now()), again=False)
+    taken.load_state(copy.deepcopy(given.current_state()), again=False)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(taker.parameters(), giver.parameters(), strict=True))
 
 
 def test_buffers_that_are_made_on_the_way_are_taken_over() -> None:
-    def made() -> tuple[Any, State]:
+    def made() -> tuple[Any, TrainingState]:
         model = nn.Linear(4, 2)
         model.register_buffer("late", None)
         model.register_buffer("longer", torch.zeros(1))
-        return model, State(model, torch.optim.SGD(model.parameters()))
+        return model, TrainingState(model, torch.optim.SGD(model.parameters()))
 
     (giver, given), (taker, taken) = made(), made()
     giver.late, giver.longer = torch.arange(3), torch.ones(5)
-    taken.put(copy.deepcopy(given.now()), again=False)
+    taken.load_state(copy.deepcopy(given.current_state()), again=False)
     assert taker.late.tolist() == [0, 1, 2] and taker.longer.tolist() == [1.0] * 5
 
 
@@ -136,7 +136,7 @@ def test_buffers_that_are_made_on_the_way_are_taken_over() -> None:
 )
 def test_gradients_that_outlive_a_step_are_found(zero: Any, carries: bool) -> None:
     model, found = nn.Linear(4, 2), []
-    carried = Carried(model, lambda: found.append(1))
+    carried = GradAccumulationDetector(model, lambda: found.append(1))
     for _ in range(3):
         carried.begin_step()
         for parameter in model.parameters():
@@ -151,7 +151,7 @@ def test_a_loop_refuses_what_it_could_not_train_alike_on_all_ranks() -> None:
     both = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
     with pytest.raises(UsageError, match="nobody would average its gradients"):
         loop(model, both)
-    with pytest.raises(UsageError, match=r"Loop\(optimizer=...\) is not possible: it takes a Optimizer, not a list"):
+    with pytest.raises(UsageError, match=r"Loop\(optimizer=...\) is not possible: it takes an Optimizer, not a list"):
         loop(model, [torch.optim.SGD(model.parameters(), 0.1)])
     lazy = nn.LazyLinear(2)
     with pytest.raises(UsageError, match="weight, which has no shape yet"):
@@ -191,39 +191,42 @@ def test_a_step_whose_parameters_were_changed_is_not_repeated_in_place() -> None
 
 
 def test_kept_results_are_those_of_the_step_of_the_epochs_beginning_and_from_before() -> None:
-    kept = Kept(100)
+    kept = ResultCache(100)
 
     def keep(step: int, *ns: int, size: int = 1) -> None:
         for n in ns:
-            kept.keep(CollectiveNumber(step, n), [torch.zeros(size, dtype=torch.uint8)], passing=False, limited=True)
+            kept.add(CollectiveNumber(step, n), [torch.zeros(size, dtype=torch.uint8)], passing=False, limited=True)
 
-    keep(BEFORE, 0)
-    kept.open(4)
-    kept.enter(4)
+    keep(BEFORE_FIRST_STEP, 0)
+    kept.begin_epoch(4)
+    kept.begin_step(4)
     keep(4, 0, 1)
-    kept.opened(2)
+    kept.on_first_batch(2)
     keep(4, 2)
-    kept.enter(5)
+    kept.begin_step(5)
     keep(5, 0)
-    assert sorted(kept.needed(5)) == [
-        CollectiveNumber(BEFORE, 0),
+    assert sorted(kept.results_for_replacement(5)) == [
+        CollectiveNumber(BEFORE_FIRST_STEP, 0),
         CollectiveNumber(4, 0),
         CollectiveNumber(4, 1),
         CollectiveNumber(5, 0),
     ]
-    kept.open(8)
-    kept.enter(8)
+    kept.begin_epoch(8)
+    kept.begin_step(8)
     keep(8, 0)
-    assert sorted(kept.needed(8)) == [CollectiveNumber(BEFORE, 0), CollectiveNumber(8, 0)] and kept.whole
+    assert (
+        sorted(kept.results_for_replacement(8)) == [CollectiveNumber(BEFORE_FIRST_STEP, 0), CollectiveNumber(8, 0)]
+        and kept.is_complete
+    )
     keep(8, 1, size=200)
-    assert not kept.whole and list(kept.last) == [CollectiveNumber(8, 1)]
-    kept.opened(2)
-    kept.enter(9)
-    assert not kept.whole, "who is new comes by the epoch's beginning, too"
+    assert not kept.is_complete and list(kept.last_result) == [CollectiveNumber(8, 1)]
+    kept.on_first_batch(2)
+    kept.begin_step(9)
+    assert not kept.is_complete, "who is new comes by the epoch's beginning, too"
 
 
 def test_collectives_refuse_what_would_break_on_every_rank() -> None:
-    group = Group(None)
+    group = Communicator(None)
     with pytest.raises(UsageError, match=r"the mean of int64 .* \.float\(\)"):
         group.all_reduce(torch.tensor([1]), "mean")
     with pytest.raises(UsageError, match="sum of int16 is not possible"):
@@ -247,7 +250,7 @@ def test_loader_workers_see_what_a_program_makes_of_its_data_in_each_epoch(lasti
 
     model, data, seen = nn.Linear(1, 1), Epochs(), []
     given = covey.Data(data, 2, num_workers=1, persistent_workers=lasting)
-    training = Loop(model, torch.optim.SGD(model.parameters(), 0.1), given, epochs=3, group=Group(None))
+    training = Loop(model, torch.optim.SGD(model.parameters(), 0.1), given, epochs=3, group=Communicator(None))
     for epoch, batches in training.epochs():
         data.epoch = epoch
         seen += [int(batch[0]) for batch in batches]
@@ -265,8 +268,8 @@ def test_a_large_tensor_is_sent_in_pieces() -> None:
         def sendall(self, view: memoryview) -> None:
             sent.append(view.nbytes)
 
-    transfer._send_bytes(Connection(), memoryview(bytes(5 * transfer.PIECE // 2)))  # type: ignore[arg-type]
-    assert sent == [transfer.PIECE, transfer.PIECE, transfer.PIECE // 2]
+    transfer._send_bytes(Connection(), memoryview(bytes(5 * transfer.SEND_CHUNK_BYTES // 2)))  # type: ignore[arg-type]
+    assert sent == [transfer.SEND_CHUNK_BYTES, transfer.SEND_CHUNK_BYTES, transfer.SEND_CHUNK_BYTES // 2]
 
 
 def test_the_version_is_that_of_the_package() -> None:
